@@ -1,0 +1,154 @@
+//! What the engine asks of a device, and nothing more.
+//!
+//! Streams run their work in order; across streams only [`Event`]s order anything. Every call returns at once except
+//! [`Device::synchronize`]. A device owns its memory; host memory stays the core's, and a device only pins it.
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::layout::Dtype;
+use crate::store::arena::HostSpan;
+
+/// The streams a device offers. `Compute` is PyTorch's current stream on CUDA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stream {
+    /// Where layers are computed.
+    Compute,
+    /// Host to device copies.
+    Upload,
+    /// Device to host copies.
+    Download,
+    /// Optimizer updates of units whose state lives on the device.
+    Update,
+}
+
+/// A point in a stream's work. Cloning shares the point.
+#[derive(Clone)]
+pub struct Event(pub Arc<dyn Any + Send + Sync>);
+
+/// Memory on the device, freed when the last clone goes. `address` is a device address (a host one on the simulator).
+#[derive(Clone)]
+pub struct DeviceMemory {
+    /// Keeps the allocation alive.
+    pub owner: Arc<dyn Any + Send + Sync>,
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+impl DeviceMemory {
+    /// The sub-range `[offset, offset + len)`, sharing ownership.
+    ///
+    /// # Panics
+    /// When the range leaves the memory.
+    #[must_use]
+    pub fn slice(&self, offset: u64, len: u64) -> Self {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "{offset}+{len} leaves device memory of {}",
+            self.len
+        );
+        Self { owner: Arc::clone(&self.owner), address: self.address + offset, len }
+    }
+}
+
+/// Host memory that is registered with the device for as long as this lives.
+pub struct Pin(pub Box<dyn Any + Send + Sync>);
+
+/// What a device is.
+#[derive(Clone, Debug)]
+pub struct DeviceFacts {
+    /// `cuda` or `cpu`.
+    pub kind: &'static str,
+    /// The card's name.
+    pub name: String,
+    /// Total memory in bytes.
+    pub total_bytes: u64,
+    /// Free memory in bytes at the time of asking.
+    pub free_bytes: u64,
+    /// Compute capability, such as (9, 0); (0, 0) on the CPU.
+    pub capability: (u32, u32),
+}
+
+/// Coefficients of one AdamW update, formed in f64 and rounded once (`optimizer.rs` builds them).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub struct AdamwScalars {
+    pub beta1: f32,
+    pub one_minus_beta1: f32,
+    pub beta2: f32,
+    pub one_minus_beta2: f32,
+    /// 1 - lr * weight_decay
+    pub decay: f32,
+    /// lr / (1 - beta1^t)
+    pub step_size: f32,
+    /// 1 / sqrt(1 - beta2^t)
+    pub inv_sqrt_bias2: f32,
+    pub eps: f32,
+    /// Multiplies the gradient first: the clip coefficient.
+    pub grad_scale: f32,
+}
+
+/// One AdamW update on the device, over one parameter's stretch of the planes. All spans cover `numel` elements.
+pub struct DeviceAdamw<'a> {
+    /// bf16 upper plane, or fp32 weights when `residual` is `None`.
+    pub weights: &'a DeviceMemory,
+    /// Low 16 bits of the master.
+    pub residual: Option<&'a DeviceMemory>,
+    /// fp32 first moment.
+    pub exp_avg: &'a DeviceMemory,
+    /// fp32 second moment.
+    pub exp_avg_sq: &'a DeviceMemory,
+    /// Gradient in `grad_dtype` (bf16 or fp32).
+    pub grad: &'a DeviceMemory,
+    /// Dtype of the gradient.
+    pub grad_dtype: Dtype,
+    /// Elements.
+    pub numel: u64,
+    /// Coefficients.
+    pub scalars: AdamwScalars,
+}
+
+/// A device. Object safe; a step makes thousands of calls, not billions.
+pub trait Device: Send + Sync {
+    /// What it is.
+    fn facts(&self) -> Result<DeviceFacts>;
+    /// Zeroed memory of exactly `bytes` bytes, aligned to 512.
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory>;
+    /// Registers host memory for copies without a bounce. The caller bounds the number and size of pins.
+    fn pin(&self, span: &HostSpan) -> Result<Pin>;
+    /// Makes `handle` (a `CUstream`) the compute stream. The simulator ignores it.
+    fn set_compute_stream(&self, handle: u64) -> Result<()>;
+    /// Copies a host span to the device, in order on `stream`.
+    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()>;
+    /// Copies device memory to a host span, in order on `stream`.
+    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()>;
+    /// Copies device memory to device memory, in order on `stream`.
+    fn copy_on_device(&self, stream: Stream, src: &DeviceMemory, dst: &DeviceMemory) -> Result<()>;
+    /// Fills device memory with a byte, in order on `stream`.
+    fn fill(&self, stream: Stream, dst: &DeviceMemory, byte: u8) -> Result<()>;
+    /// For each `(first element, length)` of `blocks`, one f64 into `out`: the sum of squares of `src[first..first+length]`
+    /// (dtype bf16 or fp32), accumulated in f64 in an order fixed by the block alone. Non-finite inputs give a non-finite sum.
+    fn sum_squares(
+        &self,
+        stream: Stream,
+        src: &DeviceMemory,
+        dtype: Dtype,
+        blocks: &DeviceMemory,
+        num_blocks: u64,
+        out: &DeviceMemory,
+    ) -> Result<()>;
+    /// One AdamW update, bit-equal to the host kernels.
+    fn adamw(&self, stream: Stream, update: &DeviceAdamw<'_>) -> Result<()>;
+    /// An event after everything queued on `stream` so far.
+    fn record(&self, stream: Stream) -> Result<Event>;
+    /// Work queued on `stream` from now on runs after `event`.
+    fn wait(&self, stream: Stream, event: &Event) -> Result<()>;
+    /// Whether `event` has passed; an error of the device is an error, not "not yet".
+    fn query(&self, event: &Event) -> Result<bool>;
+    /// Blocks until `event` has passed.
+    fn synchronize(&self, event: &Event) -> Result<()>;
+    /// Milliseconds between two events, for the trace; `None` where the device keeps no time.
+    fn elapsed_ms(&self, from: &Event, to: &Event) -> Result<Option<f64>>;
+}

@@ -1,0 +1,204 @@
+//! Where each tensor lies in its unit's flat planes: one layout for every tier.
+//!
+//! A unit's *image* is what is sent to the device in one contiguous copy: the trainable plane (bf16 upper halves, or
+//! fp32 weights) followed by the frozen tensors and buffers, each in its own dtype. Residual and moments share the
+//! trainable plane's element offsets.
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Elements to which every trainable tensor's start is aligned: 256 bytes of bf16, 512 of fp32.
+pub const TENSOR_ALIGN: u64 = 128;
+/// Elements to which a unit's trainable plane is padded: 4 KiB of bf16, 8 KiB of fp32.
+pub const UNIT_ALIGN: u64 = 2048;
+/// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are gathered
+/// into units does not change the norm.
+pub const NORM_BLOCK: u64 = 65536;
+
+/// Element types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum Dtype {
+    Bf16,
+    F16,
+    F32,
+    F64,
+    I64,
+    I32,
+    I16,
+    I8,
+    U8,
+    Bool,
+}
+
+impl Dtype {
+    /// Bytes an element.
+    #[must_use]
+    pub const fn size(self) -> u64 {
+        match self {
+            Self::Bf16 | Self::F16 | Self::I16 => 2,
+            Self::F32 | Self::I32 => 4,
+            Self::F64 | Self::I64 => 8,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+}
+
+/// How the weights are stored and sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// An exact fp32 master in two 16-bit planes, whose upper one (bf16) is what the device computes with.
+    Bf16,
+    /// fp32 weights, stored and sent as they are.
+    Fp32,
+}
+
+impl Precision {
+    /// The dtype of the trainable plane of an image.
+    #[must_use]
+    pub const fn dtype(self) -> Dtype {
+        match self {
+            Self::Bf16 => Dtype::Bf16,
+            Self::Fp32 => Dtype::F32,
+        }
+    }
+}
+
+/// What a tensor is to the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Has a master, moments and a gradient.
+    Trainable,
+    /// A frozen parameter or a buffer: kept exactly in its own dtype, never updated.
+    Frozen,
+}
+
+/// One tensor as the model declares it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorSpec {
+    /// Its full Hugging Face name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// For a frozen tensor its own dtype; ignored for a trainable one, whose dtype is the precision's.
+    pub dtype: Dtype,
+    /// Trainable or frozen.
+    pub role: Role,
+    /// Index of its parameter group (trainable only).
+    #[serde(default)]
+    pub group: u32,
+}
+
+impl TensorSpec {
+    /// Number of elements; 1 for a scalar.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        self.shape.iter().product()
+    }
+}
+
+/// Where one tensor lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorLayout {
+    /// What the model declared.
+    pub spec: TensorSpec,
+    /// Trainable: its first element in the trainable plane (also in residual, moments and gradient). Frozen: 0.
+    pub element: u64,
+    /// Its first byte in the unit's image.
+    pub byte: u64,
+}
+
+/// Where everything of one unit lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnitLayout {
+    /// The unit's name, such as `layers.3`.
+    pub name: String,
+    /// Its tensors, in model order.
+    pub tensors: Vec<TensorLayout>,
+    /// Elements of the trainable plane, padding included.
+    pub elements: u64,
+    /// Bytes of the image, padded to 4 KiB.
+    pub image_bytes: u64,
+    /// How the trainable plane is stored.
+    pub precision: Precision,
+}
+
+impl UnitLayout {
+    /// Lays out a unit's tensors.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when two tensors share a name or a size overflows 63 bits.
+    pub fn new(name: impl Into<String>, specs: Vec<TensorSpec>, precision: Precision) -> Result<Self> {
+        let name = name.into();
+        let mut seen = std::collections::HashSet::new();
+        for spec in &specs {
+            if !seen.insert(spec.name.as_str()) {
+                return Err(Error::Invalid(format!("unit {name} declares the tensor {} twice", spec.name)));
+            }
+            let numel = spec.shape.iter().try_fold(1u64, |a, &d| a.checked_mul(d));
+            if numel.is_none_or(|n| n > (i64::MAX as u64) / 16) {
+                return Err(Error::Invalid(format!("tensor {} of shape {:?} is too large", spec.name, spec.shape)));
+            }
+        }
+        let mut element = 0u64;
+        let mut tensors: Vec<TensorLayout> =
+            specs.into_iter().map(|spec| TensorLayout { spec, element: 0, byte: 0 }).collect();
+        for tensor in tensors.iter_mut().filter(|t| t.spec.role == Role::Trainable) {
+            tensor.element = element;
+            tensor.byte = element * precision.dtype().size();
+            element = (element + tensor.spec.numel()).next_multiple_of(TENSOR_ALIGN);
+        }
+        let elements = element.next_multiple_of(UNIT_ALIGN);
+        let mut byte = elements * precision.dtype().size();
+        for tensor in tensors.iter_mut().filter(|t| t.spec.role == Role::Frozen) {
+            tensor.byte = byte;
+            byte = (byte + tensor.spec.numel() * tensor.spec.dtype.size()).next_multiple_of(256);
+        }
+        Ok(Self { name, tensors, elements, image_bytes: byte.next_multiple_of(4096), precision })
+    }
+
+    /// Trainable parameters, padding excluded.
+    #[must_use]
+    pub fn num_trainable(&self) -> u64 {
+        self.trainable().map(|t| t.spec.numel()).sum()
+    }
+
+    /// The trainable tensors, in model order.
+    pub fn trainable(&self) -> impl Iterator<Item = &TensorLayout> {
+        self.tensors.iter().filter(|t| t.spec.role == Role::Trainable)
+    }
+
+    /// Bytes of the residual plane: 2 an element under [`Precision::Bf16`], none under [`Precision::Fp32`].
+    #[must_use]
+    pub fn residual_bytes(&self) -> u64 {
+        match self.precision {
+            Precision::Bf16 => self.elements * 2,
+            Precision::Fp32 => 0,
+        }
+    }
+
+    /// Bytes of one moment plane (fp32).
+    #[must_use]
+    pub fn moment_bytes(&self) -> u64 {
+        self.elements * 4
+    }
+
+    /// The blocks over which the gradient norm is summed: `(first element, length)`, in parameter order.
+    #[must_use]
+    pub fn norm_blocks(&self) -> Vec<(u64, u64)> {
+        let mut blocks = Vec::new();
+        for tensor in self.trainable() {
+            let numel = tensor.spec.numel();
+            let mut start = 0;
+            while start < numel {
+                let len = NORM_BLOCK.min(numel - start);
+                blocks.push((tensor.element + start, len));
+                start += len;
+            }
+        }
+        blocks
+    }
+}

@@ -1,0 +1,1 @@
+//! The CUDA device of `megatrain-core`.

@@ -1,0 +1,214 @@
+"""The native core: memory, order and the optimizer. Everything that waits releases the interpreter and honours Ctrl-C."""
+
+from typing import Any, Literal, Protocol, final
+
+class SupportsDlpack(Protocol):
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
+
+__version__: str
+
+class MegatrainError(Exception):
+    """Base of every error of ours."""
+
+class DoesNotFit(MegatrainError):
+    """A plan needs more than a tier offers. `items` holds the sum, line by line."""
+
+    items: list[dict[str, Any]]
+
+class DeviceError(MegatrainError):
+    """A device is missing, or a call on it failed."""
+
+class StorageError(MegatrainError):
+    """A file operation failed."""
+
+class EngineBroken(MegatrainError):
+    """An operation of a step failed; the engine refuses everything from then on."""
+
+@final
+class Device:
+    """Where layers are computed."""
+
+    @staticmethod
+    def cpu(seed: int | None = None, faults: str | None = None) -> Device:
+        """The simulated device: host memory, work that runs only when something waits. With a `seed`, ready work of
+        all streams runs in an order drawn from it; without, in order. `faults` is JSON: see `device/sim.rs`."""
+    @staticmethod
+    def cuda(ordinal: int = 0) -> Device:
+        """Raises DeviceError, saying what is missing and what to install, when there is no usable card."""
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+@final
+class Buffer:
+    """One of the engine's memory regions as a flat uint8 array; import with `torch.from_dlpack`. Exported once a run."""
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __len__(self) -> int: ...
+
+@final
+class ComputeOp:
+    """What Python must compute next. Offsets are bytes into the regions of the same name."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def phase(self) -> Literal["embed", "forward", "loss", "backward", "embed_backward"]: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def first(self) -> bool:
+        """Whether this is the unit's first micro-batch of the step (start the sum) …"""
+    @property
+    def last(self) -> bool:
+        """… or its last one (round the sum into the transfer buffer)."""
+    @property
+    def weights(self) -> int:
+        """Region `weights`: the unit's image."""
+    @property
+    def tied_weights(self) -> int | None:
+        """Region `weights`: the embed unit's image, in phase `loss` of a tied model."""
+    @property
+    def grad(self) -> int | None:
+        """Region `grads`: the unit's transfer buffer (transfer precision), in `loss`, `backward`, `embed_backward`."""
+    @property
+    def accumulator(self) -> int | None:
+        """Region `accumulators`: fp32 sum over micro-batches; None: accumulate in (or write straight to) `grad`."""
+    @property
+    def tied_accumulator(self) -> int | None:
+        """Region `accumulators`: fp32 sum of the head's use of a tied weight, in `loss` and `embed_backward`; None: as above, in the embed unit's `grad` (`tied_grad`)."""
+    @property
+    def tied_grad(self) -> int | None:
+        """Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model."""
+    @property
+    def activation(self) -> Literal["keep", "offload", "recompute"]: ...
+    @property
+    def input_on_host(self) -> bool:
+        """Whether the layer's input goes to the host (through `stage`) between forward and backward."""
+    @property
+    def stage(self) -> int | None:
+        """Region `stage`: where forward leaves what goes to the host, and backward finds it again."""
+
+@final
+class Outcome:
+    """What became of a step's gradients."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping; over what was transferred. NaN or infinite when a gradient was."""
+    @property
+    def clip(self) -> float:
+        """The coefficient the gradients were multiplied with; 1.0 when not clipped."""
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was skipped because a gradient was not finite."""
+
+@final
+class Engine:
+    """The stream engine over one model's units."""
+
+    def __init__(self, device: Device, request: str, plan: str, options: str = "{}") -> None:
+        """`request` is what was given to `plan`, `plan` what it returned. `options` is JSON: `threads` (optimizer
+        workers, default all permitted less two), `poison`, `synchronous`, `huge_pages`, `trace`, `isa`."""
+    def layout(self) -> str:
+        """JSON list, a unit each: `{name, elements, image_bytes, tensors: [{spec, element, byte}]}`."""
+    def allocated(self) -> str:
+        """JSON list of the items as they were allocated; equals the plan's."""
+    def warnings(self) -> list[str]:
+        """What could not be had as asked (pinning refused, huge pages missing), a sentence each."""
+    def region(self, name: Literal["weights", "grads", "accumulators", "stage"]) -> Buffer: ...
+    def weights_offset(self, unit: int) -> int | None:
+        """Region `weights`: where a unit with a place of its own (embed, head, state on the device) lies."""
+    def begin(
+        self,
+        kind: Literal["train", "eval"],
+        micro_batches: int,
+        compute_stream: int = 0,
+        groups: list[tuple[float, float, float, float, float]] | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """Starts a pass. `groups` (lr, beta1, beta2, eps, weight_decay; one a group) only for immediate updates.
+        `accumulate` adds this pass's gradients to those of the last one, which have not been applied."""
+    def next(self) -> ComputeOp | None:
+        """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
+        no more."""
+    def finish(self, op: ComputeOp) -> None:
+        """The op's work has been launched on the compute stream."""
+    def gradient_norm(self) -> float:
+        """Waits until all gradients of the pass have landed; the norm over them."""
+    def apply(self, groups: list[tuple[float, float, float, float, float]], max_grad_norm: float | None) -> Outcome:
+        """The verdict: waits for the norm, forms the clip coefficient, queues the updates (they run beneath what
+        follows) or skips them when a gradient is not finite. In immediate mode it only waits and reports."""
+    def abandon(self) -> None:
+        """Drops a pass that has begun and was not applied (an exception in Python between next and finish); in
+        immediate mode, once an update has run, marks the engine broken instead."""
+    def drain(self) -> None:
+        """Waits for every pending update and copy."""
+    def read(self, unit: int, tensor: int, plane: Plane, out: SupportsDlpack, start: int = 0) -> None:
+        """Copies elements [start, start + len(out)) of a plane into a contiguous CPU array: fp32 for master, moments
+        and gradient (widened when bf16), the tensor's own dtype for weights, int16 for residual. Drains first."""
+    def write(self, unit: int, tensor: int, plane: Plane, source: SupportsDlpack, start: int = 0) -> None:
+        """The reverse. `master` takes fp32, bf16, fp16 or fp64 and refuses values that are not finite (ValueError)."""
+    def step_count(self, unit: int, tensor: int) -> int: ...
+    def set_step_count(self, unit: int, tensor: int, count: int) -> None: ...
+    def stats(self) -> str:
+        """JSON of the last finished step: seconds busy of each lane (compute, upload, download, host), bytes moved,
+        seconds Python waited, and which lane was longest."""
+    def trace(self) -> str:
+        """Chrome trace (Perfetto) of what was recorded since `trace` was switched on."""
+    def close(self) -> None: ...
+
+def plan(request: str) -> str:
+    """JSON in, JSON out: see `plan.rs`. Allocates nothing. Raises DoesNotFit with the sum."""
+
+def simulate(request: str, plan: str, rates: str) -> str:
+    """Runs the schedule of one steady step on a virtual clock: `{step_s, lanes: {…: busy_s}, bound, spans: […]}`."""
+
+def schedule(request: str, plan: str) -> str:
+    """The schedule of one step as JSON, checked."""
+
+def adamw(
+    weights: SupportsDlpack,
+    residual: SupportsDlpack | None,
+    exp_avg: SupportsDlpack,
+    exp_avg_sq: SupportsDlpack,
+    grad: SupportsDlpack,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    isa: Literal["auto", "scalar", "avx2", "avx512"] = "auto",
+    threads: int = 1,
+) -> None:
+    """The optimizer kernel alone, in place on contiguous CPU arrays. `weights` is bf16 with an int16 `residual`, or fp32."""
+
+def split(master: SupportsDlpack, weights: SupportsDlpack, residual: SupportsDlpack) -> None:
+    """fp32 -> bf16 upper plane and int16 residual, exactly."""
+
+def isa() -> str:
+    """The kernels in use: avx512, avx2 or scalar."""
+
+def cuda_status() -> str:
+    """JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver."""
+
+def probe_host(bytes: int, threads: int) -> str:
+    """JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`."""
+
+def probe_device(device: Device, bytes: int) -> str:
+    """JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`."""

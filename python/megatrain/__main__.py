@@ -1,0 +1,7 @@
+"""`python -m megatrain`: the command line."""
+
+import sys
+
+from megatrain.cli import main
+
+sys.exit(main())

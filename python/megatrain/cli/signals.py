@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM: the first asks the run to stop, the second ends the process at once with 130 or 143.
+
+The second must work while the main thread is deep inside native code, where Python-level handlers do not run. So a
+thread reads the signal numbers that the interpreter's C handler writes to a pipe (`signal.set_wakeup_fd`).
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from megatrain.stop import Stop
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stopping(stop: Stop) -> Iterator[None]:
+    """Routes both signals to `stop` while inside. Only on the main thread; elsewhere it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, stop.on_signal) for number in _SIGNALS}
+    watcher = threading.Thread(target=_watch, args=(reader,), name="megatrain-signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        os.close(writer)
+        watcher.join(timeout=1)
+        os.close(reader)
+
+
+def _watch(reader: int) -> None:
+    seen = 0
+    while True:
+        try:
+            numbers = os.read(reader, 64)
+        except OSError:
+            return
+        if not numbers:
+            return
+        for number in numbers:
+            if number not in _SIGNALS:
+                continue
+            seen += 1
+            name = signal.Signals(number).name
+            if seen == 1:
+                _say(f"{name}: stopping at the next safe point and saving; once more stops at once\n")
+            else:
+                _say(f"{name} again: stopped at once\n" + ("\x1b[?25h" if sys.stderr.isatty() else ""))
+                os._exit(128 + number)
+
+
+def _say(text: str) -> None:
+    # Straight to the descriptor: the main thread may hold the lock of sys.stderr for good.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

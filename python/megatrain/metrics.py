@@ -1,0 +1,162 @@
+"""Counting: tokens, model FLOPs, rates and peaks, as every figure of ours counts them.
+
+Tokens a second are real tokens, padding excluded. Model FLOPs are 6 × (matmul parameters, head included, embedding
+look-up not) a token plus causal attention (half of the square), recompute not counted. GiB is 1024 MiB. Peak host
+memory is the process's measured maximum, pinned pages included.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCount:
+    """What a model costs a token, read off its configuration and its matmul parameters."""
+
+    matmul_params: int
+    """Parameters that multiply every token: linear layers and head (a tied embedding counts once, as the head);
+    of routed experts only those that a token meets."""
+    attention_width: int
+    """Sum over attention layers of heads × head width."""
+    window: int | None = None
+    """Longest distance that attention looks back; None is all of it."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward of one token in a causal sequence of `seq_len` tokens."""
+        reach = min(seq_len, self.window or seq_len)
+        pairs = reach * seq_len - reach * reach / 2  # half of the square when the window spans the sequence
+        # Two products (scores, values) of 2 FLOPs each, three times: forward and the two halves of backward.
+        return 6.0 * self.matmul_params + 12.0 * self.attention_width * pairs / seq_len
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Real tokens of this step, padding excluded."""
+    num_tokens: int
+    """Supervised tokens of this step: what the loss is divided by."""
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    model_tflops: float = 0.0
+    clip: float = 1.0
+    skipped: bool = False
+    lanes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds each lane was busy."""
+    bound: str = ""
+    """The longest lane."""
+    host_peak_bytes: int = 0
+    gpu_peak_bytes: int = 0
+    epoch: float = 0.0
+    rows: list[Any] = dataclasses.field(default_factory=list)
+    """Ids of the rows in this step, where the loader gives them."""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """One line. Numbers that JSON has no word for are written as null."""
+        fields = dataclasses.asdict(self)
+        extra = fields.pop("extra")
+        return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
+
+
+def dumps(document: Any) -> str:
+    """JSON in one line, not-finite numbers as null (strict readers refuse NaN)."""
+    return json.dumps(_finite(document), separators=(", ", ": "))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value
+
+
+class Throughput:
+    """Tokens a second over the last few steps, so that one slow step does not swing the number."""
+
+    def __init__(self, window: int = 10) -> None:
+        self._steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=window)
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Leaves out what came since the last step (an evaluation, a save)."""
+        self._last = time.perf_counter()
+
+    def add(self, tokens: int) -> float:
+        """Counts a finished step; returns its seconds."""
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        self._steps.append((tokens, seconds))
+        return seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the window."""
+        seconds = sum(seconds for _, seconds in self._steps)
+        return sum(tokens for tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds a step over the window."""
+        return sum(seconds for _, seconds in self._steps) / len(self._steps) if self._steps else 0.0
+
+
+def host_peak_bytes(proc: Path = Path("/proc")) -> int:
+    """The most memory this process has had: resident pages, locked and registered ones among them (VmHWM)."""
+    try:
+        for line in (proc / "self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def gpu_peak_bytes(engine_bytes: int = 0) -> int:
+    """The most device memory: what torch allocated at its peak, and what the engine allocated once."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.max_memory_allocated()) + engine_bytes
+
+
+def count_model(config: Any, matmul_params: int) -> ModelCount:
+    """Reads the attention part off a Hugging Face configuration; `matmul_params` comes from the model's own shapes.
+
+    `config`: a `PretrainedConfig` or anything with its attributes."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = int(text.num_hidden_layers)
+    heads = int(text.num_attention_heads)
+    width = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+    kinds = getattr(text, "layer_types", None)
+    attending = layers if kinds is None else sum("attention" in kind and "linear" not in kind for kind in kinds)
+    windowed = kinds is not None and all("sliding" in kind for kind in kinds if "attention" in kind)
+    window = getattr(text, "sliding_window", None) if windowed else None
+    return ModelCount(matmul_params=matmul_params, attention_width=attending * heads * int(width), window=window)
+
+
+def duration(seconds: float) -> str:
+    """Time left, as people read it."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

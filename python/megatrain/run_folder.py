@@ -1,0 +1,222 @@
+"""The folder of one run: effective configuration, plan, metrics, log, status, lock, checkpoints, export.
+
+    config.yaml  plan.json  metrics.jsonl  log.txt  status.json  lock  checkpoints/step-N/  export/
+
+One process owns the folder at a time (an flock on `lock`, which the kernel drops with the process however it ends).
+Small files are replaced whole (temporary file, then rename), so a reader never sees half of one.
+"""
+
+import contextlib
+import datetime as dt
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatrain.errors import ConfigError, StorageError
+
+from megatrain.machine import format_bytes
+from megatrain.metrics import StepRecord, dumps
+
+log = logging.getLogger("megatrain")
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class RunFolder:
+    """Opens (and makes) a run's folder and holds its lock until `close`. Raises ConfigError when another has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.made = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (path / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"output.dir is {str(path)!r}, which cannot be written ({error.strerror}); name a folder that can"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            self._lock.close()
+            raise ConfigError(
+                f"output.dir is {str(path)!r}, which {owner} is using; wait for it, stop it, or name another folder"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()}")
+        self._lock.flush()
+        self._metrics: IO[str] | None = None
+        self._handler: logging.Handler | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where `step-N` folders lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """Where the finished model goes."""
+        return self.path / "export"
+
+    def begin_log(self) -> None:
+        """Sends the package's log to `log.txt`, appended."""
+        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setLevel(logging.INFO)
+        log.addHandler(handler)
+        if log.level == logging.NOTSET or log.level > logging.INFO:
+            log.setLevel(logging.INFO)
+        self._handler = handler
+
+    def write_config(self, text: str) -> None:
+        """The effective configuration, every default written out."""
+        replace(self.path / "config.yaml", text)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """The plan as the engine has it."""
+        replace(self.path / "plan.json", json.dumps(plan, indent=1) + "\n")
+
+    def write_status(self, state: str, **facts: Any) -> None:
+        """What the run is doing now, for a program that looks in from outside."""
+        now = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError):  # a full disk must not end a run that can still be saved elsewhere
+            replace(
+                self.path / "status.json", dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
+            )
+
+    def begin_metrics(self, step: int) -> None:
+        """Opens `metrics.jsonl` for appending after `step`: what an abandoned stretch wrote beyond it is cut away."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
+            replace(path, "".join(kept))
+        self._metrics = path.open("a", encoding="utf-8")
+
+    def write_metrics(self, record: StepRecord | dict[str, Any]) -> None:
+        """Appends one line and hands it to the kernel, so that a killed run loses none."""
+        assert self._metrics is not None, "begin_metrics comes first"
+        try:
+            self._metrics.write((record.as_json() if isinstance(record, StepRecord) else dumps(record)) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise StorageError(f"{self.path / 'metrics.jsonl'} cannot be written: {error.strerror}") from None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every record so far."""
+        return read_metrics(self.path)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, ascending; whether each is whole is for `checkpoint.verify` to say."""
+        return steps_in(self.checkpoints)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies."""
+        return self.checkpoints / f"step-{step}"
+
+    def retain(self, keep: int, always: set[int]) -> list[int]:
+        """Removes all but the newest `keep` checkpoints and those in `always`; returns what was removed."""
+        steps = self.steps()
+        removed = [step for step in steps[: max(0, len(steps) - keep)] if step not in always]
+        for step in removed:
+            # Renamed first: a folder half removed must never look like a checkpoint.
+            doomed = self.checkpoints / f".removing-step-{step}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            self.checkpoint(step).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        return removed
+
+    def clear_leftovers(self) -> None:
+        """Removes what an interrupted save, export or removal left behind."""
+        for parent in (self.checkpoints, self.path):
+            if parent.is_dir():
+                for entry in parent.iterdir():
+                    if entry.name.startswith((".removing-", ".tmp-")) or entry.name.endswith(".tmp"):
+                        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+
+    def need(self, size: int, what: str) -> None:
+        """Raises StorageError when the disk has less than `size` free bytes for `what`."""
+        facts = os.statvfs(self.path)
+        free = facts.f_bavail * facts.f_frsize
+        if free < size:
+            raise StorageError(
+                f"{what} needs {format_bytes(size)} in {self.path} and {format_bytes(free)} are free; "
+                "free some space, lower output.keep or name another output.dir"
+            )
+
+    def discard_if_empty(self) -> None:
+        """Removes a folder that this process made and that holds nothing yet: a refusal leaves nothing behind."""
+        if not self.made:
+            return
+        if {entry.name for entry in self.path.iterdir()} <= {"lock", "log.txt", "status.json"}:
+            for name in ("log.txt", "status.json", "lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def close(self) -> None:
+        """Closes files and gives up the lock."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        if self._handler is not None:
+            log.removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+        self._lock.close()
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    """Steps N of the folders `step-N`, ascending."""
+    if not checkpoints.is_dir():
+        return []
+    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of `metrics.jsonl`; a last line that a kill cut in half is left out. Empty when there is none."""
+    path = run / "metrics.jsonl"
+    return [record for _, record in _lines(path)] if path.exists() else []
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """`status.json`, or an empty mapping."""
+    try:
+        status: dict[str, Any] = json.loads((run / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is one of ours."""
+    return (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file())
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file whole: beside it, flushed to disk, then renamed over it."""
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and line.endswith("\n"):
+                yield line, record

@@ -1,0 +1,51 @@
+"""Being asked to stop: once politely, at a point where nothing is lost. Signals are the command line's business.
+
+A loop looks at `Stop.requested` between steps. Work that may simply be dropped (loading, preparing data) runs inside
+`Stop.interruptible()`, where a request raises `StopRequested` at once.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+class StopRequested(KeyboardInterrupt):
+    """The user asked to stop. A KeyboardInterrupt, so that cleaning up after Ctrl-C cleans up after this too."""
+
+
+class Stop:
+    """Whether a stop was asked for, and whether it may interrupt what runs now. Requests come on the main thread."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._depth = 0
+        self.reason = ""
+        """What asked, such as SIGTERM."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._event.is_set()
+
+    def request(self, reason: str = "a request") -> None:
+        """Asks for a stop; raises StopRequested when what runs now may be dropped."""
+        self.reason = reason
+        self._event.set()
+        if self._depth and threading.current_thread() is threading.main_thread():
+            raise StopRequested(reason)
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """A handler for `signal.signal`."""
+        self.request(signal.Signals(number).name)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Work that a request may drop at any instruction."""
+        if self.requested:
+            raise StopRequested(self.reason)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1

@@ -1,0 +1,24 @@
+"""Every exception that megatrain raises on purpose. Importing this needs neither torch nor transformers."""
+
+from megatrain._core import DeviceError, DoesNotFit, EngineBroken, MegatrainError, StorageError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DeviceError",
+    "DoesNotFit",
+    "EngineBroken",
+    "MegatrainError",
+    "StorageError",
+]
+
+
+class ConfigError(MegatrainError, ValueError):
+    """The request is wrong: a setting, a data file, a tokenizer or a model that cannot be used as asked.
+
+    The message says which key, file or row, what was found there, and what to do.
+    """
+
+
+class CheckpointError(MegatrainError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another run."""

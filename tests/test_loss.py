@@ -202,10 +202,10 @@ def test_a_bf16_head_has_no_coarse_grid() -> None:
 
 
 def test_the_chunk_follows_vocabulary_and_kind_of_device_alone() -> None:
-    assert default_chunk(151936, "cuda") == default_chunk(151936, "cuda:0") == 1664
+    assert default_chunk(151936, "cuda") == default_chunk(151936, "cuda:0") == 2048
     assert default_chunk(151936, "cpu") == 64
     assert default_chunk(1000, "cpu") == 2048
-    assert workspace_bytes(32768, 151936, 2048, 1664, torch.bfloat16, "cuda") < 32768 * 2048 * 2 + (2 << 30)
+    assert workspace_bytes(32768, 151936, 2048, 2048, torch.bfloat16, "cuda") < 32768 * 2048 * 2 + (2 << 30)
 
 
 @pytest.mark.parametrize(

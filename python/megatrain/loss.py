@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 IGNORE = -100
 """Target of a row that is not supervised, as in Hugging Face."""
 
-_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 32 << 20}
-_CHUNK_ROWS = {"cuda": (128, 8192), "cpu": (64, 2048)}
-_CHUNK_ROUND = {"cuda": 128, "cpu": 32}
+_CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
+_CHUNK_ROWS = {"cuda": (256, 8192), "cpu": (64, 2048)}
+_CHUNK_ROUND = {"cuda": 256, "cpu": 32}
 _TILE_ROWS = 2048
 """Rows of a bf16 head that are widened to fp32 at a time where no matmul with fp32 output exists."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatrain.loss import _Terms
 
 _BLOCK = 4096
-_NUM_WARPS = 16
+_NUM_WARPS = 4
 
 
 def cross_entropy(

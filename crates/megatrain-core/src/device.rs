@@ -2,8 +2,15 @@
 //!
 //! Streams run their work in order; across streams only [`Event`]s order anything. Every call returns at once except
 //! [`Device::synchronize`]. A device owns its memory; host memory stays the core's, and a device only pins it.
+//!
+//! [`sim::SimDevice`] is the adversarial device that the engine is tested on, and what trains on the CPU;
+//! [`conformance::conformance`] is the suite that every device passes.
 use std::any::Any;
 use std::sync::Arc;
+
+pub mod conformance;
+#[expect(unsafe_code, reason = "simulated device memory: copies and views over raw host addresses")]
+pub mod sim;
 
 use crate::error::Result;
 use crate::layout::Dtype;
@@ -35,6 +42,34 @@ pub struct DeviceMemory {
     pub address: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl Stream {
+    /// Every stream.
+    pub const ALL: [Self; 4] = [Self::Compute, Self::Upload, Self::Download, Self::Update];
+
+    /// Its position in [`Stream::ALL`].
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// Its name in traces and faults.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::Upload => "upload",
+            Self::Download => "download",
+            Self::Update => "update",
+        }
+    }
+}
+
+impl std::fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceMemory({:#x}, {} bytes)", self.address, self.len)
+    }
 }
 
 impl DeviceMemory {
@@ -114,6 +149,11 @@ pub struct DeviceAdamw<'a> {
 pub trait Device: Send + Sync {
     /// What it is.
     fn facts(&self) -> Result<DeviceFacts>;
+    /// Whether what the caller computes happens at once on the host instead of on [`Stream::Compute`]: the engine then
+    /// waits for an operation's inputs before it hands the operation out, and takes it as done when it is finished.
+    fn compute_is_host(&self) -> bool {
+        false
+    }
     /// Zeroed memory of exactly `bytes` bytes, aligned to 512.
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory>;
     /// Registers host memory for copies without a bounce. The caller bounds the number and size of pins.

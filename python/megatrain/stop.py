@@ -9,9 +9,15 @@ import signal
 import threading
 from collections.abc import Iterator
 
+from megatrain.errors import MegatrainError
+
 
 class StopRequested(KeyboardInterrupt):
     """The user asked to stop. A KeyboardInterrupt, so that cleaning up after Ctrl-C cleans up after this too."""
+
+
+class RunStopped(MegatrainError):
+    """The run ended itself: its numbers, its disk or its engine failed. The message names the last good checkpoint."""
 
 
 class Stop:

@@ -1,0 +1,103 @@
+"""`megatrain`: the command line. Each verb imports what it needs when it runs; help and refusals load neither torch nor
+transformers. Answers go to standard output, everything else to standard error.
+
+Exit codes: 0 done; 2 wrong request or does not fit; 3 stopped on request with the last finished step on disk; 4 the run
+stopped itself, last good checkpoint named; 130/143 second signal; 1 a bug of ours.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from megatrain.cli import parser as arguments
+
+DONE, BUG, REFUSED, STOPPED, BROKEN = 0, 1, 2, 3, 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = arguments.build()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes all positionals in one go: settings that follow an option are left over.
+    for word in rest:
+        if word.startswith("-") or "=" not in word or not hasattr(args, "settings"):
+            parser.error(f"unknown argument {word!r}")
+        args.settings.append(word)
+    if args.version:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            sys.stdout.write(version("megatrain") + "\n")
+        except PackageNotFoundError:
+            from megatrain import _core
+
+            sys.stdout.write(_core.__version__ + "\n")
+        return DONE
+    if args.verb is None:
+        parser.print_help()
+        return REFUSED
+    try:
+        return _guarded(args)
+    finally:
+        _flush()
+
+
+def _guarded(args: argparse.Namespace) -> int:
+    from megatrain import errors
+    from megatrain.stop import RunStopped, StopRequested
+
+    try:
+        from megatrain.cli import verbs
+
+        return verbs.run(args)
+    except RunStopped as error:
+        return _refuse(args, str(error), BROKEN)
+    except (
+        errors.ConfigError,
+        errors.DoesNotFit,
+        errors.CheckpointError,
+        errors.DeviceError,
+        errors.StorageError,
+    ) as error:
+        return _refuse(args, str(error), REFUSED)
+    except errors.MegatrainError as error:
+        return _refuse(args, str(error), BROKEN)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left; so do we
+        return DONE
+    except StopRequested as error:
+        return _refuse(args, f"stopped by {error} before a step was taken; nothing was left to save", STOPPED)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # whatever else it is, it is ours
+        return _bug(args)
+
+
+def _refuse(args: argparse.Namespace, message: str, code: int) -> int:
+    paragraph = " ".join(message.split("\n")) if "\n\n" not in message and "\n " not in message else message
+    sys.stderr.write(f"megatrain {args.verb}: {paragraph}\n")
+    return code
+
+
+def _bug(args: argparse.Namespace) -> int:
+    text = traceback.format_exc()
+    handle, name = tempfile.mkstemp(prefix="megatrain-bug-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(f"megatrain {' '.join(sys.argv[1:])}\n\n{text}")
+    last = text.strip().splitlines()[-1]
+    sys.stderr.write(
+        f"megatrain {args.verb}: this is a bug of ours, not of your request: {last}. "
+        f"The traceback is in {Path(name)}; please report it with that file.\n"
+    )
+    return BUG
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

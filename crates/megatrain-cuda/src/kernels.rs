@@ -1,0 +1,139 @@
+//! The two things that are computed on the device outside PyTorch: AdamW, and the sums of squares of the gradient norm.
+//!
+//! PTX text, assembled by the driver for its GPU, so that no toolkit is needed and the arithmetic is exactly what is
+//! written: `fma.rn`, `div.rn`, `sqrt.rn`, no flush to zero.
+use std::sync::Arc;
+
+use megatrain_core::device::{DeviceAdamw, DeviceMemory};
+use megatrain_core::layout::Dtype;
+use megatrain_core::{Error, Result};
+
+use crate::driver::{Arg, Context, Function, Module, StreamHandle};
+
+const ADAMW_SPLIT: &str = include_str!("ptx/adamw_split.ptx");
+const ADAMW_FP32: &str = include_str!("ptx/adamw_fp32.ptx");
+const SUM_SQUARES: &str = include_str!("ptx/sum_squares.ptx");
+
+/// Threads a block, in all three.
+const THREADS: u32 = 256;
+/// Elements that an AdamW thread takes at a time.
+const ADAMW_GROUP: u64 = 4;
+/// Blocks a multiprocessor in AdamW's grid: enough to fill it several times over, so that the tail is short.
+const BLOCKS_PER_MULTIPROCESSOR: u64 = 32;
+/// AdamW's flag: all addresses allow accesses of four elements at once.
+const VECTOR: u32 = 1;
+/// AdamW's flag: the gradient is fp32.
+const FP32_GRAD: u32 = 2;
+
+pub(crate) struct Kernels {
+    adamw_split: Function,
+    adamw_fp32: Function,
+    sum_squares: Function,
+    max_blocks: u64,
+}
+
+impl Kernels {
+    pub(crate) fn assemble(context: &Arc<Context>, multiprocessors: u32) -> Result<Self> {
+        let function = |ptx: &str, name: &std::ffi::CStr, num_args: usize| -> Result<Function> {
+            let module = Module::assemble(context, ptx).map_err(|(error, log)| Error::Device {
+                call: error.call,
+                code: error.code,
+                detail: format!("{} (kernel {}) {log}", error.meaning(), name.to_string_lossy()),
+            })?;
+            Ok(Arc::new(module).function(name, num_args)?)
+        };
+        Ok(Self {
+            adamw_split: function(ADAMW_SPLIT, c"adamw_split", 16)?,
+            adamw_fp32: function(ADAMW_FP32, c"adamw_fp32", 16)?,
+            sum_squares: function(SUM_SQUARES, c"sum_squares", 4)?,
+            max_blocks: u64::from(multiprocessors.max(1)) * BLOCKS_PER_MULTIPROCESSOR,
+        })
+    }
+
+    pub(crate) fn adamw(&self, stream: StreamHandle, update: &DeviceAdamw<'_>) -> Result<()> {
+        let DeviceAdamw { weights, residual, exp_avg, exp_avg_sq, grad, grad_dtype, numel, scalars } = *update;
+        let weight_size = if residual.is_some() { 2 } else { 4 };
+        expect_elements("weights", weights, numel, weight_size)?;
+        if let Some(residual) = residual {
+            expect_elements("residual", residual, numel, 2)?;
+        }
+        expect_elements("exp_avg", exp_avg, numel, 4)?;
+        expect_elements("exp_avg_sq", exp_avg_sq, numel, 4)?;
+        let fp32_grad = is_fp32("AdamW's gradient", grad_dtype)?;
+        expect_elements("grad", grad, numel, grad_dtype.size())?;
+        if numel == 0 {
+            return Ok(());
+        }
+        let of_four = |memory: &DeviceMemory, size: u64| memory.address.is_multiple_of(ADAMW_GROUP * size);
+        let vector = of_four(weights, weight_size)
+            && residual.is_none_or(|r| of_four(r, 2))
+            && of_four(exp_avg, 4)
+            && of_four(exp_avg_sq, 4)
+            && of_four(grad, grad_dtype.size());
+        let flags = if vector { VECTOR } else { 0 } | if fp32_grad { FP32_GRAD } else { 0 };
+        let function = if residual.is_some() { &self.adamw_split } else { &self.adamw_fp32 };
+        let blocks = numel.div_ceil(ADAMW_GROUP * u64::from(THREADS)).min(self.max_blocks);
+        let args = [
+            Arg::U64(weights.address),
+            Arg::U64(residual.map_or(0, |r| r.address)),
+            Arg::U64(exp_avg.address),
+            Arg::U64(exp_avg_sq.address),
+            Arg::U64(grad.address),
+            Arg::U64(numel),
+            Arg::U32(flags),
+            Arg::F32(scalars.grad_scale),
+            Arg::F32(scalars.beta1),
+            Arg::F32(scalars.one_minus_beta1),
+            Arg::F32(scalars.beta2),
+            Arg::F32(scalars.one_minus_beta2),
+            Arg::F32(scalars.inv_sqrt_bias2),
+            Arg::F32(scalars.eps),
+            Arg::F32(scalars.step_size),
+            Arg::F32(scalars.decay),
+        ];
+        let blocks = u32::try_from(blocks).expect("bounded by the multiprocessors");
+        Ok(function.launch(stream, blocks, THREADS, &args)?)
+    }
+
+    pub(crate) fn sum_squares(
+        &self,
+        stream: StreamHandle,
+        src: &DeviceMemory,
+        dtype: Dtype,
+        blocks: &DeviceMemory,
+        num_blocks: u64,
+        out: &DeviceMemory,
+    ) -> Result<()> {
+        let fp32 = is_fp32("the gradient norm's input", dtype)?;
+        expect_elements("norm blocks", blocks, num_blocks, 16)?;
+        expect_elements("block sums", out, num_blocks, 8)?;
+        if num_blocks == 0 {
+            return Ok(());
+        }
+        let grid = u32::try_from(num_blocks)
+            .ok()
+            .filter(|&n| i32::try_from(n).is_ok())
+            .ok_or_else(|| Error::Invalid(format!("{num_blocks} norm blocks are more than one launch can hold")))?;
+        let args = [Arg::U64(src.address), Arg::U64(blocks.address), Arg::U64(out.address), Arg::U32(u32::from(fp32))];
+        Ok(self.sum_squares.launch(stream, grid, THREADS, &args)?)
+    }
+}
+
+fn is_fp32(what: &str, dtype: Dtype) -> Result<bool> {
+    match dtype {
+        Dtype::Bf16 => Ok(false),
+        Dtype::F32 => Ok(true),
+        other => Err(Error::Invalid(format!("{what} must be bf16 or fp32, not {other:?}"))),
+    }
+}
+
+fn expect_elements(what: &str, memory: &DeviceMemory, numel: u64, size: u64) -> Result<()> {
+    if numel.checked_mul(size).is_some_and(|bytes| bytes <= memory.len) && memory.address.is_multiple_of(size.min(8)) {
+        Ok(())
+    } else {
+        Err(Error::Invalid(format!(
+            "{what}: {numel} elements of {size} bytes need as many aligned bytes, but {} bytes at {:#x} were given",
+            memory.len, memory.address
+        )))
+    }
+}

@@ -1,0 +1,101 @@
+//! The exception tree, and the only mapping from the core's errors and from panics to it.
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use megatrain_core::{Error, Item, Tier};
+use pyo3::create_exception;
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+create_exception!(megatrain._core, MegatrainError, PyException, "Base of every error of ours.");
+create_exception!(
+    megatrain._core,
+    DoesNotFit,
+    MegatrainError,
+    "A plan needs more than a tier offers. `items` holds the sum, line by line."
+);
+create_exception!(megatrain._core, DeviceError, MegatrainError, "A device is missing, or a call on it failed.");
+create_exception!(megatrain._core, StorageError, MegatrainError, "A file operation failed.");
+create_exception!(
+    megatrain._core,
+    EngineBroken,
+    MegatrainError,
+    "An operation of a step failed; the engine refuses everything from then on."
+);
+
+/// Adds the exceptions to the module.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    let does_not_fit = py.get_type::<DoesNotFit>();
+    // So that the attribute exists on every instance, also on one that Python code raises.
+    does_not_fit.setattr("items", PyList::empty(py))?;
+    module.add("MegatrainError", py.get_type::<MegatrainError>())?;
+    module.add("DoesNotFit", does_not_fit)?;
+    module.add("DeviceError", py.get_type::<DeviceError>())?;
+    module.add("StorageError", py.get_type::<StorageError>())?;
+    module.add("EngineBroken", py.get_type::<EngineBroken>())
+}
+
+/// The exception for an error of the core.
+pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::DoesNotFit { items, .. } => does_not_fit(py, message, items),
+        Error::HostMemory { call, bytes, .. } => {
+            let item = Item { what: (*call).to_owned(), tier: Tier::Host, bytes: *bytes as u64, pinned: false };
+            does_not_fit(py, message, &[item])
+        }
+        Error::Device { .. } | Error::NoDevice { .. } => DeviceError::new_err(message),
+        Error::Storage { .. } => StorageError::new_err(message),
+        Error::Invalid(_) => PyValueError::new_err(message),
+        Error::Broken { .. } => EngineBroken::new_err(message),
+    }
+}
+
+fn does_not_fit(py: Python<'_>, message: String, items: &[Item]) -> PyErr {
+    let error = DoesNotFit::new_err(message);
+    let rows = items
+        .iter()
+        .map(|item| {
+            let row = PyDict::new(py);
+            row.set_item("what", &item.what)?;
+            row.set_item("tier", tier_name(item.tier))?;
+            row.set_item("bytes", item.bytes)?;
+            row.set_item("pinned", item.pinned)?;
+            Ok(row)
+        })
+        .collect::<PyResult<Vec<_>>>()
+        .and_then(|rows| error.value(py).setattr("items", rows));
+    match rows {
+        Ok(()) => error,
+        Err(failure) => failure,
+    }
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+    }
+}
+
+/// Runs `work` with the interpreter released, so that other threads of Python go on. A panic in it is a bug of ours and
+/// becomes an ordinary exception that names it: PyO3's own would pass every `except Exception`.
+pub(crate) fn detached<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> megatrain_core::Result<T> + Send,
+) -> PyResult<T> {
+    let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
+    match outcome {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(to_python(py, &error)),
+        Err(panic) => {
+            let words = panic
+                .downcast_ref::<&str>()
+                .copied()
+                .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+                .unwrap_or("(a panic without words)");
+            Err(EngineBroken::new_err(format!("a bug in the native core: {words}; please report it")))
+        }
+    }
+}

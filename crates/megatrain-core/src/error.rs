@@ -77,6 +77,9 @@ pub enum Error {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// A thread of the optimizer's pool failed.
+    #[error("an optimizer thread failed: {0}")]
+    Worker(String),
     /// A request that cannot be honoured as written.
     #[error("{0}")]
     Invalid(String),

@@ -1,0 +1,376 @@
+//! AdamW over the host planes: whole units at once, divided over a fixed pool of threads.
+use crate::device::AdamwScalars;
+use crate::error::{Error, Result};
+use crate::layout::{Dtype, TENSOR_ALIGN};
+use crate::store::arena::HostSpan;
+
+pub mod clip;
+#[expect(unsafe_code, reason = "vector loads and stores, floating-point mode")]
+pub mod kernel;
+#[expect(unsafe_code, reason = "jobs borrowed for the length of a run, affinity calls")]
+pub mod pool;
+
+pub use kernel::Isa;
+pub use pool::{Affinity, Pool};
+
+use kernel::{Values, Weights};
+
+impl AdamwScalars {
+    /// The coefficients of update number `step` (counted from 1), formed in f64 and rounded once.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a hyper-parameter is outside what `torch.optim.AdamW` takes, or `step` is 0.
+    pub fn new(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Result<Self> {
+        let not_negative = |name: &str, value: f64| {
+            let fine = value.is_finite() && value >= 0.0;
+            if fine {
+                Ok(())
+            } else {
+                Err(Error::Invalid(format!("{name} must be finite and at least 0, not {value}")))
+            }
+        };
+        not_negative("lr", lr)?;
+        not_negative("eps", eps)?;
+        not_negative("weight_decay", weight_decay)?;
+        for (i, beta) in [betas.0, betas.1].into_iter().enumerate() {
+            if !(0.0..1.0).contains(&beta) {
+                return Err(Error::Invalid(format!("betas[{i}] must be at least 0 and below 1, not {beta}")));
+            }
+        }
+        if step == 0 {
+            return Err(Error::Invalid("AdamW counts updates from 1, not 0".into()));
+        }
+        if !grad_scale.is_finite() {
+            return Err(Error::Invalid(format!("the gradient's scale must be finite, not {grad_scale}")));
+        }
+        #[expect(clippy::cast_precision_loss, reason = "exact below 2^53 updates")]
+        let t = step as f64;
+        let (bias1, bias2) = (1.0 - betas.0.powf(t), 1.0 - betas.1.powf(t));
+        #[expect(clippy::cast_possible_truncation, reason = "each coefficient is rounded once, here")]
+        let scalars = Self {
+            beta1: betas.0 as f32,
+            one_minus_beta1: (1.0 - betas.0) as f32,
+            beta2: betas.1 as f32,
+            one_minus_beta2: (1.0 - betas.1) as f32,
+            decay: (1.0 - lr * weight_decay) as f32,
+            step_size: (lr / bias1) as f32,
+            inv_sqrt_bias2: (1.0 / bias2.sqrt()) as f32,
+            eps: eps as f32,
+            grad_scale: grad_scale as f32,
+        };
+        Ok(scalars)
+    }
+}
+
+/// One tensor's update. Every span covers exactly `numel` elements; nobody else touches them meanwhile.
+#[derive(Clone, Debug)]
+pub struct TensorUpdate {
+    /// bf16 upper plane, or fp32 weights when `residual` is `None`.
+    pub weights: HostSpan,
+    /// Low 16 bits of the master.
+    pub residual: Option<HostSpan>,
+    /// fp32 first moment.
+    pub exp_avg: HostSpan,
+    /// fp32 second moment.
+    pub exp_avg_sq: HostSpan,
+    /// Gradient in `grad_dtype`.
+    pub grad: HostSpan,
+    /// [`Dtype::Bf16`] or [`Dtype::F32`].
+    pub grad_dtype: Dtype,
+    /// Elements.
+    pub numel: u64,
+    /// Coefficients.
+    pub scalars: AdamwScalars,
+}
+
+impl TensorUpdate {
+    /// # Errors
+    /// [`Error::Invalid`] when a span's length or the gradient's dtype is not what the update says.
+    fn check(&self) -> Result<()> {
+        let grad_bytes = transfer_bytes(self.grad_dtype)?;
+        let weight_bytes = if self.residual.is_some() { 2 } else { 4 };
+        let spans = [
+            ("weights", Some(&self.weights), weight_bytes),
+            ("residual", self.residual.as_ref(), 2),
+            ("exp_avg", Some(&self.exp_avg), 4),
+            ("exp_avg_sq", Some(&self.exp_avg_sq), 4),
+            ("gradient", Some(&self.grad), grad_bytes),
+        ];
+        for (what, span, element_bytes) in spans {
+            if let Some(span) = span
+                && span.len() as u64 != self.numel * element_bytes
+            {
+                return Err(Error::Invalid(format!(
+                    "an update of {} elements needs {} bytes of {what}, not {}",
+                    self.numel,
+                    self.numel * element_bytes,
+                    span.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Updates `[start, start + len)` of the tensor on this thread.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] as for [`Adamw::update`], or when the range leaves the tensor.
+    pub fn apply(&self, isa: Isa, start: u64, len: u64) -> Result<()> {
+        self.check()?;
+        check_range(start, len, self.numel)?;
+        self.apply_checked(isa, start, len);
+        Ok(())
+    }
+
+    fn apply_checked(&self, isa: Isa, start: u64, len: u64) {
+        let mut exp_avg = self.exp_avg.elements::<f32>(start, len);
+        let mut exp_avg_sq = self.exp_avg_sq.elements::<f32>(start, len);
+        let (grad_bf16, grad_f32);
+        let grad = if self.grad_dtype == Dtype::Bf16 {
+            grad_bf16 = self.grad.elements::<u16>(start, len);
+            Values::Bf16(&grad_bf16)
+        } else {
+            grad_f32 = self.grad.elements::<f32>(start, len);
+            Values::F32(&grad_f32)
+        };
+        if let Some(residual) = &self.residual {
+            let mut hi = self.weights.elements::<u16>(start, len);
+            let mut lo = residual.elements::<u16>(start, len);
+            let weights = Weights::Split { hi: &mut hi, lo: &mut lo };
+            kernel::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, grad, &self.scalars);
+        } else {
+            let mut weights = self.weights.elements::<f32>(start, len);
+            kernel::adamw(isa, Weights::Full(&mut weights), &mut exp_avg, &mut exp_avg_sq, grad, &self.scalars);
+        }
+    }
+}
+
+/// One tensor's addition into an fp32 store. Every span covers exactly `numel` elements.
+#[derive(Clone, Debug)]
+pub struct TensorSum {
+    /// fp32 store, added to.
+    pub store: HostSpan,
+    /// What is added, in `dtype`.
+    pub values: HostSpan,
+    /// [`Dtype::Bf16`] or [`Dtype::F32`].
+    pub dtype: Dtype,
+    /// Elements.
+    pub numel: u64,
+}
+
+/// The host optimizer: which bodies run, and how work is divided.
+#[derive(Clone, Copy, Debug)]
+pub struct Adamw {
+    isa: Isa,
+}
+
+impl Adamw {
+    /// With the given bodies; see [`Isa::select`].
+    #[must_use]
+    pub const fn new(isa: Isa) -> Self {
+        Self { isa }
+    }
+
+    /// The bodies in use.
+    #[must_use]
+    pub const fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Updates all of `updates` (of one unit, say) in one pass over the pool. The result does not depend on the number
+    /// of threads.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a span's length or a gradient's dtype is not what its update says (nothing has changed
+    /// then), [`Error::Worker`] when a thread failed (some elements may have changed).
+    pub fn update(&self, pool: &Pool, updates: &[TensorUpdate]) -> Result<()> {
+        updates.iter().try_for_each(TensorUpdate::check)?;
+        let numels: Vec<u64> = updates.iter().map(|u| u.numel).collect();
+        divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
+    }
+
+    /// Adds gradients into fp32 stores, in one pass over the pool.
+    ///
+    /// # Errors
+    /// As for [`Adamw::update`].
+    pub fn accumulate(&self, pool: &Pool, sums: &[TensorSum]) -> Result<()> {
+        for sum in sums {
+            let (store, values) = (sum.store.len() as u64, sum.values.len() as u64);
+            if store != sum.numel * 4 || values != sum.numel * transfer_bytes(sum.dtype)? {
+                let (numel, dtype) = (sum.numel, sum.dtype);
+                return Err(Error::Invalid(format!(
+                    "adding {numel} elements of {dtype:?} into fp32 does not match {values} bytes into {store}"
+                )));
+            }
+        }
+        let numels: Vec<u64> = sums.iter().map(|s| s.numel).collect();
+        divide(pool, &numels, |s| {
+            let sum = &sums[s.tensor];
+            let mut store = sum.store.elements::<f32>(s.start, s.len);
+            if sum.dtype == Dtype::Bf16 {
+                kernel::accumulate(self.isa, &mut store, Values::Bf16(&sum.values.elements(s.start, s.len)));
+            } else {
+                kernel::accumulate(self.isa, &mut store, Values::F32(&sum.values.elements(s.start, s.len)));
+            }
+        })
+    }
+}
+
+fn transfer_bytes(dtype: Dtype) -> Result<u64> {
+    match dtype {
+        Dtype::Bf16 | Dtype::F32 => Ok(dtype.size()),
+        other => Err(Error::Invalid(format!("gradients are bf16 or f32, not {other:?}"))),
+    }
+}
+
+fn check_range(start: u64, len: u64, numel: u64) -> Result<()> {
+    if start.checked_add(len).is_none_or(|end| end > numel) {
+        return Err(Error::Invalid(format!("elements {start}..{start}+{len} leave a tensor of {numel}")));
+    }
+    Ok(())
+}
+
+/// A contiguous part of one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// First element.
+    pub start: u64,
+    /// Elements.
+    pub len: u64,
+}
+
+/// Divides tensors of the given lengths, laid end to end, into `parts` runs of nearly equal length, cut at multiples of
+/// [`TENSOR_ALIGN`] elements so that no two threads write one cache line. The same lengths give the same cuts.
+///
+/// # Panics
+/// When `parts` is 0.
+#[must_use]
+pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
+    assert!(parts > 0, "work cannot be divided into no parts");
+    let blocks: u64 = numels.iter().map(|n| n.div_ceil(TENSOR_ALIGN)).sum();
+    let parts_wide = parts as u64;
+    // The first `blocks % parts` runs are one block longer; a product with `blocks` could overflow.
+    let (each, longer) = (blocks / parts_wide, blocks % parts_wide);
+    let (mut tensor, mut block) = (0, 0);
+    (0..parts_wide)
+        .map(|part| {
+            let mut wanted = each + u64::from(part < longer);
+            let mut run = Vec::new();
+            while wanted > 0 {
+                let left = numels[tensor].div_ceil(TENSOR_ALIGN) - block;
+                let taken = left.min(wanted);
+                if taken > 0 {
+                    let start = block * TENSOR_ALIGN;
+                    let len = (taken * TENSOR_ALIGN).min(numels[tensor] - start);
+                    run.push(Stretch { tensor, start, len });
+                }
+                wanted -= taken;
+                block += taken;
+                if taken == left {
+                    (tensor, block) = (tensor + 1, 0);
+                }
+            }
+            run
+        })
+        .collect()
+}
+
+fn divide(pool: &Pool, numels: &[u64], work: impl Fn(Stretch) + Sync) -> Result<()> {
+    let runs = stretches(numels, pool.threads());
+    pool.run(runs.len(), &|i| runs[i].iter().copied().for_each(&work))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn cuts_beyond_two_to_the_31_are_where_they_should_be() {
+        for numel in [(1u64 << 31) - 1, 1 << 31, (1 << 31) + 16, (1 << 40) + 5] {
+            for parts in [1, 3, 14] {
+                let runs = stretches(&[numel], parts);
+                let mut next = 0;
+                for run in &runs {
+                    for stretch in run {
+                        assert_eq!(stretch.start, next);
+                        next += stretch.len;
+                    }
+                }
+                assert_eq!(next, numel);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_element_belongs_to_exactly_one_stretch(
+            numels in prop::collection::vec(0u64..5000, 0..12),
+            parts in 1usize..9,
+        ) {
+            let runs = stretches(&numels, parts);
+            prop_assert_eq!(runs.len(), parts);
+            let mut next = vec![0u64; numels.len()];
+            for stretch in runs.iter().flatten() {
+                prop_assert!(stretch.len > 0 && stretch.start.is_multiple_of(TENSOR_ALIGN));
+                prop_assert_eq!(stretch.start, next[stretch.tensor]);
+                next[stretch.tensor] += stretch.len;
+            }
+            prop_assert_eq!(next, numels);
+            let blocks = |run: &Vec<Stretch>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();
+            let most = runs.iter().map(blocks).max().unwrap_or(0);
+            let least = runs.iter().map(blocks).min().unwrap_or(0);
+            prop_assert!(most - least <= 1);
+        }
+    }
+
+    #[test]
+    fn hyper_parameters_that_pytorch_refuses_are_refused_by_name() {
+        let refuse = |lr, betas, eps, decay, step, scale| {
+            AdamwScalars::new(lr, betas, eps, decay, step, scale).unwrap_err().to_string()
+        };
+        assert!(refuse(-1.0, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).starts_with("lr"));
+        assert!(refuse(f64::NAN, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).starts_with("lr"));
+        assert!(refuse(1e-3, (0.9, 1.0), 1e-8, 0.0, 1, 1.0).starts_with("betas[1]"));
+        assert!(refuse(1e-3, (0.9, 0.999), -1e-8, 0.0, 1, 1.0).starts_with("eps"));
+        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, -0.1, 1, 1.0).starts_with("weight_decay"));
+        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, 0.0, 0, 1.0).contains("from 1"));
+        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, 0.0, 1, f64::INFINITY).contains("scale"));
+    }
+
+    #[test]
+    fn coefficients_are_formed_in_f64_and_rounded_once() {
+        let s = AdamwScalars::new(1e-3, (0.9, 0.999), 1e-8, 0.1, 1, 0.5).unwrap();
+        assert_eq!(s.one_minus_beta2, 0.001f32);
+        assert_ne!(s.one_minus_beta2, 1.0 - 0.999f32);
+        assert_eq!(s.step_size, 0.01f32);
+        assert_eq!(s.decay, 0.9999f32);
+        assert_eq!(s.grad_scale, 0.5);
+    }
+
+    #[test]
+    fn an_update_whose_spans_do_not_match_changes_nothing() {
+        let pool = Pool::new(Some(1), &Affinity::Free).unwrap();
+        let span = |bytes| HostSpan::map(bytes).unwrap();
+        let scalars = AdamwScalars::new(1e-3, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).unwrap();
+        let update = TensorUpdate {
+            weights: span(40),
+            residual: None,
+            exp_avg: span(40),
+            exp_avg_sq: span(36),
+            grad: span(20),
+            grad_dtype: Dtype::Bf16,
+            numel: 10,
+            scalars,
+        };
+        let adamw = Adamw::new(Isa::best());
+        let error = adamw.update(&pool, std::slice::from_ref(&update)).unwrap_err().to_string();
+        assert!(error.contains("needs 40 bytes of exp_avg_sq, not 36"), "{error}");
+        let update = TensorUpdate { exp_avg_sq: span(40), grad_dtype: Dtype::F16, ..update };
+        let error = adamw.update(&pool, &[update]).unwrap_err().to_string();
+        assert!(error.contains("F16"), "{error}");
+    }
+}

@@ -1,0 +1,96 @@
+"""Settings that are each fine and contradict each other, and those that are not supported yet. All refused by name."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import Config
+
+
+def check(config: "Config") -> None:
+    """Raises ConfigError for the first contradiction found."""
+    _supported(config)
+    _model(config)
+    _batch(config)
+    _train(config)
+    _eval(config)
+
+
+def _supported(config: "Config") -> None:
+    if config.memory.nvme is not None:
+        raise ConfigError(
+            "memory.nvme is not supported yet; remove it, and see `megatrain plan` for what host memory needs"
+        )
+    if config.train.moments != "fp32":
+        raise ConfigError(f"train.moments: {config.train.moments} is not supported yet; write fp32")
+
+
+def _model(config: "Config") -> None:
+    model = config.model
+    if model.revision is not None and model.path is not None and Path(model.path).exists():
+        raise ConfigError(f"model.revision has no effect on model.path {model.path}, a local folder; remove it")
+
+
+def _batch(config: "Config") -> None:
+    train, data, plan = config.train, config.data, config.plan
+    if data.packing and train.batch_tokens is not None:
+        if train.batch_tokens < data.seq_len:
+            raise ConfigError(
+                f"train.batch_tokens ({train.batch_tokens}) is less than data.seq_len ({data.seq_len}), one window; "
+                "raise the one or lower the other"
+            )
+        if train.batch_tokens % data.seq_len:
+            below = train.batch_tokens // data.seq_len * data.seq_len
+            raise ConfigError(
+                f"train.batch_tokens ({train.batch_tokens}) is not a multiple of data.seq_len ({data.seq_len}); "
+                f"with packing a step is whole windows: write {below} or {below + data.seq_len}"
+            )
+    if plan.micro_batch is not None:
+        rows = train.batch_size
+        what = f"train.batch_size ({rows})"
+        if rows is None and train.batch_tokens is not None and data.packing:
+            rows = train.batch_tokens // data.seq_len
+            what = (
+                f"the {rows} windows of a step (train.batch_tokens {train.batch_tokens} / data.seq_len {data.seq_len})"
+            )
+        if rows is not None and plan.micro_batch > rows:
+            raise ConfigError(f"plan.micro_batch ({plan.micro_batch}) is more than {what}")
+
+
+def _train(config: "Config") -> None:
+    train = config.train
+    if train.update == "immediate" and train.max_grad_norm is not None:
+        raise ConfigError(
+            f"train.update: immediate cannot clip, since it updates before the norm is known, and "
+            f"train.max_grad_norm is {train.max_grad_norm} (1.0 is its default); write max_grad_norm: null, or "
+            "update: just_in_time"
+        )
+    warmup = train.schedule.warmup
+    if train.steps is not None and warmup >= 1 and warmup > train.steps:
+        raise ConfigError(
+            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, train.steps ({train.steps})"
+        )
+
+
+def _eval(config: "Config") -> None:
+    held_out, when = config.data.eval, config.eval
+    if not held_out:
+        for name in ("every", "max_batches", "early_stop"):
+            if getattr(when, name) is not None:
+                raise ConfigError(
+                    f"eval.{name} has no effect without data.eval; name held-out data, such as data.eval: 0.05"
+                )
+        if when.keep_best:
+            raise ConfigError("eval.keep_best needs data.eval to tell which checkpoint is best; name held-out data")
+        return
+    if when.every is None:
+        if when.early_stop is not None:
+            raise ConfigError(
+                "eval.early_stop has no effect without eval.every: nothing is evaluated in between; set it"
+            )
+        if when.keep_best:
+            raise ConfigError(
+                "eval.keep_best has no effect without eval.every: nothing is evaluated in between; set it"
+            )

@@ -1,0 +1,385 @@
+"""The settings, section by section: what each means, its default, and the range it may take.
+
+This is the only place for defaults. What one section alone can refuse is refused on construction; contradictions
+between sections are in `check.py`.
+"""
+
+import dataclasses
+import math
+from typing import Annotated, Any, Literal
+
+from megatrain.config.values import Duration
+from megatrain.errors import ConfigError
+
+Size = Annotated[int, "size"]
+"""Bytes; in YAML a number with a unit, such as 12GiB."""
+
+DEFAULT_EPOCHS = 1.0
+DEFAULT_BATCH_TOKENS = 65536
+
+
+def _at_least(section: str, owner: Any, **limits: float) -> None:
+    for name, least in limits.items():
+        value = getattr(owner, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{section}.{name} is {value}; it must be at least {least}")
+
+
+def _finite(section: str, owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{section}.{name} is {value}; it must be a finite number")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerTraining:
+    """A tokenizer trained on the training data, instead of one that exists."""
+
+    train: Literal["bpe"]
+    """The kind: byte-level byte-pair encoding."""
+    vocab_size: int
+    """Number of tokens, the 256 bytes and the special ones included."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.tokenizer", self, vocab_size=260)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What is trained."""
+
+    path: str | None = None
+    """A local folder, a `.gguf` file, or a Hugging Face hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random`: only the architecture is taken from `path`. A model from `config` is always random."""
+    config: dict[str, Any] | None = None
+    """An architecture written out, with the keys of a Hugging Face `config.json`; in place of `path`."""
+    tokenizer: str | TokenizerTraining | None = None
+    """A folder or hub id, or `{train: bpe, vocab_size: N}`; null: the one beside the model."""
+    chat_template: str | None = None
+    """A Jinja file, or the template itself; null: the tokenizer's."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model or tokenizer may run."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (shell style) of parameter names that are not trained."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Implementation of attention, by its name in transformers."""
+
+    def __post_init__(self) -> None:
+        if self.config is not None:
+            if self.path is not None:
+                raise ConfigError("model.path and model.config are both given; a model comes from one of the two")
+            if self.init == "pretrained":
+                object.__setattr__(self, "init", "random")
+            if not isinstance(self.config.get("model_type"), str):
+                raise ConfigError("model.config has no model_type; write the architecture's name, such as llama")
+            for name in ("revision", "trust_remote_code"):
+                if getattr(self, name):
+                    raise ConfigError(f"model.{name} has no effect on a model from model.config; remove one of the two")
+        elif self.path is None:
+            raise ConfigError("model names nothing to train: set model.path (a folder or hub id) or model.config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """Where rows come from."""
+
+    path: str
+    """A file (.jsonl, .json, .txt, .parquet), a folder, a pattern such as `data/*.jsonl`, or `python:stdlib`."""
+    format: Literal["auto", "text", "chat", "completion"] = "auto"
+    """What a row is; `auto` goes by its keys: `text`, `messages` or `conversations`, `prompt` with `completion`."""
+    weight: float = 1.0
+    """How many times an epoch takes each row; 0.5 takes another half each epoch."""
+    split: float | str | None = None
+    """A fraction of the rows, by their content: for evaluation from one end, for training from the other. Or the name
+    of a split, which is that of files (`train-00001.jsonl`) or of a folder."""
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Our name of a field to the file's: `{text: body}`; also `role` and `content` inside messages."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("the path of a data source is empty")
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
+        if isinstance(self.split, float) and not 0 < self.split < 1:
+            raise ConfigError(f"split of {self.path} is {self.split}; a fraction lies between 0 and 1")
+        known = ("text", "messages", "prompt", "completion", "role", "content")
+        for name in self.fields:
+            if name not in known:
+                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(known)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What it is trained on."""
+
+    train: tuple[SourceConfig, ...] = ()
+    """Training data; several sources are mixed by weight."""
+    eval: tuple[SourceConfig, ...] = ()
+    """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out."""
+    seq_len: int = 4096
+    """Longest sequence, in tokens; with packing the length of every window."""
+    packing: bool = True
+    """Whether several rows share a window. They never see each other."""
+    long_rows: Literal["split", "truncate", "drop", "error"] = "split"
+    """What happens to a row longer than `seq_len`."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens of a conversation are learnt: all assistant turns, the last, or everything. Text: everything."""
+    shuffle: bool = True
+    """Whether each epoch has its own order."""
+    workers: int | Literal["auto"] = "auto"
+    """Threads that tokenize; `auto`: one a permitted core."""
+    cache: str | None = None
+    """Folder of tokenized data; null: the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, seq_len=2)
+        if self.workers != "auto":
+            _at_least("data", self, workers=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate changes."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; `wsd` is constant, then falls over the last part."""
+    warmup: float = 0.03
+    """Below 1: part of all steps. From 1 on: that many steps. Step k of W has lr·k/W."""
+    min_lr: float = 0.0
+    """The rate that decay ends at."""
+    decay: float = 0.2
+    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls."""
+
+    def __post_init__(self) -> None:
+        _finite("train.schedule", self, "warmup", "min_lr", "decay")
+        _at_least("train.schedule", self, warmup=0, min_lr=0, decay=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """Parameters with hyper-parameters of their own; what is null is that of `train`."""
+
+    params: tuple[str, ...]
+    """Patterns (shell style) of parameter names; the first group that matches a parameter has it."""
+    lr: float | None = None
+    """Learning rate, before the schedule."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the two moments."""
+    eps: float | None = None
+    """Term added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay."""
+
+    def __post_init__(self) -> None:
+        if not self.params:
+            raise ConfigError("a group of train.groups has no pattern in params")
+        _optimizer("train.groups", self)
+
+
+def _optimizer(section: str, owner: Any) -> None:
+    _finite(section, owner, "lr", "eps", "weight_decay")
+    _at_least(section, owner, lr=0, eps=0, weight_decay=0)
+    for beta in owner.betas or ():
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{section}.betas holds {beta}; each must be at least 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How it is trained."""
+
+    steps: int | None = None
+    """Optimizer steps; instead of `epochs`."""
+    epochs: float | None = None
+    """Passes over the training data. Default: 1, unless `steps` is given."""
+    batch_tokens: int | None = None
+    """Tokens of a step; with packing a multiple of `seq_len`. Default: about 65536, unless `batch_size` is given."""
+    batch_size: int | None = None
+    """Rows of an optimizer step (with packing: windows); instead of `batch_tokens`."""
+    lr: float = 1.0e-5
+    """Learning rate."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """How the learning rate changes; `schedule: linear` is short for its name."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    eps: float = 1.0e-8
+    """AdamW's term added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns (shell style) of parameter names without weight decay."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with hyper-parameters of their own."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; null: not clipped."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition function in the loss."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of weights and activations in compute. `auto`: bf16 on CUDA with native bf16, fp32 on the CPU."""
+    grad_precision: Literal["bf16", "fp32"] | None = None
+    """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Of AdamW's moments. Only fp32 is supported yet."""
+    update: Literal["just_in_time", "immediate"] = "just_in_time"
+    """When weights change: once the gradient norm is known, or as gradients land (only without clipping)."""
+    deterministic: bool = False
+    """Bit-equal runs on CUDA, at some cost in speed."""
+    seed: int = 0
+    """Of data order and initial weights."""
+    max_nonfinite: int = 5
+    """Steps with non-finite gradients in a row after which the run stops itself."""
+    check_every: int | None = None
+    """Steps between two comparisons of the weights on the device with those on the host; null: never."""
+
+    def __post_init__(self) -> None:
+        for one, other in (("steps", "epochs"), ("batch_tokens", "batch_size")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ConfigError(
+                    f"train.{one} ({getattr(self, one)}) and train.{other} ({getattr(self, other)}) are both given; "
+                    "keep one of the two"
+                )
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"train.epochs is {self.epochs}; it must be above 0")
+        _at_least("train", self, steps=1, batch_tokens=1, batch_size=1, seed=0, max_nonfinite=0, check_every=1)
+        _optimizer("train", self)
+        _finite("train", self, "max_grad_norm", "label_smoothing", "z_loss")
+        _at_least("train", self, label_smoothing=0, z_loss=0)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"train.max_grad_norm is {self.max_grad_norm}; it must be above 0. For no clipping write null"
+            )
+        if self.label_smoothing >= 1:
+            raise ConfigError(f"train.label_smoothing is {self.label_smoothing}; it must be below 1")
+        if self.schedule.min_lr > self.lr:
+            raise ConfigError(f"train.schedule.min_lr ({self.schedule.min_lr}) is above train.lr ({self.lr}); lower it")
+        if self.grad_precision is None:
+            object.__setattr__(self, "grad_precision", "fp32" if self.precision == "fp32" else "bf16")
+        elif self.precision == "fp32" and self.grad_precision == "bf16":
+            raise ConfigError(
+                "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesConfig:
+    """Text generated now and then, to look at."""
+
+    every: int | None = None
+    """Steps between two rounds; null: none."""
+    prompts: tuple[str, ...] = ()
+    """What is continued."""
+    max_new_tokens: int = 64
+    """Longest continuation, in tokens."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval.samples", self, every=1, max_new_tokens=1)
+        if (self.every is None) != (not self.prompts):
+            given, missing = ("prompts", "every") if self.prompts else ("every", "prompts")
+            raise ConfigError(f"eval.samples.{given} has no effect without eval.samples.{missing}; set both or neither")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """When held-out loss is measured, and what follows from it."""
+
+    every: int | None = None
+    """Steps between two evaluations; null: only before the first step and after the last."""
+    at_start: bool = True
+    """Whether to evaluate before the first step."""
+    max_batches: int | None = None
+    """Evaluation stops after so many batches, each the size of a training step; null: all of the data."""
+    keep_best: bool = False
+    """Whether the checkpoint of the lowest held-out loss is kept beside the newest ones."""
+    early_stop: int | None = None
+    """Evaluations without a lower loss after which the run ends; null: never."""
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
+    """Text generated now and then."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval", self, every=1, max_batches=1, early_stop=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NvmeConfig:
+    """A place on a fast disk for what host memory cannot hold."""
+
+    path: str
+    """A folder."""
+    size: Size
+    """Bytes that may be used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """How much of each memory may be used."""
+
+    gpu: Size | Literal["auto"] = "auto"
+    """Device memory; `auto`: what is free."""
+    host: Size | Literal["auto"] = "auto"
+    """Host memory; `auto`: what the machine or its control group leaves."""
+    nvme: NvmeConfig | None = None
+    """Disk. Not supported yet."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpu", "host"):
+            if getattr(self, name) != "auto":
+                _at_least("memory", self, **{name: 1})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Numbers that the planner derives; each can be given instead. null: derived."""
+
+    micro_batch: int | None = None
+    """Rows (with packing: windows) computed at a time."""
+    slots: int | None = None
+    """Device buffers that decoder layers' weights pass through."""
+    slabs: int | None = None
+    """Host buffers that gradients land in."""
+    keep: int | None = None
+    """Layers whose activations are kept on the device; the others are recomputed."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time."""
+    synchronous: bool = False
+    """For debugging: one operation at a time."""
+    poison: bool = False
+    """For debugging: buffers are filled with NaN before they are used again."""
+    huge_pages: bool = True
+    """Whether host memory is asked for in huge pages."""
+
+    def __post_init__(self) -> None:
+        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, loss_chunk=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """Where a run leaves what, and how often."""
+
+    dir: str | None = None
+    """The run's folder. Needed to train."""
+    resume: str = "auto"
+    """`auto`: go on from the folder's last checkpoint if there is one; `required`: only so; `never`: only into an
+    empty folder; or the path of another run or checkpoint."""
+    save_every: int | Duration | None = None
+    """Steps or wall time (`30min`) between two checkpoints; null: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    export: Literal["auto", "bf16", "fp32", "never"] = "auto"
+    """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
+    log_every: int = 1
+    """Steps between two lines."""
+    tensorboard: bool = False
+    """Whether metrics are written for TensorBoard too (needs the package)."""
+
+    def __post_init__(self) -> None:
+        _at_least("output", self, keep=1, log_every=1)
+        if isinstance(self.save_every, int):
+            _at_least("output", self, save_every=1)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.config.values import parse_size
+
 GIB = 1 << 30
 
 # A limit above this is "none": version 1 writes 2^63 rounded down to a page.
@@ -159,25 +161,6 @@ def cuda_status() -> dict[str, Any]:
     return status
 
 
-def parse_bytes(text: str | float) -> int:
-    """`12GiB`, `400 GB`, `1.5TiB` or a plain number, in bytes. Raises ValueError."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
-        return int(text)
-    units = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    units |= {f"{k}IB": 1 << 10 * (i + 1) for i, k in enumerate("KMGT")}
-    units |= {f"{k}B": 10 ** (3 * (i + 1)) for i, k in enumerate("KMGT")}
-    stripped = str(text).strip().replace("_", "")
-    number = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = stripped[len(number) :].strip().upper()
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if unit not in units or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{text!r} is not a size; write it like 12GiB, 500MiB or 1.5TiB")
-    return int(value * units[unit])
-
-
 def format_bytes(size: float) -> str:
     """Sizes as people read them; GiB is 1024 MiB."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -207,7 +190,7 @@ def describe(machine: Machine) -> dict[str, Any]:
 
 def from_description(document: Any, where: str) -> Machine:
     """Reads a written description: `host: {memory, cpus}`, `gpu: {name, memory, capability}` or null, `disk: {free}`,
-    `rates: {…}`, `name`. Sizes as `parse_bytes` takes them. Raises ValueError naming the key."""
+    `rates: {…}`, `name`. Sizes as `12GiB`. Raises ValueError naming the key."""
     sections: dict[str, tuple[str, ...]] = {
         "host": ("memory", "total", "cpus"),
         "gpu": ("name", "memory", "capability", "count"),
@@ -272,8 +255,8 @@ def from_description(document: Any, where: str) -> Machine:
 
 def _described(where: str, key: str, value: Any) -> int:
     try:
-        return parse_bytes(value)
-    except ValueError as error:
+        return parse_size(value)
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {key}: {error}") from None
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ class ModelCount:
     """Parameters that multiply every token: linear layers and head (a tied embedding counts once, as the head);
     of routed experts only those that a token meets."""
     attention_width: int
-    """Sum over attention layers of heads × head width."""
-    window: int | None = None
-    """Longest distance that attention looks back; None is all of it."""
+    """Heads × head width of a layer with attention."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer with attention, how far a token looks back; None is to the start."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of one token in a causal sequence of `seq_len` tokens."""
-        reach = min(seq_len, self.window or seq_len)
-        pairs = reach * seq_len - reach * reach / 2  # half of the square when the window spans the sequence
+        """Forward and backward of one token in a causal sequence of `seq_len` tokens, recompute not counted."""
+        pairs = 0.0
+        for window in self.windows:
+            reach = min(seq_len, window or seq_len)
+            pairs += reach * seq_len - reach * reach / 2  # half of the square when the window spans the sequence
         # Two products (scores, values) of 2 FLOPs each, three times: forward and the two halves of backward.
         return 6.0 * self.matmul_params + 12.0 * self.attention_width * pairs / seq_len
 
@@ -136,19 +139,33 @@ def gpu_peak_bytes(engine_bytes: int = 0) -> int:
     return int(torch.cuda.max_memory_allocated()) + engine_bytes
 
 
-def count_model(config: Any, matmul_params: int) -> ModelCount:
-    """Reads the attention part off a Hugging Face configuration; `matmul_params` comes from the model's own shapes.
-
-    `config`: a `PretrainedConfig` or anything with its attributes."""
+def count_model(config: Any, tensors: Iterable[tuple[str, int, tuple[int, ...]]], layers: int) -> ModelCount:
+    """Counts a decoder: `tensors` are (name, unit, shape), units 1…`layers` its layers; `config` is the Hugging Face
+    configuration with `num_attention_heads` and so on, vocabulary and hidden size the head's."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = int(text.num_hidden_layers)
+    params = float(int(text.vocab_size) * int(text.hidden_size))
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+    routed = (_first(text, "num_experts_per_tok", "moe_top_k") or 1) / experts if experts else 1.0
+    for name, unit, shape in tensors:
+        if 1 <= unit <= layers and len(shape) >= 2:
+            params += math.prod(shape) * (routed if "experts" in name and "shared" not in name else 1.0)
     heads = int(text.num_attention_heads)
-    width = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+    width = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+    windows = _windows(text, layers)
+    return ModelCount(matmul_params=round(params), attention_width=heads * width, windows=tuple(windows))
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def _windows(text: Any, layers: int) -> list[int | None]:
+    """Of each layer with attention, how far it looks back; linear and convolution layers have none."""
+    window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
-    attending = layers if kinds is None else sum("attention" in kind and "linear" not in kind for kind in kinds)
-    windowed = kinds is not None and all("sliding" in kind for kind in kinds if "attention" in kind)
-    window = getattr(text, "sliding_window", None) if windowed else None
-    return ModelCount(matmul_params=matmul_params, attention_width=attending * heads * int(width), window=window)
+    if kinds is None:
+        return [window if getattr(text, "use_sliding_window", True) else None] * layers
+    return [window if "sliding" in kind else None for kind in kinds if "attention" in kind and "linear" not in kind]
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar on a terminal, one plain line every `log_every` steps elsewhere, or JSON lines."""
+"""What a run shows while it goes: a bar on a terminal, a line every `log_every` steps elsewhere, or JSON lines."""
 
 import contextlib
 import logging
@@ -82,7 +82,8 @@ class Display:
             bound = f", bound by {record.bound}" if record.bound else ""
             skipped = ", SKIPPED (gradient not finite)" if record.skipped else ""
             self._write(
-                f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, lr {record.lr:.3g}, "
+                f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, "
+                f"lr {record.lr:.3g}, "
                 f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}"
             )
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatrain.errors import ConfigError, StorageError
-
 from megatrain.machine import format_bytes
 from megatrain.metrics import StepRecord, dumps
 
@@ -33,7 +32,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.made = not path.exists()
+        absolute = path.absolute()
+        self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (path / "lock").open("a+", encoding="utf-8")
@@ -152,14 +152,15 @@ class RunFolder:
             )
 
     def discard_if_empty(self) -> None:
-        """Removes a folder that this process made and that holds nothing yet: a refusal leaves nothing behind."""
-        if not self.made:
+        """Removes folders that this process made and that hold nothing yet: a refusal leaves nothing behind."""
+        if not self._made:
             return
         if {entry.name for entry in self.path.iterdir()} <= {"lock", "log.txt", "status.json"}:
             for name in ("log.txt", "status.json", "lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                for folder in self._made:
+                    folder.rmdir()
 
     def close(self) -> None:
         """Closes files and gives up the lock."""

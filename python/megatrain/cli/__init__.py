@@ -6,6 +6,7 @@ stopped itself, last good checkpoint named; 130/143 second signal; 1 a bug of ou
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -97,7 +98,7 @@ def _bug(args: argparse.Namespace) -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(BrokenPipeError, ValueError):
             stream.flush()
-        except (BrokenPipeError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            continue
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,58 @@
+# Everything that is built, run, checked or measured. CI calls these targets and nothing else.
+#
+#   VENV    the environment they make and use (default .venv)
+#   PY      the interpreter that makes it (default python3; 3.10 or newer)
+#   JOBS    processes that share the Python tests (default one a processor)
+VENV ?= .venv
+PY ?= python3
+JOBS ?= auto
+
+PYTHON := $(VENV)/bin/python
+SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml') \
+           Cargo.toml Cargo.lock pyproject.toml
+
+.PHONY: build quickstart lint test test-rust test-python test-gpu bench help
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
+
+build: $(VENV)/.installed ## environment and package, native module included
+
+quickstart: build ## the main job: trains examples/quickstart.yaml, again goes on with it
+	$(VENV)/bin/megatrain train examples/quickstart.yaml
+
+lint: $(VENV)/.development ## formatting, lints and types of both languages
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	$(PYTHON) -m ruff format --check python tests
+	$(PYTHON) -m ruff check python tests
+	$(PYTHON) -m mypy
+
+test: test-rust test-python ## every test that needs no card
+
+test-rust: ## the Rust tests, with cargo-nextest where it is installed
+	@if cargo nextest --version >/dev/null 2>&1; \
+	then cargo nextest run --workspace --locked && cargo test --workspace --locked --doc; \
+	else cargo test --workspace --locked; fi
+
+test-python: $(VENV)/.development ## the Python tests
+	$(PYTHON) -m pytest -n $(JOBS)
+
+test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
+	cargo test -p megatrain-cuda --locked -- --include-ignored
+	$(PYTHON) -m pytest tests/gpu
+
+bench: ## optimizer kernels and copies
+	cargo bench --workspace --locked
+
+$(PYTHON):
+	$(PY) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: $(SOURCES) | $(PYTHON)
+	$(PYTHON) -m pip install .
+	@touch $@
+
+$(VENV)/.development: $(SOURCES) | $(PYTHON)
+	$(PYTHON) -m pip install '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,183 @@
+"""Measures this machine: link, host memory, disk, matmul, optimizer. Kept per machine under the user's cache folder.
+
+    megatrain probe [--out machine.yaml]
+
+The rates feed `plan`: its step time is a lower bound, so what was never measured is assumed fast, and `plan` says so.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatrain import machine as facts
+from megatrain.errors import StorageError
+from megatrain.machine import GIB, Machine
+
+log = logging.getLogger("megatrain")
+
+UNITS = {
+    "h2d_gbs": "GB/s, host to device",
+    "d2h_gbs": "GB/s, device to host",
+    "bidirectional_gbs": "GB/s, both ways at once",
+    "pin_gbs": "GB/s of host memory registered with the card",
+    "hbm_gbs": "GB/s, device memory read and written",
+    "matmul_tflops": "TFLOP/s, large matrix product in the training precision",
+    "adamw_gparams": "10⁹ parameters/s, host AdamW",
+    "touch_gbs": "GB/s, host memory read and written",
+    "copy_gbs": "GB/s, host memory copied",
+    "disk_write_gbs": "GB/s, file written and flushed",
+    "disk_read_gbs": "GB/s, file read back",
+}
+"""Every rate, with what it counts. GB is 10⁹ bytes."""
+
+# Assumed where nothing was measured. Fast on purpose: the step time made from them must stay a lower bound.
+_ASSUMED_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 1000.0, "hbm_gbs": 4000.0, "adamw_gparams": 20.0}
+_ASSUMED_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
+
+
+def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
+    """The rates to plan with and whether they were measured (else assumed)."""
+    assumed = dict(_ASSUMED_CUDA)
+    if device == "cpu":
+        # Weights and gradients of a CPU run are copied within host memory.
+        assumed |= {"h2d_gbs": 100.0, "d2h_gbs": 100.0, "matmul_tflops": _ASSUMED_CPU_TFLOPS * machine.cpus}
+    known = dict(machine.rates)
+    if not machine.described:
+        known |= cached(machine, device)
+    return assumed | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
+
+
+def cache_file(machine: Machine, device: str) -> Path:
+    """Where the rates of this machine are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cards = [(gpu.name, gpu.total_bytes) for gpu in machine.gpus]
+    who = [machine.name, machine.kernel, machine.cpus, machine.memory_total, cards]
+    digest = hashlib.sha256(json.dumps(who).encode()).hexdigest()[:16]
+    return base / "megatrain" / "machines" / f"{digest}-{device}.json"
+
+
+def cached(machine: Machine, device: str) -> dict[str, float]:
+    """Rates measured earlier on this machine; empty when there are none."""
+    try:
+        kept = json.loads(cache_file(machine, device).read_text(encoding="utf-8"))["rates"]
+        return {str(key): float(value) for key, value in kept.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], None] = log.info) -> dict[str, float]:
+    """Measures every rate that `device` has; about half a minute. `folder` is on the disk to measure."""
+    from megatrain import _core
+
+    found: dict[str, float] = {}
+    size = int(min(GIB, max(machine.memory_available // 8, 16 << 20)))
+    say("host memory and optimizer")
+    host = json.loads(_core.probe_host(size, max(1, machine.cpus)))
+    found |= {key: float(host[key]) for key in ("touch_gbs", "copy_gbs") if key in host}
+    if "adamw_params_per_s" in host:
+        found["adamw_gparams"] = float(host["adamw_params_per_s"]) / 1e9
+    if device == "cuda":
+        say("link")
+        link = json.loads(_core.probe_device(_core.Device.cuda(0), size))
+        found |= {key: float(value) for key, value in link.items() if key in UNITS}
+    elif "copy_gbs" in found:
+        found |= {"h2d_gbs": found["copy_gbs"], "d2h_gbs": found["copy_gbs"]}
+    say("matrix products")
+    found |= _arithmetic(device)
+    say("disk")
+    found |= _disk(folder)
+    return found
+
+
+def keep(machine: Machine, device: str, found: dict[str, float]) -> Path | None:
+    """Writes the rates where `cached` finds them; None when the cache folder cannot be written."""
+    path = cache_file(machine, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps({"machine": machine.name, "rates": found}, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        log.warning("the measured rates cannot be kept: %s: %s", path, error.strerror)
+        return None
+    return path
+
+
+def write_description(machine: Machine, found: dict[str, float], path: Path) -> None:
+    """The description that `plan --machine` reads. Raises StorageError."""
+    import yaml
+
+    document = facts.describe(
+        dataclasses.replace(machine, rates={key: round(value, 4) for key, value in found.items()})
+    )
+    try:
+        path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def _arithmetic(device: str) -> dict[str, float]:
+    import torch
+
+    if device == "cpu":
+        size, dtype = 1024, torch.float32
+    else:
+        size, dtype = 8192, torch.bfloat16
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = _median(lambda: torch.mm(left, right), device)
+    found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
+    if device == "cuda":
+        source = torch.empty(GIB, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        found["hbm_gbs"] = 2 * GIB / _median(lambda: target.copy_(source), device) / 1e9
+    return found
+
+
+def _median(run: Callable[[], Any], device: str, count: int = 10) -> float:
+    import torch
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        run()
+    wait()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[count // 2]
+
+
+def _disk(folder: Path, size: int = 256 << 20) -> dict[str, float]:
+    """Writes and reads one file beside where runs go; the page cache is emptied of it in between."""
+    block = os.urandom(1 << 20) * 8
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            number = file.fileno()
+            start = time.perf_counter()
+            for _ in range(size // len(block)):
+                os.write(number, block)
+            os.fsync(number)
+            written = time.perf_counter() - start
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.lseek(number, 0, os.SEEK_SET)
+            start = time.perf_counter()
+            while os.read(number, len(block)):
+                pass
+            return {"disk_write_gbs": size / written / 1e9, "disk_read_gbs": size / (time.perf_counter() - start) / 1e9}
+    except OSError as error:
+        log.warning("the disk under %s was not measured: %s", folder, error.strerror)
+        return {}

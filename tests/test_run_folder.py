@@ -1,0 +1,117 @@
+"""The run folder: one owner, whole files, metrics cut back, retention."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError, StorageError
+from megatrain.metrics import StepRecord
+from megatrain.run_folder import RunFolder, is_run, read_metrics, read_status, replace
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step=step, loss=1.0 / step, grad_norm=1.0, lr=1e-3, tokens=8, num_tokens=8)
+
+
+def test_a_second_process_is_refused_by_name_and_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    program = (
+        "import sys; from pathlib import Path; from megatrain.run_folder import RunFolder; "
+        f"folder = RunFolder(Path({str(run)!r})); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {owner.pid}"):
+            RunFolder(run)
+        owner.kill()
+        owner.wait()
+    RunFolder(run).close()
+
+
+def test_metrics_beyond_the_step_that_is_resumed_are_cut_away(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin_metrics(0)
+    for step in (1, 2, 3, 4):
+        folder.write_metrics(record(step))
+    folder.close()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # what a kill leaves
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+    folder = RunFolder(tmp_path / "run")
+    folder.begin_metrics(2)
+    folder.write_metrics(record(3))
+    folder.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_retention_keeps_the_newest_and_those_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step in (2, 10, 4, 6, 8):
+        folder.checkpoint(step).mkdir(parents=True)
+        (folder.checkpoint(step) / "manifest.json").write_text("{}")
+    assert folder.steps() == [2, 4, 6, 8, 10]
+    assert folder.retain(2, always={4}) == [2, 6]
+    assert folder.steps() == [4, 8, 10]
+    folder.close()
+
+
+def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for name in ("step-1", ".tmp-step-2", ".removing-step-0"):
+        (folder.checkpoints / name).mkdir(parents=True)
+    (folder.path / "plan.json.tmp").write_text("half")
+    (folder.path / "notes.txt").write_text("mine")
+    folder.clear_leftovers()
+    assert sorted(entry.name for entry in folder.checkpoints.iterdir()) == ["step-1"]
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "lock", "notes.txt"]
+    folder.close()
+
+
+def test_a_refusal_leaves_no_folder_behind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "deep" / "run")
+    folder.write_status("loading")
+    folder.discard_if_empty()
+    folder.close()
+    assert not (tmp_path / "deep").exists()
+
+    folder = RunFolder(tmp_path / "mine")
+    (folder.path / "config.yaml").write_text("model: x\n")
+    folder.discard_if_empty()
+    folder.close()
+    assert (tmp_path / "mine" / "config.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_wrong_request(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output\.dir"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_status_and_small_files_are_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_status("training", step=3, loss=float("nan"))
+    assert read_status(folder.path)["step"] == 3
+    assert json.loads((folder.path / "status.json").read_text())["loss"] is None
+    folder.write_config("model: x\n")
+    folder.begin_metrics(0)
+    assert is_run(folder.path)
+    assert not list(folder.path.glob("*.tmp"))
+    folder.close()
+    replace(tmp_path / "text", "one")
+    replace(tmp_path / "text", "two")
+    assert (tmp_path / "text").read_text() == "two"
+
+
+def test_too_little_disk_is_said_with_both_numbers(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.need(1, "a checkpoint")
+    with pytest.raises(StorageError, match=r"needs .* TiB .* are free"):
+        folder.need(1 << 60, "a checkpoint")
+    folder.close()

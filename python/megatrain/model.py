@@ -1,0 +1,527 @@
+"""A Hugging Face causal language model without storage, cut into units: embed, decoder layers, head.
+
+`Decoder` is the map that everything else reads: which tensor belongs to which unit, which layers share a template, what
+runs before and after the layers. It is found by running the model's own code on stubs (`recording.py`), never by the
+name of an architecture.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ConfigError
+from megatrain.head import HeadKind, probe_head
+from megatrain.optim import match
+from megatrain.recording import Probe, Recorder, probe
+
+log = logging.getLogger(__name__)
+
+Role = Literal["trainable", "frozen"]
+CORE_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+"""Element types by the core's names."""
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Compute types by the configuration's names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One tensor of the model and where it lives."""
+
+    name: str
+    """Hugging Face state-dict name."""
+    unit: int
+    """0 is embed, 1..L the layers, L+1 the head."""
+    tensor: int
+    """Index in the unit."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What it is stored as: the precision's for a trainable tensor, its own for a frozen one."""
+    role: Role
+    is_buffer: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What is sent to the device in one piece."""
+
+    name: str
+    role: Literal["embed", "layer", "head"]
+    tensors: tuple[TensorRef, ...]
+    structure: int | None
+    """Index of the layer's structure; None for embed and head."""
+
+
+class Decoder:
+    """A causal language model, cut into units. Parameters stay on meta, buffers are real and on the CPU."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        freeze: Sequence[str] = (),
+        precision: str = "fp32",
+        frozen_dtypes: dict[str, torch.dtype] | None = None,
+    ) -> None:
+        """`model` follows Hugging Face's layout of a causal language model: a base with one list of layers, and a head.
+        Its parameters may be on meta or real; real ones are in `values` until the engine has taken them.
+
+        `freeze` are patterns of names (`*`, `?`, `[…]`) that are not trained. `frozen_dtypes` gives the exact type of
+        frozen tensors by name where it differs from the model's (a checkpoint in another precision).
+
+        Raises ConfigError for a model that cannot be streamed exactly, with the reason.
+        """
+        self.model = model
+        self.config: Any = getattr(model, "config", None)
+        self.precision = precision
+        self.dtype = PRECISIONS[precision]
+        _refuse(model, self.config)
+        self.base_name, self.base = _base(model)
+        self.layers_name = _layer_list(self.base, self.config)
+        self.layers = [layer for layer in self.base.get_submodule(self.layers_name)]
+        self.values: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._take_values()
+        self.recorder, self.probe = self._probe()
+        self.recorder.side = self.probe.side
+        self.head: HeadKind = probe_head(self)
+        self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
+        self._freeze(freeze, frozen_dtypes or {})
+        self.index_names = _index_attributes(self.layers)
+        self.structure_of, self.structures = _structures(self.layers, self.index_names)
+        self.units = self._cut()
+        self.tensors: dict[str, TensorRef] = {t.name: t for unit in self.units for t in unit.tensors}
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        precision: str = "fp32",
+        freeze: Sequence[str] = (),
+        attention: str = "auto",
+        experts: str | None = None,
+        trust_remote_code: bool = False,
+        frozen_dtypes: dict[str, torch.dtype] | None = None,
+    ) -> "Decoder":
+        """From a Hugging Face configuration, a dict of one (`model_type` named), or the folder or hub id of a model."""
+        config = load_config(config, trust_remote_code)
+        _check_rope(config)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(f"{config.model_type} is an encoder-decoder; only decoders can be trained")
+        model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
+        return cls(model, freeze=freeze, precision=precision, frozen_dtypes=frozen_dtypes)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; the units are two more."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self.text_config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head, which may be more than the tokenizer has tokens."""
+        return int(self.head.vocab)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the token embedding: every token id must be below it."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the language part."""
+        return self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model has positions for, rotary scaling included; None where it names no limit."""
+        return max_positions(self.text_config)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once, buffers not counted."""
+        return sum(_numel(t.shape) for t in self.tensors.values() if not t.is_buffer)
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters that are trained."""
+        return sum(_numel(t.shape) for t in self.tensors.values() if t.role == "trainable")
+
+    def unit_tensor(self, unit: int, module_name: str) -> int:
+        """Index in `unit` of the tensor called `module_name` inside the unit's module."""
+        return self._local[unit][module_name]
+
+    def local_names(self, unit: int) -> dict[str, int]:
+        """Tensors of a unit by their names relative to the layer (or, for embed and head, to the model)."""
+        return self._local[unit]
+
+    def _take_values(self) -> None:
+        """Moves real parameters and persistent buffers into `values`, and notes which names are one tensor."""
+        first: dict[int, str] = {}
+        for module_name, module in self.model.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                canonical = first.setdefault(id(parameter), prefix + name)
+                if canonical != prefix + name:
+                    self.aliases[prefix + name] = canonical
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "meta":
+                    raise ConfigError(
+                        f"buffer {prefix}{name} has no values: build the model on the CPU or let megatrain build it"
+                    )
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    self.values[prefix + name] = buffer.detach()
+        for name, parameter in list(self.model.named_parameters()):
+            if parameter.device.type != "meta":
+                self.values[name] = parameter.detach()
+        common = self.model.get_input_embeddings().weight.dtype
+        replaced: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in replaced:
+                        dtype = self.dtype if parameter.dtype == common else parameter.dtype
+                        replaced[id(parameter)] = nn.Parameter(
+                            torch.empty(parameter.shape, dtype=dtype, device="meta"),
+                            requires_grad=parameter.requires_grad and parameter.is_floating_point(),
+                        )
+                    module._parameters[name] = replaced[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "cpu":
+                    module._buffers[name] = buffer.cpu()
+
+    def _probe(self) -> tuple[Recorder, Probe]:
+        """Runs the base on stubs, first with layers that return a tensor, then with tuples."""
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        failure: Exception | None = None
+        for tuple_output in (False, True):
+            recorder = Recorder(self.base, self.layers_name, self.dtype, tuple_output)
+            try:
+                return recorder, probe(recorder, ids)
+            except (ConfigError, RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+                failure = failure or error
+        if isinstance(failure, ConfigError):
+            raise failure
+        raise ConfigError(f"{type(self.base).__name__} could not be run on stubs: {failure}") from failure
+
+    def _unit_of(self, name: str) -> Literal["embed", "head"] | int:
+        """Which unit a tensor outside the head module belongs to, by the model's name of it."""
+        name = self.aliases.get(name, name)
+        prefix = f"{self.base_name}." if self.base_name else ""
+        if not name.startswith(prefix):
+            return "head"
+        local = name[len(prefix) :]
+        if local.startswith(f"{self.layers_name}."):
+            return int(local[len(self.layers_name) + 1 :].split(".", 1)[0])
+        owner, _, leaf = local.rpartition(".")
+        module = self.recorder.base.get_submodule(owner)
+        tensor = module._parameters.get(leaf, module._buffers.get(leaf))
+        before, after = id(tensor) in self.probe.before, id(tensor) in self.probe.after
+        if before and after:
+            raise ConfigError(f"{name} is used both before the first layer and after the last one")
+        return "head" if after else "embed"
+
+    def _freeze(self, patterns: Sequence[str], dtypes: dict[str, torch.dtype]) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for pattern in patterns:
+            hits = [n for n in [*names.values(), *self.aliases] if match(pattern, n)]
+            if not hits:
+                raise ConfigError(f"freeze: {pattern!r} matches no parameter of the model")
+            for name in hits:
+                self.model.get_parameter(self.aliases.get(name, name)).requires_grad_(False)
+        unused = self._unused()
+        for name in unused:
+            self.model.get_parameter(name).requires_grad_(False)
+        if unused:
+            log.warning("never used by the model's forward, so left as they are: %s", ", ".join(unused))
+        self._frozen_dtypes = dtypes
+        self._trainable_names = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        if not self._trainable_names:
+            raise ConfigError(f"freeze: {list(patterns)} leaves no parameter to train")
+
+    def _unused(self) -> list[str]:
+        """Parameters outside the layers that no part of the forward touches: torch gives them no gradient."""
+        unused = []
+        used = self.probe.before | self.probe.after
+        prefix = f"{self.base_name}." if self.base_name else ""
+        for name, _ in self.model.named_parameters():
+            unit = self._unit_of(name)
+            if isinstance(unit, int) or name in self.head.used:
+                continue
+            if name.startswith(prefix):
+                owner, _, leaf = name[len(prefix) :].rpartition(".")
+                if id(self.recorder.base.get_submodule(owner)._parameters[leaf]) in used:
+                    continue
+            unused.append(name)
+        return unused
+
+    def _cut(self) -> tuple[Unit, ...]:
+        """Sorts every parameter and persistent buffer into its unit, in model order."""
+        held: dict[int, list[tuple[str, str, Tensor, bool]]] = {i: [] for i in range(self.num_layers + 2)}
+        layer_prefix = ".".join(p for p in (self.base_name, self.layers_name) if p) + "."
+        persistent = [
+            (f"{m}.{n}" if m else n, buffer)
+            for m, module in self.model.named_modules()
+            for n, buffer in module._buffers.items()
+            if buffer is not None and n not in module._non_persistent_buffers_set
+        ]
+        for names, is_buffer in ((list(self.model.named_parameters()), False), (persistent, True)):
+            for name, tensor in names:
+                place = self._unit_of(name)
+                unit = {"embed": 0, "head": self.num_layers + 1}[place] if isinstance(place, str) else place + 1
+                local = name if isinstance(place, str) else name[len(layer_prefix) :].split(".", 1)[1]
+                held[unit].append((name, local, tensor, is_buffer))
+        self._local = [{local: i for i, (_, local, _, _) in enumerate(held[u])} for u in sorted(held)]
+        for alias, canonical in self.aliases.items():
+            if self._unit_of(canonical) != "embed" or canonical != self.head.weight:
+                raise ConfigError(f"{alias} and {canonical} are one tensor; only embedding and head may share theirs")
+        units = []
+        for u in sorted(held):
+            tensors = tuple(self._ref(u, i, name, t, buf) for i, (name, _, t, buf) in enumerate(held[u]))
+            if u == 0:
+                units.append(Unit(name="embed", role="embed", tensors=tensors, structure=None))
+            elif u == self.num_layers + 1:
+                units.append(Unit(name="head", role="head", tensors=tensors, structure=None))
+            else:
+                structure = self.structure_of[u - 1]
+                units.append(Unit(name=f"layers.{u - 1}", role="layer", tensors=tensors, structure=structure))
+        return tuple(units)
+
+    def _ref(self, unit: int, index: int, name: str, tensor: Tensor, is_buffer: bool) -> TensorRef:
+        trainable = name in self._trainable_names
+        dtype = self._frozen_dtypes.get(name, self.values[name].dtype if name in self.values else tensor.dtype)
+        if dtype not in CORE_DTYPES:
+            raise ConfigError(f"{name} is {dtype}, which megatrain does not store")
+        return TensorRef(
+            name=name,
+            unit=unit,
+            tensor=index,
+            shape=tuple(tensor.shape),
+            dtype=self.dtype if trainable else dtype,
+            role="trainable" if trainable else "frozen",
+            is_buffer=is_buffer,
+        )
+
+
+def load_config(source: Any, trust_remote_code: bool = False) -> Any:
+    """A Hugging Face configuration from itself, from a dict that names `model_type`, or from a folder or hub id."""
+    from transformers import AutoConfig
+
+    if isinstance(source, dict):
+        keys = dict(source)
+        kind = keys.pop("model_type", None)
+        if kind is None:
+            raise ConfigError("model.config names no model_type, such as llama")
+        try:
+            return AutoConfig.for_model(kind, **keys)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model.config: {error}") from error
+    if isinstance(source, (str, Path)):
+        try:
+            return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path: no configuration of a model in {source}: {error}") from error
+    return source
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within, every parameter is moved to meta as soon as a module registers it: modules are built by their own
+    constructors, buffers with real values included, and no parameter's memory is ever touched."""
+    register = nn.Module.register_parameter
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_without_storage(
+    config: Any, dtype: torch.dtype, attention: str = "auto", experts: str | None = None, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model of a configuration: parameters on meta, every buffer real."""
+    from transformers import AutoModelForCausalLM
+
+    if attention not in ("auto", "sdpa", "eager"):
+        raise ConfigError(f"model.attention: {attention!r} is none of auto, sdpa, eager")
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if experts is not None:
+        options["experts_implementation"] = experts
+    if attention != "auto":
+        options["attn_implementation"] = attention
+    with parameters_on_meta():
+        try:
+            model = AutoModelForCausalLM.from_config(config, **options)
+        except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+            raise ConfigError(f"model: {getattr(config, 'model_type', config)} cannot be built: {error}") from error
+    return model.train()
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence a text configuration has positions for, rotary scaling included."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+    for kind in kinds:
+        original = kind.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(original * (kind.get("factor") or 1.0)))
+    return int(limit)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _refuse(model: nn.Module, config: Any) -> None:
+    """Refusals that need only the configuration."""
+    name = type(model).__name__
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise ConfigError(f"{name} has no Hugging Face config, so megatrain cannot tell its layers")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; only decoders can be trained")
+    if any(getattr(config, key, None) is not None for key in ("vision_config", "audio_config")):
+        raise ConfigError(f"{name} also has a vision or audio part, which is not supported yet; load its text part")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{name} is quantized; full-precision training needs an unquantized checkpoint")
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError("output_router_logits: the router's auxiliary loss is not supported yet; set it to false")
+    if (getattr(config, "layerdrop", 0) or 0) > 0:
+        raise ConfigError(f"layerdrop is {config.layerdrop}: layers that are skipped at random are not supported")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa", "eager"):
+        raise ConfigError(f"attention implementation {attention!r} is not supported: use sdpa or eager")
+    if getattr(config, "_experts_implementation", None) == "batched_mm":
+        raise ConfigError("experts implementation batched_mm gathers weights into activations: use grouped_mm or eager")
+
+
+def _check_rope(config: Any) -> None:
+    """Refuses a rotary scaling that the installed transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope or "type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+    for kind in kinds:
+        name = kind.get("rope_type", kind.get("type", "default"))
+        if name not in ROPE_INIT_FUNCTIONS and name != "default":
+            known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
+            raise ConfigError(f"rope_type {name!r} is not known to the installed transformers, which knows {known}")
+
+
+def _base(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module that holds the layers, and its name."""
+    base = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
+    if not isinstance(base, nn.Module) or base is model:
+        raise ConfigError(f"{type(model).__name__} has no base model beneath its head")
+    return next(name for name, module in model.named_modules() if module is base), base
+
+
+def _layer_list(base: nn.Module, config: Any) -> str:
+    """The name of the list of decoder layers inside the base."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    depth = getattr(text, "num_hidden_layers", None)
+    lists = [(name, m) for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
+    matching = [(n, m) for n, m in lists if depth is None or len(m) == depth]
+    if not matching:
+        raise ConfigError(f"{type(base).__name__} has no list of {depth} decoder layers")
+    return max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))[0]
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """`(module, attribute, value)` of everything in a layer that is neither tensor nor child."""
+    ignored = set(nn.Module().__dict__) - {"training"} | {"training"}
+    for path, module in layer.named_modules():
+        for name, value in module.__dict__.items():
+            if name not in ignored and not isinstance(value, (Tensor, nn.Module)):
+                yield path, name, value
+
+
+def _index_attributes(layers: list[nn.Module]) -> set[tuple[str, str]]:
+    """Attributes that hold nothing but the layer's index, wherever they occur."""
+    always: dict[tuple[str, str], bool] = {}
+    for index, layer in enumerate(layers):
+        for path, name, value in _attributes(layer):
+            is_index = type(value) is int and value == index
+            always[path, name] = always.get((path, name), True) and is_index
+    return {key for key, value in always.items() if value}
+
+
+def _structures(layers: list[nn.Module], index_names: set[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """For each layer the index of its structure, and for each structure the first layer that has it."""
+    known: dict[Any, int] = {}
+    of, first = [], []
+    for index, layer in enumerate(layers):
+        key = _signature(layer, index_names)
+        if key not in known:
+            known[key] = len(first)
+            first.append(index)
+        of.append(known[key])
+    return of, first
+
+
+def _signature(layer: nn.Module, index_names: set[tuple[str, str]]) -> tuple[Any, ...]:
+    """Everything that decides what a layer computes from its inputs and weights."""
+    modules = tuple((path, f"{type(m).__module__}.{type(m).__qualname__}") for path, m in layer.named_modules())
+    parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in layer.named_parameters())
+    shared = {f"{m}.{n}" if m else n for m, module in layer.named_modules() for n in module._non_persistent_buffers_set}
+    buffers = tuple(
+        (n, tuple(b.shape), b.dtype, _digest(b) if n in shared else None) for n, b in layer.named_buffers()
+    )
+    attributes = tuple(
+        (path, name, "index" if (path, name) in index_names else _value(value))
+        for path, name, value in _attributes(layer)
+    )
+    return modules, parameters, buffers, attributes
+
+
+def _digest(buffer: Tensor) -> bytes:
+    return buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _value(value: Any) -> Any:
+    """Something hashable that is equal only where the attribute means the same."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return (type(value).__name__, tuple(_value(v) for v in value))
+    if isinstance(value, dict):
+        return ("dict", tuple((_value(k), _value(v)) for k, v in value.items()))
+    if isinstance(value, functools.partial):
+        return ("partial", _value(value.func), _value(value.args), _value(value.keywords))
+    if inspect.isroutine(value) or isinstance(value, type):
+        return getattr(value, "__qualname__", repr(value))
+    return id(value)

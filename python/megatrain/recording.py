@@ -1,0 +1,410 @@
+"""What a model's own forward passes to its layers, found out by running it with the layers replaced by stubs.
+
+Masks, rotary tables and per-layer arguments are the model's business: they differ between architectures and library
+versions. So its base runs on the CPU, on stubs that note their arguments and return their input, and the real layers
+are replayed with those arguments later. Nothing here knows a model by name, and nothing touches a device.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatrain.errors import ConfigError
+
+NO_MASK = "megatrain_no_mask"
+"""Attention implementation for which transformers builds no mask: what runs on the device needs none of its own."""
+
+
+class EmbeddingCalls(TorchFunctionMode):
+    """Answers every `torch.nn.functional.embedding` call itself, and tells `seen` which tensors any call touches."""
+
+    def __init__(
+        self,
+        answer: Callable[[Tensor, Tensor, int | None], Tensor],  # (ids, weight, padding_idx) -> rows
+        seen: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.answer = answer
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.seen is not None:
+            for value in tree_flatten((args, kwargs))[0]:
+                if isinstance(value, Tensor):
+                    self.seen(value)
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be trained")
+        return self.answer(input, weight, padding_idx)
+
+
+class Stub(nn.Module):
+    """Stands for layer `index`: hands its arguments to `take` and returns what that returns."""
+
+    def __init__(self, layer: nn.Module, index: int, take: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)  # not registered: its parameters are not the stub's
+        self._index = index
+        self._take = take
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hands everything over."""
+        return self._take(self._index, args, kwargs)
+
+
+class Replay(nn.Module):
+    """Stands for a module that does not see the hidden states: returns what it returned when it was recorded."""
+
+    def __init__(self, module: nn.Module, outputs: list[Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        self.outputs = outputs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The next recorded output."""
+        return self.outputs.pop(0)
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """Everything a micro-batch's layers are called with, beside the hidden states."""
+
+    args: list[tuple[Any, ...]]
+    """A layer each: positional arguments after the hidden states."""
+    kwargs: list[dict[str, Any]]
+    """A layer each."""
+    embedding_ids: list[Tensor | None]
+    """An embedding call each: what was looked up; None: the token ids themselves."""
+    side: dict[str, list[Any]]
+    """Outputs of the modules that do not see the hidden states, by module name, in the order of their calls."""
+
+    def to(self, device: torch.device) -> "Record":
+        """The same on `device`: copied asynchronously, and one copy of whatever several layers share."""
+        if device.type == "cpu":
+            return self
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in moved:
+                moved[id(value)] = value.contiguous().pin_memory().to(device, non_blocking=True)
+            return moved[id(value)]
+
+        return Record(
+            args=[tree_map(move, a) for a in self.args],
+            kwargs=[tree_map(move, k) for k in self.kwargs],
+            embedding_ids=[tree_map(move, ids) for ids in self.embedding_ids],
+            side=tree_map(move, self.side),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that a layer is called with, repeats included."""
+        for value in tree_flatten((self.args, self.kwargs))[0]:
+            if isinstance(value, Tensor):
+                yield value
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module whose children, parameters and buffers can be replaced without touching the original."""
+    twin = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        object.__setattr__(twin, name, copy.copy(getattr(module, name)))
+    return twin
+
+
+def copy_without(module: nn.Module, omit: nn.Module) -> nn.Module:
+    """A copy of a module tree that shares tensors with the original and `omit` by reference."""
+    if module is omit:
+        return module
+    twin = shallow_copy(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            twin._modules[name] = copy_without(child, omit)
+    return twin
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts `module` where `name` is."""
+    parent, _, leaf = name.rpartition(".")
+    root.get_submodule(parent)._modules[leaf] = module
+
+
+class _Stop(Exception):
+    """Ends a forward whose rest is of no use."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+
+def forward_until_layers(base: nn.Module, layers: str, call: dict[str, Any]) -> Tensor:
+    """What reaches the first layer of `base`, whose `layers` must be `stopping_layers`."""
+    try:
+        base(**call)
+    except _Stop as stop:
+        return stop.value
+    raise AssertionError(f"{layers} was not reached")
+
+
+def stopping_layers(layers: nn.ModuleList) -> nn.ModuleList:
+    """Stubs of which the first ends the forward with its hidden states."""
+
+    def take(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _Stop(args[0] if args else kwargs["hidden_states"])
+
+    return nn.ModuleList([Stub(layer, i, take) for i, layer in enumerate(layers)])
+
+
+class Recorder:
+    """Runs the base of a model on the CPU with stubs for layers."""
+
+    def __init__(self, base: nn.Module, layers: str, dtype: torch.dtype, tuple_output: bool = False) -> None:
+        """`base` has its buffers on the CPU and its parameters anywhere; `layers` names its layer list; `dtype` is that
+        of the hidden states; `tuple_output` whether a layer's output is a tuple that starts with the hidden states."""
+        real = base.get_submodule(layers)
+        assert isinstance(real, nn.ModuleList)
+        self.num_layers = len(real)
+        self.dtype = dtype
+        self.tuple_output = tuple_output
+        self.base = copy_without(base, real)
+        self.stubs = nn.ModuleList([Stub(layer, i, self._take) for i, layer in enumerate(real)])
+        replace_module(self.base, layers, self.stubs)
+        for module in self.base.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(
+                        torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), requires_grad=False
+                    )
+        self.base.eval()
+        self.accepts = set(inspect.signature(type(self.base).forward).parameters)
+        self.side: tuple[str, ...] = ()
+        self._state = [(m, dict(m.__dict__), dict(m._buffers)) for m in self.base.modules() if m._buffers]
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._hidden: list[Tensor] = []
+        self._tail = False
+
+    def reset(self) -> None:
+        """Puts every buffer and cached length back, so that a record depends on its own batch alone (dynamic rotary
+        scalings keep what they saw, and a resumed run would not have seen it)."""
+        for module, attributes, buffers in self._state:
+            for name in [n for n in module.__dict__ if n not in attributes]:
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            object.__setattr__(module, "_buffers", {k: v.clone() if v is not None else v for k, v in buffers.items()})
+
+    def _take(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        if index != len(self._calls):
+            raise ConfigError(
+                f"layer {index} of {type(self.base).__name__} is called in place {len(self._calls)}: layers that do "
+                "not run once each, in order, cannot be streamed"
+            )
+        self._calls.append((tuple(args[1:]), kwargs))
+        self._hidden.append(hidden)
+        if index == self.num_layers - 1 and not self._tail:
+            raise _Stop
+        return (hidden,) if self.tuple_output else hidden
+
+    def call(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments for the base. Raises ConfigError for what the base does not take."""
+        call: dict[str, Any] = {"input_ids": input_ids}
+        for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            if value is not None:
+                if name not in self.accepts:
+                    raise ConfigError(f"{type(self.base).__name__} takes no {name}: do without padding or packing")
+                call[name] = value
+        if "use_cache" in self.accepts:
+            call["use_cache"] = False
+        return call
+
+    @torch.no_grad()
+    def record(
+        self,
+        input_ids: Tensor,  # (batch, seq), int64, on the CPU
+        attention_mask: Tensor | None = None,  # (batch, seq)
+        position_ids: Tensor | None = None,  # (batch, seq)
+    ) -> Record:
+        """What the layers of this micro-batch are called with."""
+        self.reset()
+        self._calls, self._hidden, self._tail = [], [], False
+        looked_up: list[Tensor | None] = []
+        side: dict[str, list[Any]] = {name: [] for name in self.side}
+
+        def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+            looked_up.append(None if _same(ids, input_ids) else ids)
+            return torch.zeros((), dtype=self.dtype).expand(*ids.shape, weight.shape[1])
+
+        hooks = [
+            self.base.get_submodule(name).register_forward_hook(lambda m, a, out, name=name: side[name].append(out))
+            for name in self.side
+        ]
+        try:
+            with EmbeddingCalls(answer):
+                self.base(**self.call(input_ids, attention_mask, position_ids))
+        except _Stop:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Record([a for a, _ in self._calls], [k for _, k in self._calls], looked_up, side)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What one run of a base on stubs tells about it."""
+
+    record: Record
+    before: frozenset[int]
+    """`id` of every tensor of the recorder's base that is used before the first layer."""
+    after: frozenset[int]
+    """The same after the last layer."""
+    side: tuple[str, ...]
+    """Modules that run before the layers without seeing the hidden states, such as rotary tables."""
+    tail: tuple[str, ...]
+    """Modules after the last layer, each applied to the output of the one before."""
+    plain_embedding: bool
+    """Whether the first layer gets the rows of the one embedding as they are."""
+
+
+def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
+    """Runs the recorder's base to its end on `input_ids` (1, 2) and checks that it can be streamed.
+
+    Raises ConfigError, naming the reason, when layers are not a plain chain.
+    """
+    base, name = recorder.base, type(recorder.base).__name__
+    recorder.reset()
+    recorder._calls, recorder._hidden, recorder._tail = [], [], True
+    base.train()  # so that a dropout after the embedding shows
+    own = {id(t) for t in (*base.parameters(), *base.buffers())}
+    used: dict[str, set[int]] = {"before": set(), "between": set(), "after": set()}
+    looked_up: list[Tensor | None] = []
+    rows: list[Tensor] = []
+    calls: list[tuple[str, str, Any, Any]] = []  # (phase, module, first input, output)
+
+    def phase() -> str:
+        if not recorder._calls:
+            return "before"
+        return "after" if len(recorder._calls) == recorder.num_layers else "between"
+
+    def seen(tensor: Tensor) -> None:
+        if id(tensor) in own:
+            used[phase()].add(id(tensor))
+
+    def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        used[phase()].add(id(weight))
+        looked_up.append(None if _same(ids, input_ids) else ids)
+        rows.append(torch.zeros(*ids.shape, weight.shape[1], dtype=recorder.dtype, requires_grad=True))
+        return rows[-1]
+
+    hooks = [
+        module.register_forward_hook(
+            lambda m, args, kwargs, out, path=path: calls.append(
+                (phase(), path, args[0] if args else next(iter(kwargs.values()), None), out)
+            ),
+            with_kwargs=True,
+        )
+        for path, module in base.named_modules()
+        if path and not isinstance(module, (Stub, nn.ModuleList))
+    ]
+    for parameter in base.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    try:
+        with torch.enable_grad(), EmbeddingCalls(answer, seen):
+            output = base(**recorder.call(input_ids, None, None))
+    finally:
+        base.eval()
+        for parameter in base.parameters():
+            parameter.requires_grad_(False)
+        for hook in hooks:
+            hook.remove()
+    if len(recorder._calls) != recorder.num_layers:
+        raise ConfigError(f"{name} ran {len(recorder._calls)} of its {recorder.num_layers} layers")
+    _check_chain(recorder, name, used["between"])
+    side = tuple(dict.fromkeys(path for at, path, _, out in calls if at == "before" and not _requires_grad(out)))
+    side = tuple(path for path in side if not any(path.startswith(f"{other}.") for other in side))
+    return Probe(
+        record=Record([a for a, _ in recorder._calls], [k for _, k in recorder._calls], looked_up, {}),
+        before=frozenset(used["before"]),
+        after=frozenset(used["after"]),
+        side=side,
+        tail=_tail(name, recorder._hidden[-1], [c for c in calls if c[0] == "after"], output),
+        plain_embedding=len(rows) == 1 and looked_up == [None] and _same(rows[0], recorder._hidden[0]),
+    )
+
+
+def _check_chain(recorder: Recorder, name: str, between: set[int]) -> None:
+    """Refuses what a stream of independent layers would not reproduce."""
+    if between or any(not _same(a, b) for a, b in zip(recorder._hidden, recorder._hidden[1:], strict=False)):
+        raise ConfigError(f"{name} changes the hidden states between its layers, so they cannot be streamed")
+    for index, (args, kwargs) in enumerate(recorder._calls):
+        for key, value in [*enumerate(args, 1), *kwargs.items()]:
+            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(value)[0]):
+                raise ConfigError(f"{name} passes layer {index} a second input computed from embeddings ({key})")
+            if isinstance(value, (dict, list)):
+                raise ConfigError(f"{name} passes state from layer to layer ({key}), so layers cannot be streamed")
+
+
+def _tail(name: str, hidden: Tensor, calls: list[tuple[str, str, Any, Any]], output: Any) -> tuple[str, ...]:
+    """The chain of modules that leads from the last layer to the base's output."""
+    chain: list[str] = []
+    for _, path, first, out in calls:
+        if isinstance(first, Tensor) and isinstance(out, Tensor) and _same(first, hidden) and "." not in path:
+            chain.append(path)
+            hidden = out
+    last = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    if not _same(last, hidden):
+        raise ConfigError(f"{name} does more after its last layer than to call modules, so its head cannot be cut off")
+    return tuple(chain)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same values by identity of their memory."""
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(value)[0])

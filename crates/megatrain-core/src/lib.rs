@@ -5,7 +5,6 @@ pub mod device;
 pub mod error;
 pub mod layout;
 pub mod optimizer;
-#[expect(unsafe_code, reason = "host pages: mmap, raw spans")]
 pub mod store;
 
 pub use error::{Error, Item, Result, Tier};

@@ -1,2 +1,256 @@
 //! Home of every unit's weights, residuals and moments on the host.
+//!
+//! One arena holds the images, unit after unit in forward order, and is registered with the device; another holds what
+//! only the host optimizer reads. Units whose state the plan puts on the device have no planes here, only their update
+//! counts.
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::layout::{Dtype, Precision, UnitLayout};
+use crate::optimizer::pool::Pool;
+
+#[expect(unsafe_code, reason = "host pages: mmap, spans as slices, advice to the kernel")]
 pub mod arena;
+mod planes;
+
+pub use planes::{Plane, UnitPlanes};
+
+use arena::{Arena, ArenaOptions, PAGE, Pinning};
+
+/// The largest registration unless a unit is larger, in bytes.
+pub const REGISTRATION_BYTES: u64 = 1 << 30;
+
+/// Host bytes by plane; the sums that the plan lists.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreBytes {
+    /// Images: what is sent to the device.
+    pub image: u64,
+    /// Low halves of the masters.
+    pub residual: u64,
+    /// First moments.
+    pub exp_avg: u64,
+    /// Second moments.
+    pub exp_avg_sq: u64,
+}
+
+impl StoreBytes {
+    /// What a unit's planes take: 12 bytes a parameter, padding and frozen tensors aside.
+    #[must_use]
+    pub fn of(layout: &UnitLayout) -> Self {
+        let page = PAGE as u64;
+        Self {
+            image: layout.image_bytes.next_multiple_of(page),
+            residual: layout.residual_bytes().next_multiple_of(page),
+            exp_avg: layout.moment_bytes().next_multiple_of(page),
+            exp_avg_sq: layout.moment_bytes().next_multiple_of(page),
+        }
+    }
+
+    /// All planes together.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.image + self.residual + self.exp_avg + self.exp_avg_sq
+    }
+}
+
+impl std::iter::Sum for StoreBytes {
+    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
+        parts.fold(Self::default(), |sum, part| Self {
+            image: sum.image + part.image,
+            residual: sum.residual + part.residual,
+            exp_avg: sum.exp_avg + part.exp_avg,
+            exp_avg_sq: sum.exp_avg_sq + part.exp_avg_sq,
+        })
+    }
+}
+
+/// How a [`Store`] is made.
+#[derive(Clone, Copy, Default)]
+pub struct StoreOptions<'a> {
+    /// Ask for huge pages.
+    pub huge_pages: bool,
+    /// The threads that touch the pages first.
+    pub pool: Option<&'a Pool>,
+    /// The device to register the images with; pageable without one.
+    pub device: Option<&'a dyn Device>,
+    /// The largest registration; [`REGISTRATION_BYTES`] when 0.
+    pub registration_bytes: u64,
+}
+
+struct Unit {
+    layout: UnitLayout,
+    planes: Option<UnitPlanes>,
+    /// Updates of each tensor so far.
+    counts: Vec<AtomicU64>,
+}
+
+/// The host state of a model. Weights and moments start at zero.
+pub struct Store {
+    units: Vec<Unit>,
+    images: Arena,
+    state: Arena,
+    pinning: Pinning,
+}
+
+impl Store {
+    /// Maps, touches and registers the planes of every unit for which `on_host` is true.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error::Invalid`]
+    /// when the lists differ in length. That memory cannot be pinned is no error: see [`Store::warnings`].
+    pub fn new(layouts: &[UnitLayout], on_host: &[bool], options: StoreOptions<'_>) -> Result<Self> {
+        if layouts.len() != on_host.len() {
+            return Err(Error::Invalid(format!("{} units with {} places", layouts.len(), on_host.len())));
+        }
+        let held = || layouts.iter().zip(on_host).filter(|&(_, &host)| host).map(|(layout, _)| layout);
+        let bytes: StoreBytes = held().map(StoreBytes::of).sum();
+        let arena = ArenaOptions { huge_pages: options.huge_pages, pool: options.pool };
+        let mut images = Arena::new(bytes.image, arena)?;
+        let mut state = Arena::new(bytes.total() - bytes.image, arena)?;
+        let mut units = Vec::with_capacity(layouts.len());
+        for (layout, &host) in layouts.iter().zip(on_host) {
+            let planes = if host {
+                Some(UnitPlanes {
+                    image: images.carve(layout.image_bytes, PAGE)?,
+                    residual: match layout.precision {
+                        Precision::Bf16 => Some(state.carve(layout.residual_bytes(), PAGE)?),
+                        Precision::Fp32 => None,
+                    },
+                    exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
+                    exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
+                })
+            } else {
+                None
+            };
+            let counts = layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
+            units.push(Unit { layout: layout.clone(), planes, counts });
+        }
+        let pinning = match options.device {
+            None => Pinning::default(),
+            Some(device) => {
+                let pieces: Vec<_> = units.iter().filter_map(|u| u.planes.as_ref()).map(|p| p.image.clone()).collect();
+                let most =
+                    if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
+                images.register(device, &pieces, most)
+            }
+        };
+        Ok(Self { units, images, state, pinning })
+    }
+
+    /// How many units there are, wherever their state is.
+    #[must_use]
+    pub fn num_units(&self) -> usize {
+        self.units.len()
+    }
+
+    /// A unit's layout.
+    ///
+    /// # Panics
+    /// When there is no such unit.
+    #[must_use]
+    pub fn layout(&self, unit: usize) -> &UnitLayout {
+        &self.units[unit].layout
+    }
+
+    /// A unit's planes; `None` when the device holds them.
+    ///
+    /// # Panics
+    /// When there is no such unit.
+    #[must_use]
+    pub fn planes(&self, unit: usize) -> Option<&UnitPlanes> {
+        self.units[unit].planes.as_ref()
+    }
+
+    /// Bytes of host memory in the arenas, by plane.
+    #[must_use]
+    pub fn bytes(&self) -> StoreBytes {
+        self.units.iter().filter(|u| u.planes.is_some()).map(|u| StoreBytes::of(&u.layout)).sum()
+    }
+
+    /// Bytes of the two mappings; equal to the sum of [`Store::bytes`].
+    #[must_use]
+    pub fn mapped_bytes(&self) -> u64 {
+        self.images.bytes() + self.state.bytes()
+    }
+
+    /// What came of registering the images.
+    #[must_use]
+    pub fn pinning(&self) -> &Pinning {
+        &self.pinning
+    }
+
+    /// What could not be had as asked about the pages, a sentence each. Pinning is reported by [`Store::pinning`], so
+    /// that a caller with more memory to pin can warn once for all of it.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings: Vec<String> = self.images.notes().iter().chain(self.state.notes()).cloned().collect();
+        warnings.dedup();
+        warnings
+    }
+
+    /// [`UnitPlanes::write`] into a unit that the host holds.
+    ///
+    /// # Errors
+    /// As there, and when there is no such unit or the device holds it.
+    pub fn write(
+        &self,
+        unit: usize,
+        tensor: usize,
+        plane: Plane,
+        start: u64,
+        dtype: Dtype,
+        source: &[u8],
+    ) -> Result<()> {
+        let (layout, planes) = self.held(unit)?;
+        planes.write(layout, tensor, plane, start, dtype, source)
+    }
+
+    /// [`UnitPlanes::read`] from a unit that the host holds.
+    ///
+    /// # Errors
+    /// As there, and when there is no such unit or the device holds it.
+    pub fn read(&self, unit: usize, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
+        let (layout, planes) = self.held(unit)?;
+        planes.read(layout, tensor, plane, start, out)
+    }
+
+    /// How often a tensor has been updated: AdamW's `step`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor.
+    pub fn step_count(&self, unit: usize, tensor: usize) -> Result<u64> {
+        Ok(self.count(unit, tensor)?.load(Ordering::Acquire))
+    }
+
+    /// Sets how often a tensor has been updated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor.
+    pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
+        self.count(unit, tensor)?.store(count, Ordering::Release);
+        Ok(())
+    }
+
+    fn count(&self, unit: usize, tensor: usize) -> Result<&AtomicU64> {
+        let unit = self.unit(unit)?;
+        unit.counts.get(tensor).ok_or_else(|| {
+            let (name, len) = (&unit.layout.name, unit.counts.len());
+            Error::Invalid(format!("unit {name} has {len} tensors, none of index {tensor}"))
+        })
+    }
+
+    fn unit(&self, unit: usize) -> Result<&Unit> {
+        self.units
+            .get(unit)
+            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", self.units.len())))
+    }
+
+    fn held(&self, unit: usize) -> Result<(&UnitLayout, &UnitPlanes)> {
+        let unit = self.unit(unit)?;
+        match &unit.planes {
+            Some(planes) => Ok((&unit.layout, planes)),
+            None => Err(Error::Invalid(format!("the state of unit {} is on the device", unit.layout.name))),
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! One unit's planes on the host, and the way of values into and out of them.
+use std::str::FromStr;
+
+use super::arena::{HostSpan, Plain};
+use crate::device::AdamwScalars;
+use crate::error::{Error, Result};
+use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
+use crate::optimizer::{TensorUpdate, kernel};
+
+/// Elements converted at a time, so that what lies in between stays in the first cache.
+const BLOCK: usize = 2048;
+
+/// What of a tensor is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Plane {
+    /// The fp32 weights, put together from both halves where they are split.
+    Master,
+    /// The weights as the image holds them; of a frozen tensor, its values.
+    Weights,
+    /// The low 16 bits of a split master.
+    Residual,
+    /// First moment.
+    ExpAvg,
+    /// Second moment.
+    ExpAvgSq,
+}
+
+impl Plane {
+    /// Its name on every surface.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Master => "master",
+            Self::Weights => "weights",
+            Self::Residual => "residual",
+            Self::ExpAvg => "exp_avg",
+            Self::ExpAvgSq => "exp_avg_sq",
+        }
+    }
+}
+
+impl FromStr for Plane {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [Self::Master, Self::Weights, Self::Residual, Self::ExpAvg, Self::ExpAvgSq]
+            .into_iter()
+            .find(|plane| plane.name() == name)
+            .ok_or_else(|| {
+                Error::Invalid(format!("{name:?} is no plane: master, weights, residual, exp_avg, exp_avg_sq"))
+            })
+    }
+}
+
+/// The spans of one unit. Their lengths are those of its layout.
+#[derive(Clone, Debug)]
+pub struct UnitPlanes {
+    /// What is sent to the device: see `layout.rs`.
+    pub image: HostSpan,
+    /// Low halves of the master; `None` under fp32.
+    pub residual: Option<HostSpan>,
+    /// First moments.
+    pub exp_avg: HostSpan,
+    /// Second moments.
+    pub exp_avg_sq: HostSpan,
+}
+
+impl UnitPlanes {
+    /// Planes in memory of their own, for a unit on its way to or from a device that holds its state.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the system refuses.
+    pub fn map(layout: &UnitLayout) -> Result<Self> {
+        let map = |bytes: u64| HostSpan::map(usize::try_from(bytes).unwrap_or(usize::MAX));
+        Ok(Self {
+            image: map(layout.image_bytes)?,
+            residual: match layout.precision {
+                Precision::Bf16 => Some(map(layout.residual_bytes())?),
+                Precision::Fp32 => None,
+            },
+            exp_avg: map(layout.moment_bytes())?,
+            exp_avg_sq: map(layout.moment_bytes())?,
+        })
+    }
+
+    /// The AdamW update of one trainable tensor by its part of the unit's gradient plane `grad`.
+    ///
+    /// # Panics
+    /// When the spans are not those of the layout, or `tensor` is no trainable tensor of it.
+    #[must_use]
+    pub fn update(
+        &self,
+        layout: &UnitLayout,
+        tensor: usize,
+        grad: &HostSpan,
+        grad_dtype: Dtype,
+        scalars: AdamwScalars,
+    ) -> TensorUpdate {
+        let tensor = &layout.tensors[tensor];
+        assert_eq!(tensor.spec.role, Role::Trainable, "{} is frozen", tensor.spec.name);
+        let (first, numel) = (tensor.element, tensor.spec.numel());
+        let part = |span: &HostSpan, size: u64| slice(span, first * size, numel * size);
+        TensorUpdate {
+            weights: part(&self.image, layout.precision.dtype().size()),
+            residual: self.residual.as_ref().map(|span| part(span, 2)),
+            exp_avg: part(&self.exp_avg, 4),
+            exp_avg_sq: part(&self.exp_avg_sq, 4),
+            grad: part(grad, grad_dtype.size()),
+            grad_dtype,
+            numel,
+            scalars,
+        }
+    }
+
+    /// Writes elements of a tensor from `start` on. `Master` takes bf16, fp16, fp32 and fp64 and converts; the other
+    /// planes take their own dtype (of the trainable plane the precision's, of a frozen tensor its own, `I16` for the
+    /// residual, fp32 for moments) and keep it bit for bit. Nothing is written when the values are refused.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
+    /// and the first value of a master or a moment that is not finite in fp32.
+    pub fn write(
+        &self,
+        layout: &UnitLayout,
+        tensor: usize,
+        plane: Plane,
+        start: u64,
+        dtype: Dtype,
+        source: &[u8],
+    ) -> Result<()> {
+        let tensor = find(layout, tensor)?;
+        let len = elements_in(tensor, start, source.len(), dtype)?;
+        if plane == Plane::Master {
+            trainable(tensor, plane)?;
+            if !matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F64) {
+                return Err(wrong_dtype(tensor, plane, "bf16, f16, f32 or f64", dtype));
+            }
+            check_finite(tensor, plane, start, dtype, source)?;
+            self.write_master(layout, tensor, start, dtype, source);
+            return Ok(());
+        }
+        let (span, own) = self.raw(layout, tensor, plane)?;
+        if own != dtype {
+            return Err(wrong_dtype(tensor, plane, name(own), dtype));
+        }
+        if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
+            check_finite(tensor, plane, start, dtype, source)?;
+        }
+        slice(&span, start * own.size(), len * own.size()).copy_from(source);
+        Ok(())
+    }
+
+    /// Reads elements of a tensor from `start` on, as many as `out` holds: fp32 for `Master` and moments, otherwise the
+    /// plane's own dtype.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have or a range that leaves it.
+    pub fn read(&self, layout: &UnitLayout, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
+        let tensor = find(layout, tensor)?;
+        if plane == Plane::Master {
+            trainable(tensor, plane)?;
+            let len = elements_in(tensor, start, out.len(), Dtype::F32)?;
+            let first = tensor.element + start;
+            let Some(residual) = &self.residual else {
+                slice(&self.image, first * 4, len * 4).copy_to(out);
+                return Ok(());
+            };
+            let hi = self.image.elements::<u16>(first, len);
+            let lo = residual.elements::<u16>(first, len);
+            let mut values = [0f32; BLOCK];
+            for ((hi, lo), out) in hi.chunks(BLOCK).zip(lo.chunks(BLOCK)).zip(out.chunks_mut(BLOCK * 4)) {
+                let values = &mut values[..hi.len()];
+                kernel::join_master(hi, lo, values);
+                for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+                    *out = value.to_ne_bytes();
+                }
+            }
+            return Ok(());
+        }
+        let (span, own) = self.raw(layout, tensor, plane)?;
+        let len = elements_in(tensor, start, out.len(), own)?;
+        slice(&span, start * own.size(), len * own.size()).copy_to(out);
+        Ok(())
+    }
+
+    /// The tensor's part of a plane that is stored as it is, and its dtype.
+    fn raw(&self, layout: &UnitLayout, tensor: &TensorLayout, plane: Plane) -> Result<(HostSpan, Dtype)> {
+        let numel = tensor.spec.numel();
+        let in_plane = |span: &HostSpan, size: u64| slice(span, tensor.element * size, numel * size);
+        if plane == Plane::Weights {
+            let dtype = match tensor.spec.role {
+                Role::Trainable => layout.precision.dtype(),
+                Role::Frozen => tensor.spec.dtype,
+            };
+            return Ok((slice(&self.image, tensor.byte, numel * dtype.size()), dtype));
+        }
+        trainable(tensor, plane)?;
+        match plane {
+            Plane::Residual => {
+                let residual = self.residual.as_ref().ok_or_else(|| {
+                    Error::Invalid(format!("{} has no residual: its weights are whole in fp32", tensor.spec.name))
+                })?;
+                Ok((in_plane(residual, 2), Dtype::I16))
+            }
+            Plane::ExpAvg => Ok((in_plane(&self.exp_avg, 4), Dtype::F32)),
+            Plane::ExpAvgSq => Ok((in_plane(&self.exp_avg_sq, 4), Dtype::F32)),
+            Plane::Master | Plane::Weights => unreachable!("both are dealt with before"),
+        }
+    }
+
+    /// Values that have been checked.
+    fn write_master(&self, layout: &UnitLayout, tensor: &TensorLayout, start: u64, dtype: Dtype, source: &[u8]) {
+        let mut at = tensor.element + start;
+        widened(dtype, source, |values| {
+            let len = values.len() as u64;
+            match (&self.residual, layout.precision) {
+                (Some(residual), Precision::Bf16) => {
+                    let mut hi = self.image.elements::<u16>(at, len);
+                    let mut lo = residual.elements::<u16>(at, len);
+                    kernel::split_master(values, &mut hi, &mut lo);
+                }
+                _ => self.image.elements::<f32>(at, len).copy_from_slice(values),
+            }
+            at += len;
+            true
+        });
+    }
+}
+
+fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
+    let fits = "a layout's offsets lie inside its spans";
+    span.slice(usize::try_from(offset).expect(fits), usize::try_from(len).expect(fits))
+}
+
+fn find(layout: &UnitLayout, tensor: usize) -> Result<&TensorLayout> {
+    layout.tensors.get(tensor).ok_or_else(|| {
+        Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", layout.name, layout.tensors.len()))
+    })
+}
+
+fn trainable(tensor: &TensorLayout, plane: Plane) -> Result<()> {
+    match tensor.spec.role {
+        Role::Trainable => Ok(()),
+        Role::Frozen => Err(Error::Invalid(format!(
+            "{} is frozen and has no {}: its values are the plane weights, as {}",
+            tensor.spec.name,
+            plane.name(),
+            name(tensor.spec.dtype)
+        ))),
+    }
+}
+
+fn name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bf16 => "bf16",
+        Dtype::F16 => "f16",
+        Dtype::F32 => "f32",
+        Dtype::F64 => "f64",
+        Dtype::I64 => "i64",
+        Dtype::I32 => "i32",
+        Dtype::I16 => "i16",
+        Dtype::I8 => "i8",
+        Dtype::U8 => "u8",
+        Dtype::Bool => "bool",
+    }
+}
+
+fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &str, got: Dtype) -> Error {
+    let plane = plane.name();
+    Error::Invalid(format!("{}: {plane} takes {wanted}, not {}", tensor.spec.name, name(got)))
+}
+
+/// How many whole elements `bytes` are, all of them inside the tensor.
+fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
+    let (bytes, size, numel) = (bytes as u64, dtype.size(), tensor.spec.numel());
+    if !bytes.is_multiple_of(size) {
+        return Err(Error::Invalid(format!(
+            "{}: {bytes} bytes are no whole number of {} elements",
+            tensor.spec.name,
+            name(dtype)
+        )));
+    }
+    let len = bytes / size;
+    if start.checked_add(len).is_none_or(|end| end > numel) {
+        return Err(Error::Invalid(format!(
+            "{}: elements {start}..{start}+{len} leave a tensor of {numel} elements",
+            tensor.spec.name
+        )));
+    }
+    Ok(len)
+}
+
+fn check_finite(tensor: &TensorLayout, plane: Plane, start: u64, dtype: Dtype, source: &[u8]) -> Result<()> {
+    let mut at = start;
+    let mut bad = None;
+    widened(dtype, source, |values| {
+        if let Some(i) = kernel::first_non_finite(values) {
+            bad = Some((at + i as u64, values[i]));
+        }
+        at += values.len() as u64;
+        bad.is_none()
+    });
+    bad.map_or(Ok(()), |(index, value)| {
+        Err(Error::Invalid(format!(
+            "{}: element {index} of {} is {value} in fp32; values must be finite",
+            tensor.spec.name,
+            plane.name()
+        )))
+    })
+}
+
+/// Hands `source` on as fp32, block by block, until `take` returns false.
+fn widened(dtype: Dtype, source: &[u8], mut take: impl FnMut(&[f32]) -> bool) {
+    let mut values = [0f32; BLOCK];
+    match dtype {
+        Dtype::F32 => blocks(source, f32::from_ne_bytes, |block: &[f32]| take(block)),
+        Dtype::Bf16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
+            kernel::bf16_to_f32(block, &mut values[..block.len()]);
+            take(&values[..block.len()])
+        }),
+        Dtype::F16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
+            kernel::f16_to_f32(block, &mut values[..block.len()]);
+            take(&values[..block.len()])
+        }),
+        Dtype::F64 => blocks(source, f64::from_ne_bytes, |block: &[f64]| {
+            kernel::f64_to_f32(block, &mut values[..block.len()]);
+            take(&values[..block.len()])
+        }),
+        other => unreachable!("callers admit floating-point dtypes only, not {other:?}"),
+    }
+}
+
+/// The bytes as numbers, of any alignment, block by block, until `take` returns false.
+fn blocks<T: Plain + Default, const N: usize>(
+    source: &[u8],
+    from_bytes: impl Fn([u8; N]) -> T,
+    mut take: impl FnMut(&[T]) -> bool,
+) {
+    let mut block = [T::default(); BLOCK];
+    for bytes in source.chunks(BLOCK * N) {
+        let (numbers, _) = bytes.as_chunks::<N>();
+        for (to, &from) in block.iter_mut().zip(numbers) {
+            *to = from_bytes(from);
+        }
+        if !take(&block[..numbers.len()]) {
+            return;
+        }
+    }
+}

@@ -43,6 +43,10 @@ impl AdamwScalars {
         if !grad_scale.is_finite() {
             return Err(Error::Invalid(format!("the gradient's scale must be finite, not {grad_scale}")));
         }
+        Ok(kernel::ieee(|| Self::form(lr, betas, eps, weight_decay, step, grad_scale)))
+    }
+
+    fn form(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "exact below 2^53 updates")]
         let t = step as f64;
         let (bias1, bias2) = (1.0 - betas.0.powf(t), 1.0 - betas.1.powf(t));
@@ -58,7 +62,7 @@ impl AdamwScalars {
             eps: eps as f32,
             grad_scale: grad_scale as f32,
         };
-        Ok(scalars)
+        scalars
     }
 }
 

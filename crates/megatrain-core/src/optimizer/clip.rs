@@ -1,4 +1,5 @@
 //! The global gradient norm, and what it is clipped with.
+use super::kernel::ieee;
 
 /// Added to the norm in the denominator, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPS: f64 = 1e-6;
@@ -8,7 +9,7 @@ const CLIP_EPS: f64 = 1e-6;
 /// threads, placement, or how parameters are gathered into units. Not finite when a gradient is not.
 #[must_use]
 pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
-    partials.into_iter().sum::<f64>().sqrt()
+    ieee(|| partials.into_iter().fold(0.0, |sum, partial| sum + partial).sqrt())
 }
 
 /// What every gradient is multiplied with: min(1, `max_norm` / (`norm` + 1e-6)), rounded once to fp32. The norm must be
@@ -16,7 +17,7 @@ pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
 #[must_use]
 pub fn clip_coefficient(norm: f64, max_norm: f64) -> f32 {
     #[expect(clippy::cast_possible_truncation, reason = "rounded once, here")]
-    let coefficient = (max_norm / (norm + CLIP_EPS)).min(1.0) as f32;
+    let coefficient = ieee(|| (max_norm / (norm + CLIP_EPS)).min(1.0) as f32);
     coefficient
 }
 

@@ -36,7 +36,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Fresh zeroed memory of `len` bytes, `len` a multiple of pages, starting at a multiple of `align`.
-    fn new(len: usize, align: usize) -> Result<Self> {
+    fn new(len: usize, align: usize, flags: i32) -> Result<Self> {
         let reserved = len.checked_add(align - PAGE).filter(|&n| n <= isize::MAX as usize);
         let Some(reserved) = reserved else {
             return Err(Error::HostMemory {
@@ -51,7 +51,7 @@ impl Mapping {
                 std::ptr::null_mut(),
                 reserved,
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
                 -1,
                 0,
             )
@@ -95,12 +95,21 @@ impl HostSpan {
     /// # Errors
     /// [`Error::HostMemory`] when the system refuses.
     pub fn map(len: usize) -> Result<Self> {
-        Self::map_aligned(len, PAGE)
+        Self::map_with(len, PAGE, 0)
     }
 
-    fn map_aligned(len: usize, align: usize) -> Result<Self> {
+    /// Like [`HostSpan::map`], without a promise of the system that memory is there for every page: for spans larger than
+    /// memory of which a part is used.
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] when the system refuses.
+    pub fn reserve(len: usize) -> Result<Self> {
+        Self::map_with(len, PAGE, libc::MAP_NORESERVE)
+    }
+
+    fn map_with(len: usize, align: usize, flags: i32) -> Result<Self> {
         let bytes = len.max(1).checked_next_multiple_of(PAGE).unwrap_or(usize::MAX);
-        Ok(Self { mapping: Arc::new(Mapping::new(bytes, align)?), offset: 0, len })
+        Ok(Self { mapping: Arc::new(Mapping::new(bytes, align, flags)?), offset: 0, len })
     }
 
     /// Bytes in the span.
@@ -298,7 +307,7 @@ impl Arena {
     pub fn new(bytes: u64, options: ArenaOptions<'_>) -> Result<Self> {
         let len = usize::try_from(bytes).unwrap_or(usize::MAX);
         let huge = options.huge_pages && len >= HUGE_PAGE;
-        let memory = HostSpan::map_aligned(len, if huge { HUGE_PAGE } else { PAGE })?;
+        let memory = HostSpan::map_with(len, if huge { HUGE_PAGE } else { PAGE }, 0)?;
         let mut notes = Vec::new();
         if len > 0 {
             let nodes = listed(&std::fs::read_to_string(NODES_WITH_MEMORY).unwrap_or_default());

@@ -1,0 +1,261 @@
+"""A finished model as the hub expects it: sharded safetensors with index, config, tokenizer and chat template.
+
+    save_pretrained(decoder, core, "out", tokenizer_dir="the/source")     # from the store
+    export_checkpoint("run/checkpoints/step-100", "out", dtype="fp32")    # from a checkpoint
+
+Tensors are streamed in pieces; the folder appears whole or not at all. The result loads in stock transformers with no
+missing and no unexpected key.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatrain import shards
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.shards import DamagedFile, Entry, Shard
+from megatrain.staging import staged, storage_error, write_file
+from megatrain.weights import Core, Decoder, FileWeights, TensorRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DtypeName = Literal["auto", "bf16", "fp32"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""What belongs to a tokenizer or processor in a Hugging Face folder; copied byte for byte."""
+
+_SMALL_FILES_BYTES = 64 << 20
+"""Allowance for everything in a folder that is not a shard, in the sum that must be free."""
+
+
+def save_pretrained(
+    decoder: Decoder,
+    core: Core,
+    out: str | Path,
+    *,
+    dtype: DtypeName = "auto",  # auto: the run's own precision
+    tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
+    tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
+    overwrite: bool = False,
+    threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
+) -> None:
+    """Writes the model in the store as a Hugging Face folder. Float tensors get the asked type, all others keep theirs;
+    a tied weight is written once, under the name it is stored under. Raises ConfigError when `out` is in use already,
+    StorageError when it cannot be written."""
+    out = Path(out)
+    target = DTYPES[decoder.precision if dtype == "auto" else dtype]
+    _refuse_used(out, overwrite)
+    entries = [
+        Entry(ref.name, target if ref.dtype.is_floating_point else ref.dtype, tuple(ref.shape))
+        for ref in decoder.tensors.values()
+    ]
+    needed = sum(entry.nbytes for entry in entries)
+
+    def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
+        read_weights(core, decoder.tensors[entry.name], DTYPES[decoder.precision], start, piece)
+
+    with staged(out, needed + _SMALL_FILES_BYTES) as folder:
+        files = shards.plan_shards(folder, "model", entries)
+        shards.write_shards(files, read, threads=threads, progress=_of_total(progress, sum(f.size for f in files)))
+        write_index(folder, files)
+        write_model_files(folder, decoder, target, tokenizer, tokenizer_dir)
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: DtypeName = "auto",
+    overwrite: bool = False,
+    threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
+) -> None:
+    """Writes a checkpoint's model as a Hugging Face folder, without building the model: `fp32` from a bf16 run is its
+    exact master. Raises CheckpointError for a checkpoint that is not whole, ConfigError when `out` is in use already,
+    StorageError when it cannot be written."""
+    from megatrain.checkpoint import Checkpoint
+
+    source, out = Checkpoint.open(Path(checkpoint)), Path(out)
+    target = DTYPES[source.precision if dtype == "auto" else dtype]
+    _refuse_used(out, overwrite)
+    try:
+        weights = FileWeights(source.shards("model"))
+        residual = FileWeights(source.shards("residual"))
+    except DamagedFile as error:
+        raise CheckpointError(str(error)) from None
+    entries = [
+        Entry(e.name, target if e.dtype.is_floating_point else e.dtype, e.shape) for e in weights.entries.values()
+    ]
+
+    def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
+        count = piece.numel()
+        size = weights.entries[entry.name].dtype.itemsize
+        values = weights.read(entry.name, start, count, torch.empty(count * size, dtype=torch.uint8))
+        if entry.dtype == torch.float32 and entry.name in residual.entries:
+            low = residual.read(entry.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
+            values = join(values, low)
+        piece.copy_(values)
+
+    with staged(out, sum(entry.nbytes for entry in entries) + _SMALL_FILES_BYTES) as folder:
+        files = shards.plan_shards(folder, "model", entries)
+        try:
+            shards.write_shards(files, read, threads=threads, progress=_of_total(progress, sum(f.size for f in files)))
+        except DamagedFile as error:
+            raise CheckpointError(str(error)) from None
+        write_index(folder, files)
+        config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+        write_file(folder / "config.json", json_bytes(_with_dtype(config, str(target).removeprefix("torch."))))
+        copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+
+
+def read_weights(core: Core, ref: TensorRef, stored: torch.dtype, start: int, out: Tensor) -> None:
+    """Fills `out` with elements of a tensor from `start` on, in the type of `out`: for a trainable one from the weights
+    that the device computes with where the types agree, else from the master."""
+    if ref.role != "trainable":
+        stored = ref.dtype
+    if out.dtype == stored:
+        core.read(ref.unit, ref.tensor, "weights", out, start)
+    elif ref.role == "trainable":
+        wide = torch.empty(out.shape, dtype=torch.float32)
+        core.read(ref.unit, ref.tensor, "master", wide, start)
+        out.copy_(wide)
+    else:
+        own = torch.empty(out.shape, dtype=ref.dtype)
+        core.read(ref.unit, ref.tensor, "weights", own, start)
+        out.copy_(own)
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The fp32 master of a bf16 upper plane and its int16 residual, exactly."""
+    bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------ beside the weights
+
+
+def write_index(folder: Path, files: list[Shard]) -> list[Path]:
+    """The index of the model's shards, where there are several. Returns what was written."""
+    if len(files) < 2:
+        return []
+    path = folder / f"{files[0].stem}.safetensors{shards.INDEX_SUFFIX}"
+    write_file(path, shards.index_json(files).encode())
+    return [path]
+
+
+def write_model_files(
+    folder: Path,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer_dir: str | Path | None,
+) -> None:
+    """Config (saying `dtype`), generation config, tokenizer and chat template. Raises StorageError."""
+    config = copy.deepcopy(decoder.config)
+    config.architectures = [type(decoder.model).__name__]
+    described = json.loads(config.to_json_string(use_diff=True))
+    write_file(folder / "config.json", json_bytes(_with_dtype(described, str(dtype).removeprefix("torch."))))
+    copied: list[str] = []
+    if tokenizer_dir is not None:
+        copied = copy_files(Path(tokenizer_dir), folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+    try:
+        if "generation_config.json" not in copied:
+            from transformers import GenerationConfig
+
+            own = getattr(decoder.model, "generation_config", None)
+            (own or GenerationConfig.from_model_config(config)).save_pretrained(str(folder))
+        if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
+            tokenizer.save_pretrained(str(folder))
+    except OSError as error:
+        raise storage_error(error, folder) from None
+    flush(folder)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Copies what matches, byte for byte, folders too; returns the names. Raises StorageError."""
+    copied = []
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        try:
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(path, folder / path.name)
+        except OSError as error:
+            raise storage_error(error, folder / path.name) from None
+        copied.append(path.name)
+    return copied
+
+
+def flush(folder: Path) -> None:
+    """Flushes every file below `folder`. Raises StorageError."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(file)
+            except OSError as error:
+                raise storage_error(error, path) from None
+            finally:
+                os.close(file)
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON as Hugging Face writes it."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A configuration that names `name` wherever it names a type, text and vision parts included."""
+    changed = {
+        key: _with_dtype(value, name) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    changed.pop("torch_dtype", None)
+    if "dtype" in config or "torch_dtype" in config or "model_type" in config:
+        changed["dtype"] = name
+    return changed
+
+
+def _of_total(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None] | None:
+    if progress is None:
+        return None
+    done = [0]
+
+    def report(size: int) -> None:
+        done[0] += size
+        progress(min(done[0], total), total)
+
+    return report
+
+
+def _refuse_used(out: Path, overwrite: bool) -> None:
+    if overwrite or not out.exists():
+        return
+    if not out.is_dir() or any(out.iterdir()):
+        raise ConfigError(f"{out} exists already and is not empty; name another folder, or remove it first")

@@ -1,12 +1,18 @@
-"""The native core: memory, order and the optimizer. Everything that waits releases the interpreter and honours Ctrl-C."""
+"""The native core: memory, order and the optimizer.
 
-from typing import Any, Literal, Protocol, final
+Everything that waits releases the interpreter and honours Ctrl-C.
+"""
 
+from typing import Any, Literal, Protocol, final, type_check_only
+
+@type_check_only
 class SupportsDlpack(Protocol):
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> object: ...
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
-Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
+_Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
 
 __version__: str
 
@@ -48,12 +54,20 @@ class Device:
     def free_bytes(self) -> int: ...
     @property
     def capability(self) -> tuple[int, int]: ...
+    def allocate(self, bytes: int) -> Buffer:
+        """Zeroed memory of the device, freed with the last array over it."""
+    def allocate_host(self, bytes: int) -> Buffer:
+        """Zeroed host memory, registered with the device (pinned) until the last array over it goes."""
 
 @final
 class Buffer:
-    """One of the engine's memory regions as a flat uint8 array; import with `torch.from_dlpack`. Exported once a run."""
+    """Memory as a flat uint8 array; import with `torch.from_dlpack`. It lives until the last array over it goes, also
+    after the engine is closed. An engine's regions are exported once a run: the `stream` argument is accepted and not
+    waited for, since the engine orders them by its own events, op by op."""
 
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> object: ...
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __len__(self) -> int: ...
 
@@ -89,7 +103,8 @@ class ComputeOp:
         """Region `accumulators`: fp32 sum over micro-batches; None: accumulate in (or write straight to) `grad`."""
     @property
     def tied_accumulator(self) -> int | None:
-        """Region `accumulators`: fp32 sum of the head's use of a tied weight, in `loss` and `embed_backward`; None: as above, in the embed unit's `grad` (`tied_grad`)."""
+        """Region `accumulators`: fp32 sum of the head's use of a tied weight, in `loss` and `embed_backward`; None: as
+        above, in the embed unit's `grad` (`tied_grad`)."""
     @property
     def tied_grad(self) -> int | None:
         """Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model."""
@@ -157,10 +172,10 @@ class Engine:
         immediate mode, once an update has run, marks the engine broken instead."""
     def drain(self) -> None:
         """Waits for every pending update and copy."""
-    def read(self, unit: int, tensor: int, plane: Plane, out: SupportsDlpack, start: int = 0) -> None:
+    def read(self, unit: int, tensor: int, plane: _Plane, out: SupportsDlpack, start: int = 0) -> None:
         """Copies elements [start, start + len(out)) of a plane into a contiguous CPU array: fp32 for master, moments
         and gradient (widened when bf16), the tensor's own dtype for weights, int16 for residual. Drains first."""
-    def write(self, unit: int, tensor: int, plane: Plane, source: SupportsDlpack, start: int = 0) -> None:
+    def write(self, unit: int, tensor: int, plane: _Plane, source: SupportsDlpack, start: int = 0) -> None:
         """The reverse. `master` takes fp32, bf16, fp16 or fp64 and refuses values that are not finite (ValueError)."""
     def step_count(self, unit: int, tensor: int) -> int: ...
     def set_step_count(self, unit: int, tensor: int, count: int) -> None: ...
@@ -196,13 +211,17 @@ def adamw(
     isa: Literal["auto", "scalar", "avx2", "avx512"] = "auto",
     threads: int = 1,
 ) -> None:
-    """The optimizer kernel alone, in place on contiguous CPU arrays. `weights` is bf16 with an int16 `residual`, or fp32."""
+    """The optimizer kernel alone, in place on contiguous CPU arrays of one length that share no memory. `weights` is bf16
+    with an int16 `residual`, or fp32; `grad` bf16 or fp32. An interrupt leaves the arrays partly updated."""
 
 def split(master: SupportsDlpack, weights: SupportsDlpack, residual: SupportsDlpack) -> None:
     """fp32 -> bf16 upper plane and int16 residual, exactly."""
 
 def isa() -> str:
     """The kernels in use: avx512, avx2 or scalar."""
+
+def conformance(device: Device) -> None:
+    """Runs the suite that every device passes; raises MegatrainError or AssertionError with the first rule it breaks."""
 
 def cuda_status() -> str:
     """JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver."""

@@ -211,8 +211,10 @@ def adamw(
     isa: Literal["auto", "scalar", "avx2", "avx512"] = "auto",
     threads: int = 1,
 ) -> None:
-    """The optimizer kernel alone, in place on contiguous CPU arrays of one length that share no memory. `weights` is bf16
-    with an int16 `residual`, or fp32; `grad` bf16 or fp32. An interrupt leaves the arrays partly updated."""
+    """The optimizer kernel alone, in place on contiguous CPU arrays of one length that share no memory.
+
+    `weights` is bf16 with an int16 `residual`, or fp32; `grad` is bf16 or fp32. An interrupt leaves the arrays partly
+    updated."""
 
 def split(master: SupportsDlpack, weights: SupportsDlpack, residual: SupportsDlpack) -> None:
     """fp32 -> bf16 upper plane and int16 residual, exactly."""
@@ -221,7 +223,7 @@ def isa() -> str:
     """The kernels in use: avx512, avx2 or scalar."""
 
 def conformance(device: Device) -> None:
-    """Runs the suite that every device passes; raises MegatrainError or AssertionError with the first rule it breaks."""
+    """Runs the suite that every device passes; raises with the first rule that it breaks."""
 
 def cuda_status() -> str:
     """JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver."""

@@ -25,7 +25,7 @@ def parse_size(text: str | int) -> int:
     scale = {name.lower(): scale for name, scale in _SIZE_UNITS.items()}.get(unit.lower() or "b")
     if scale is None:
         raise ValueError(f"{text!r}: unknown unit {unit!r}; write one of {', '.join(_SIZE_UNITS)}")
-    return round(float(number) * scale)
+    return int(float(number) * scale + 0.5)
 
 
 def format_size(size: int) -> str | int:

@@ -1,0 +1,12 @@
+"""Files to batches: `sources` reads rows, `encode` and `chat` make tokens, `pack` makes sequences, `loader` batches.
+
+train, held_out = prepare(config, tokenizer)
+loader = Loader(train, config, micro_batch=4)
+for step in range(loader.num_steps):
+    batch = loader.batch(step)
+"""
+
+from megatrain.data.loader import IGNORED, Loader, StepBatch
+from megatrain.data.prepare import Dataset, prepare
+
+__all__ = ["IGNORED", "Dataset", "Loader", "StepBatch", "prepare"]

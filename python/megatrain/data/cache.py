@@ -1,0 +1,182 @@
+"""Tokenized data on disk, found again by what it was made from.
+
+An entry's key covers the tokenizer, the template, the rule of supervision and the bytes of every source file. Sequence
+length is not in it: rows are stored whole and cut when they are packed, so another length never sees a stale cut.
+An entry is written in a folder of its own beside its place and renamed there when it is complete and flushed, so a
+half-written one is never found.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain.data.encode import Encoded
+from megatrain.errors import StorageError
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_ARRAYS: dict[str, np.dtype[Any]] = {
+    "tokens": np.dtype("<i4"),
+    "supervised": np.dtype("u1"),
+    "offsets": np.dtype("<i8"),
+    "places": np.dtype("<i8"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """Rows of one source as tokens, on disk or in memory."""
+
+    tokens: np.ndarray
+    """(all tokens,) int32."""
+    supervised: np.ndarray
+    """(all tokens,) uint8."""
+    offsets: np.ndarray
+    """(rows + 1,) int64: row r is tokens offsets[r] to offsets[r + 1]."""
+    places: np.ndarray
+    """(rows, 2) int64: file index and line of each row."""
+    largest_id: int
+    """-1 when there is no token."""
+    endless_turns: int
+    """Assistant turns that the template ends with no token."""
+    cached: bool
+    """Whether it was found rather than made."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(rows,) int64, in tokens."""
+        return np.diff(self.offsets)
+
+
+def default_folder() -> Path:
+    """The user's cache folder for tokenized data."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "megatrain" / "data"
+
+
+def key(*parts: Any) -> str:
+    """A name for what `parts` decide."""
+    return hashlib.sha256(json.dumps([_FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:40]
+
+
+def load(folder: Path, name: str) -> Tokens | None:
+    """A complete entry, or None. Anything that is not as its description says counts as absent."""
+    entry = folder / name
+    try:
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        for array, dtype in _ARRAYS.items():
+            if (entry / f"{array}.bin").stat().st_size != meta["counts"][array] * dtype.itemsize:
+                _log.warning("ignoring the damaged cache entry %s: %s.bin has another size", entry, array)
+                return None
+        return _open(entry, meta, cached=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("ignoring the damaged cache entry %s: %s", entry, error)
+        return None
+
+
+def save(folder: Path, name: str, rows: Iterable[Encoded]) -> Tokens:
+    """Writes `rows` as an entry and opens it. Raises StorageError when the folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder))
+    except OSError as error:
+        raise StorageError(
+            f"cannot write tokenized data to {folder}: {error}; name another folder in data.cache"
+        ) from None
+    try:
+        meta = _write(partial, rows)
+        entry = folder / name
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(entry)  # only damaged ones get here
+        try:
+            partial.rename(entry)
+        except OSError:
+            if not entry.is_dir():
+                raise
+            shutil.rmtree(partial)  # another process was faster with the same content
+        _flush(folder)
+        return _open(entry, meta, cached=False)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(
+            f"cannot write tokenized data to {folder}: {error}; free some space or set data.cache"
+        ) from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
+    counts = dict.fromkeys(_ARRAYS, 0)
+    largest, endless = -1, 0
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
+
+        def put(name: str, values: Any) -> None:
+            array = np.ascontiguousarray(values, dtype=_ARRAYS[name]).reshape(-1)
+            files[name].write(array.tobytes())
+            counts[name] += array.size
+
+        put("offsets", [0])
+        for encoded in rows:
+            put("tokens", encoded.ids)
+            put("supervised", encoded.supervised)
+            put("offsets", [counts["tokens"]])
+            put("places", [encoded.row.file, encoded.row.number])
+            largest = max(largest, int(encoded.ids.max(initial=-1)))
+            endless += encoded.endless
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    meta = {"counts": counts, "largest_id": largest, "endless_turns": endless}
+    with (folder / "meta.json").open("w", encoding="utf-8") as description:
+        json.dump(meta, description)
+        description.flush()
+        os.fsync(description.fileno())
+    _flush(folder)
+    return meta
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:
+    arrays = dict(_map(entry, meta))
+    return Tokens(
+        tokens=arrays["tokens"],
+        supervised=arrays["supervised"],
+        offsets=arrays["offsets"],
+        places=arrays["places"].reshape(-1, 2),
+        largest_id=int(meta["largest_id"]),
+        endless_turns=int(meta["endless_turns"]),
+        cached=cached,
+    )
+
+
+def _map(entry: Path, meta: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    for name, dtype in _ARRAYS.items():
+        count = int(meta["counts"][name])
+        # An empty file cannot be mapped.
+        empty = np.zeros(0, dtype=dtype)
+        yield name, np.memmap(entry / f"{name}.bin", dtype=dtype, mode="r", shape=(count,)) if count else empty

@@ -1,0 +1,275 @@
+"""Batches, each a pure function of the step's number.
+
+`batch(step)` depends on the data set, the settings and `step` alone, so a run that goes on from a checkpoint meets the
+batches that it would have met, at whatever step it stopped.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain.config import Config
+from megatrain.data import shuffle
+from megatrain.data.prepare import Dataset, Part
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100
+"""Label of a token that is not supervised, as in `torch.nn.functional.cross_entropy`."""
+
+_CYCLE, _EPOCH = 2, 3
+"""Name the uses of a random order, so that no two uses share one."""
+
+_SHORTEST = 128
+"""Tokens: shorter windows than the full one come in multiples of this, so that few shapes occur."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The data of one optimizer step."""
+
+    step: int
+    """From 1."""
+    epoch: int
+    """From 0."""
+    micro_batches: list["dict[str, torch.Tensor]"]
+    """Each (rows, length) int64: `input_ids`, `labels` (-100: not supervised; not shifted), and with packing
+    `position_ids` that start again at 0 with each row in a window (rows do not see each other), else
+    `attention_mask` (1: token, 0: padding)."""
+    row_ids: tuple[int, ...]
+    """Rows of the data set, in the order of computing; a row that was split can come more than once."""
+    num_supervised: int
+    """Tokens whose prediction counts in the loss."""
+    num_tokens: int
+    """Tokens, padding excluded."""
+    lengths: tuple[int, ...]
+    """Tokens of each row or part of a row, in the order of `row_ids`."""
+
+
+class Loader:
+    """Cuts a data set into optimizer steps, epoch by epoch; the next step's batch is made while one is computed."""
+
+    def __init__(self, dataset: Dataset, config: Config, *, micro_batch: int | None = None, pad_id: int = 0) -> None:
+        """`micro_batch`: sequences computed at a time (None: `plan.micro_batch`, else a whole step). `pad_id`: what
+        stands where there is no token; it is never supervised and never attended to."""
+        self._dataset = dataset
+        self._data = config.data
+        self._train = config.train
+        self._max_eval_batches = config.eval.max_batches
+        self._micro_batch = micro_batch or config.plan.micro_batch
+        self._pad_id = pad_id
+        self._firsts = np.cumsum([0] + [len(part.sequences) for part in dataset.parts])
+        self._lengths = np.concatenate([_lengths(part) for part in dataset.parts])
+        # Sequences of a step; None: as many as fit into batch_tokens.
+        self._per_step = self._train.batch_size
+        if self._per_step is None and dataset.packing:
+            assert self._train.batch_tokens is not None
+            if self._train.batch_tokens % dataset.seq_len:
+                raise ConfigError(
+                    f"train.batch_tokens ({self._train.batch_tokens}) is no multiple of seq_len ({dataset.seq_len})"
+                )
+            self._per_step = self._train.batch_tokens // dataset.seq_len
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._before = [0]
+        self._lock = threading.RLock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._next: tuple[int, Future[StepBatch]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch. Others have as many, except where rows of unequal length fill `batch_tokens`
+        without packing."""
+        return self._num_epoch_steps(0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run, from `train.steps` or `train.epochs`."""
+        if self._train.steps is not None:
+            return self._train.steps
+        epochs = self._train.epochs
+        assert epochs is not None
+        whole = int(epochs)
+        steps = self._steps_before(whole)
+        if epochs > whole:
+            steps += max(1, round((epochs - whole) * self._num_epoch_steps(whole)))
+        return max(1, steps)
+
+    def batch(self, step: int) -> StepBatch:
+        """The data of step `step`, counted from 1."""
+        if step < 1:
+            raise ValueError(f"steps count from 1; there is no step {step}")
+        batch = self._next[1].result() if self._next is not None and self._next[0] == step else self._build(step)
+        self._next = None
+        if step < self.num_steps:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="megatrain-data")
+            self._next = (step + 1, self._pool.submit(self._build, step + 1))
+        return batch
+
+    def eval_batches(self) -> Iterator[StepBatch]:
+        """One pass in fixed order, in batches the size of a training step, up to `eval.max_batches` of them.
+
+        `StepBatch.step` counts these batches.
+        """
+        everything = np.arange(len(self._lengths), dtype=np.int64)
+        bounds = self._bounds(everything)
+        stop = len(bounds) - 1
+        if self._max_eval_batches is not None:
+            stop = min(stop, self._max_eval_batches)
+        for index in range(stop):
+            yield self._assemble(everything[bounds[index] : bounds[index + 1]], index + 1, 0)
+
+    def close(self) -> None:
+        """Stops the thread that works ahead."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = self._next = None
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sequences of the epoch in order, where each step begins and the last one ends)."""
+        with self._lock:
+            if epoch not in self._epochs:
+                chosen = np.concatenate(
+                    [
+                        self._chosen(part, index, epoch) + self._firsts[index]
+                        for index, part in enumerate(self._dataset.parts)
+                    ]
+                )
+                if self._data.shuffle and len(self._dataset.parts) > 1:
+                    chosen = chosen[shuffle.order(len(chosen), self._train.seed, _EPOCH, epoch)]
+                # Only what the step now and the one ahead need; the rest is made again when asked for.
+                kept = dict(list(self._epochs.items())[-1:])
+                self._epochs = kept | {epoch: (chosen, self._bounds(chosen))}
+            return self._epochs[epoch]
+
+    def _chosen(self, part: Part, index: int, epoch: int) -> np.ndarray:
+        """A source's sequences in an epoch: the next `weight` times all of them in an endless row of shuffled passes,
+        so that over time each comes equally often."""
+        count = len(part.sequences)
+        wanted = max(1, round(count * part.source.config.weight))
+        chosen: list[np.ndarray] = []
+        at, stop = epoch * wanted, (epoch + 1) * wanted
+        while at < stop:
+            cycle, offset = divmod(at, count)
+            whole = (
+                shuffle.order(count, self._train.seed, _CYCLE, index, cycle)
+                if self._data.shuffle
+                else np.arange(count, dtype=np.int64)
+            )
+            chosen.append(whole[offset : offset + stop - at])
+            at += len(chosen[-1])
+        return np.concatenate(chosen)
+
+    def _bounds(self, sequences: np.ndarray) -> np.ndarray:
+        count = len(sequences)
+        if self._per_step is not None:
+            return np.append(np.arange(0, count, self._per_step), count)
+        # Rows as long as they fit; one that is longer than the batch is a step of its own.
+        assert self._train.batch_tokens is not None
+        ends = np.cumsum(self._lengths[sequences])
+        bounds = [0]
+        while bounds[-1] < count:
+            before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+            stop = int(np.searchsorted(ends, before + self._train.batch_tokens, side="right"))
+            bounds.append(max(stop, bounds[-1] + 1))
+        return np.array(bounds)
+
+    def _num_epoch_steps(self, epoch: int) -> int:
+        if self._per_step is not None:
+            weights = [max(1, round(len(part.sequences) * part.source.config.weight)) for part in self._dataset.parts]
+            return -(-sum(weights) // self._per_step)
+        return len(self._epoch(epoch)[1]) - 1
+
+    def _steps_before(self, epoch: int) -> int:
+        """Steps before an epoch."""
+        if self._per_step is not None:
+            return epoch * self._num_epoch_steps(0)
+        with self._lock:
+            while len(self._before) <= epoch:
+                self._before.append(self._before[-1] + self._num_epoch_steps(len(self._before) - 1))
+            return self._before[epoch]
+
+    def _build(self, step: int) -> StepBatch:
+        if self._per_step is not None:
+            epoch = (step - 1) // self._num_epoch_steps(0)
+        else:
+            epoch = 0
+            while self._steps_before(epoch + 1) < step:
+                epoch += 1
+        sequences, bounds = self._epoch(epoch)
+        index = step - 1 - self._steps_before(epoch)
+        return self._assemble(sequences[bounds[index] : bounds[index + 1]], step, epoch)
+
+    def _assemble(self, sequences: np.ndarray, step: int, epoch: int) -> StepBatch:
+        if not self._dataset.packing:
+            # Like lengths together, longest first: less padding, and the largest micro-batch shows its need at once.
+            sequences = sequences[np.argsort(-self._lengths[sequences], kind="stable")]
+        size = self._micro_batch or len(sequences)
+        micro_batches = []
+        row_ids: list[int] = []
+        lengths: list[int] = []
+        supervised = 0
+        for low in range(0, len(sequences), size):
+            group = [self._locate(int(sequence)) for sequence in sequences[low : low + size]]
+            micro_batch, num_supervised = self._tensors(group)
+            micro_batches.append(micro_batch)
+            supervised += num_supervised
+            for part, pieces in group:
+                row_ids += (part.first_row + part.pieces.row[pieces]).tolist()
+                lengths += part.pieces.length[pieces].tolist()
+        return StepBatch(step, epoch, micro_batches, tuple(row_ids), supervised, sum(lengths), tuple(lengths))
+
+    def _locate(self, sequence: int) -> tuple[Part, np.ndarray]:
+        index = int(np.searchsorted(self._firsts, sequence, side="right")) - 1
+        part = self._dataset.parts[index]
+        return part, part.sequences.pieces(sequence - int(self._firsts[index]))
+
+    def _tensors(self, group: Sequence[tuple[Part, np.ndarray]]) -> "tuple[dict[str, torch.Tensor], int]":
+        import torch
+
+        used = [int(part.pieces.length[pieces].sum()) for part, pieces in group]
+        width = max(used)
+        if self._dataset.packing:
+            width = min(self._dataset.seq_len, -(-width // _SHORTEST) * _SHORTEST)
+        shape = (len(group), width)
+        input_ids = np.full(shape, self._pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        for line, (part, pieces) in enumerate(group):
+            at = 0
+            for piece in pieces.tolist():
+                start, length = int(part.pieces.start[piece]), int(part.pieces.length[piece])
+                ids = part.tokens.tokens[start : start + length]
+                learnt = part.tokens.supervised[start + 1 : start + length] != 0
+                input_ids[line, at : at + length] = ids
+                # The first token of a row is predicted from nothing, least of all from the row before it.
+                labels[line, at + 1 : at + length] = np.where(learnt, ids[1:], IGNORED)
+                positions[line, at : at + length] = np.arange(length)
+                at += length
+            positions[line, at:] = np.arange(width - at)
+        arrays = {"input_ids": input_ids, "labels": labels}
+        if self._dataset.packing:
+            arrays["position_ids"] = positions
+        else:
+            arrays["attention_mask"] = (np.arange(width) < np.array(used)[:, None]).astype(np.int64)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return tensors, int((labels != IGNORED).sum())
+
+
+def _lengths(part: Part) -> np.ndarray:
+    """(sequences,) int64: tokens in each."""
+    sums = np.concatenate([[0], np.cumsum(part.pieces.length[part.sequences.order])])
+    lengths: np.ndarray = sums[part.sequences.offsets[1:]] - sums[part.sequences.offsets[:-1]]
+    return lengths

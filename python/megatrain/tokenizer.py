@@ -1,0 +1,203 @@
+"""The tokenizer of a run: the model's own, another one, or one trained on the training data.
+
+A trained one is byte-level BPE in a normal Hugging Face folder, so that exports load with `AutoTokenizer`. Training is
+deterministic and its result is cached by the content of the data.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config, SourceConfig, TokenizerTraining
+from megatrain.data import cache
+from megatrain.data.sources import Source
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_log = logging.getLogger(__name__)
+
+END_TOKEN = "<|endoftext|>"
+PAD_TOKEN = "<|pad|>"
+
+# Words with a leading blank, runs of at most three digits, punctuation, indentation: merges stay within such a piece.
+_WORDS = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+
+def build_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
+    """The tokenizer that `config` asks for, with `model.chat_template` put in. Raises ConfigError."""
+    model = config.model
+    tokenizer: PreTrainedTokenizerBase
+    if isinstance(model.tokenizer, TokenizerTraining):
+        config.require("data")
+        tokenizer = _trained(config, model.tokenizer)
+    else:
+        path, key = (model.path, "model.path") if model.tokenizer is None else (model.tokenizer, "model.tokenizer")
+        if path is None:
+            raise ConfigError(
+                "model.tokenizer is not set, and a model from model.config has none; name a folder or hub id"
+            )
+        revision = model.revision if key == "model.path" else None
+        tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=model.trust_remote_code, key=key)
+    if model.chat_template is not None:
+        tokenizer.chat_template = _template(model.chat_template)
+    return tokenizer
+
+
+def load_tokenizer(
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    key: str = "model.tokenizer",
+) -> "PreTrainedTokenizerBase":
+    """Loads a folder, a `.gguf` file or a hub id. What lies on this machine is read without any network call.
+
+    Raises ConfigError, naming the setting `key`.
+    """
+    from transformers import AutoTokenizer
+
+    place = Path(path)
+    name, extra = str(path), {}
+    if place.suffix == ".gguf" and place.is_file():
+        name, extra = str(place.parent), {"gguf_file": place.name}
+    elif place.is_dir() and not any((place / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
+        names = ("vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+        if not any((place / file).is_file() for file in names):
+            raise ConfigError(f"{key}: {place} holds no tokenizer (tokenizer.json); set model.tokenizer")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name,
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+            local_files_only=place.exists(),
+            **extra,
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ConfigError(
+                f"{key}: the tokenizer of {path} comes with Python code of its own; read that code, then set "
+                "model.trust_remote_code: true"
+            ) from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}: no tokenizer can be loaded from {path}: {reason[:300]}") from None
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Byte-level BPE over `texts`: any text can be written in it and read back unchanged.
+
+    `vocab_size` counts the 256 bytes and two special tokens, `<|endoftext|>` (end of a text) and `<|pad|>`; little text
+    may not have that many pairs worth merging, and then there are fewer tokens.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrap: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return wrap(
+        tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=PAD_TOKEN, clean_up_tokenization_spaces=False
+    )
+
+
+def with_vocabulary(model_config: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """`model.config` with what follows from the tokenizer: vocabulary size and the ids of special tokens.
+
+    Raises ConfigError when `vocab_size` is given and too small for the tokenizer.
+    """
+    size = len(tokenizer)
+    given = model_config.get("vocab_size", size)
+    if not isinstance(given, int) or given < size:
+        raise ConfigError(
+            f"model.config.vocab_size is {given!r}, and the tokenizer has {size} tokens; write at least that many or "
+            "leave it out"
+        )
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+        for name in ("bos", "eos", "pad")
+        if f"{name}_token_id" not in model_config
+    }
+    return {**model_config, **ids, "vocab_size": given}
+
+
+def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenizerFast":
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    sources = [Source(settings) for settings in config.data.train]
+    parts = [[source.digest(8), *_selection(source.config)] for source in sources]
+    name = cache.key("bpe", training.vocab_size, _WORDS, tokenizers.__version__, parts)
+    folder = (Path(config.data.cache) if config.data.cache else cache.default_folder()) / "tokenizers"
+    if (folder / name / "tokenizer.json").is_file():
+        found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
+        return found
+    _log.info("training a tokenizer of %d tokens", training.vocab_size)
+    tokenizer = train_bpe(_texts(sources), training.vocab_size)
+    if len(tokenizer) < training.vocab_size:
+        _log.warning(
+            "model.tokenizer.vocab_size is %d, but the data has pairs for %d tokens only",
+            training.vocab_size,
+            len(tokenizer),
+        )
+    _save(tokenizer, folder, name)
+    return tokenizer
+
+
+def _selection(settings: SourceConfig) -> list[Any]:
+    return [settings.format, settings.fields, settings.split]
+
+
+def _texts(sources: Iterable[Source]) -> Iterator[str]:
+    for source in sources:
+        for row in source.rows():
+            yield from (text for text in (row.text, row.completion) if text)
+            for message in row.messages:
+                yield message["content"]
+
+
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, name: str) -> None:
+    """Renamed into place when complete. Without a writable cache the tokenizer is trained again next time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder))
+        try:
+            tokenizer.save_pretrained(partial)
+            partial.rename(folder / name)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not (folder / name).is_dir():
+                raise
+    except OSError as error:
+        _log.warning("the trained tokenizer cannot be cached in %s: %s", folder, error)
+
+
+def _template(setting: str) -> str:
+    if "{" in setting:
+        return setting
+    try:
+        text = Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: {setting} cannot be read: {error}") from None
+    if "{" not in text:
+        raise ConfigError(f"model.chat_template: {setting} holds no Jinja template")
+    return text

@@ -75,6 +75,13 @@ class Config:
         config: Config = build(cls, _spread(raw_config.override(tree, overrides, Path.cwd())), "", cls)
         return config
 
+    @classmethod
+    def of(cls, config: "Config | Mapping[str, Any] | str | PathLike[str]") -> "Config":
+        """What is given as a Config: itself, a mapping, or the path of a YAML file."""
+        if isinstance(config, Config):
+            return config
+        return cls.from_dict(config) if isinstance(config, Mapping) else cls.load(config)
+
     def to_dict(self) -> dict[str, Any]:
         """The effective settings as plain values; `from_dict` gives an equal Config back."""
         tree: dict[str, Any] = plain(self)

@@ -1,9 +1,11 @@
 """Files to batches: `sources` reads rows, `encode` and `chat` make tokens, `pack` makes sequences, `loader` batches.
 
-train, held_out = prepare(config, tokenizer)
-loader = Loader(train, config, micro_batch=4)
-for step in range(1, loader.num_steps + 1):
-    batch = loader.batch(step)
+    train, held_out = prepare(config, tokenizer)
+    loader = Loader(train, config, micro_batch=4)
+    for step in range(1, loader.num_steps + 1):
+        batch = loader.batch(step)
+
+`cache` keeps tokens on disk, `view` shows rows and batches as the model sees them.
 """
 
 from megatrain.data.loader import IGNORED, Loader, StepBatch

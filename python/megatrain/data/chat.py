@@ -55,7 +55,9 @@ def assistant_turns(render: Render, messages: Sequence[Message], text: str, wher
     if not indices:
         return []
     markers = _Markers(messages, text)
-    spans = _mark_all(render, messages, indices, text, markers)
+    spans = _mark_all(render, messages, indices, text, markers, strip=False)
+    if spans is None and any(messages[index]["content"] != messages[index]["content"].strip() for index in indices):
+        spans = _mark_all(render, messages, indices, text, markers, strip=True)
     if spans is None:
         spans = [_mark_one(render, messages, index, text, markers, where) for index in indices]
     closing = _closing(render, messages, indices[-1], text, spans[-1][1], markers)
@@ -105,15 +107,17 @@ def _replaced(messages: Sequence[Message], index: int, content: str) -> list[Mes
 
 
 def _mark_all(
-    render: Render, messages: Sequence[Message], indices: Sequence[int], text: str, markers: _Markers
+    render: Render, messages: Sequence[Message], indices: Sequence[int], text: str, markers: _Markers, *, strip: bool
 ) -> list[tuple[int, int]] | None:
-    """All contents at once; None when a marker changed more than its place."""
+    """All contents at once; None when a marker changed more than its place.
+
+    `strip`: markers stand inside surrounding blanks, for templates that take these away.
+    """
     marked = list(messages)
     for count, index in enumerate(indices):
         content = messages[index]["content"]
-        # Inside surrounding blanks, which a template may strip.
-        lead = len(content) - len(content.lstrip())
-        tail = max(lead, len(content.rstrip()))
+        lead = len(content) - len(content.lstrip()) if strip else 0
+        tail = max(lead, len(content.rstrip()) if strip else len(content))
         marked[index] = {
             **messages[index],
             "content": content[:lead]
@@ -149,9 +153,11 @@ def _mark_one(
         return out.index(markers[0])
 
     words = [match.start() for match in re.finditer(r"\S+", content)]
-    end = position(len(content.rstrip())) if words else position(0)
-    start = end if not words else position(words[0])
-    if end is not None and start is None and position(words[-1]) is not None:
+    ends = (len(content), len(content.rstrip()))
+    starts = (0, words[0]) if words else (0,)
+    end = next((at for offset in ends if (at := position(offset)) is not None), None)
+    start = next((at for offset in starts if (at := position(offset)) is not None), None)
+    if words and end is not None and start is None and position(words[-1]) is not None:
         # The template treats the beginning (a reasoning block) in a way of its own: the first word that stays in place
         # tells where the rest is, and what stands before it in content and text alike belongs to the content too.
         low, high = 0, len(words) - 1

@@ -3,8 +3,13 @@
 
 pub mod device;
 pub mod error;
+pub mod estimate;
 pub mod layout;
 pub mod optimizer;
+pub mod plan;
+pub mod schedule;
 pub mod store;
+pub mod stream;
+mod trace;
 
 pub use error::{Error, Item, Result, Tier};

@@ -1,0 +1,214 @@
+//! How long a step takes: the schedule of two steps run on a virtual clock, the second one measured.
+//!
+//! The same bookkeeping that drives the engine ([`crate::stream`]) decides what runs when; only the durations are
+//! invented, from measured rates. The simulated device proves order, this predicts time.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::layout::Precision;
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request};
+use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
+use crate::stream::progress::{Id, Progress};
+
+/// One operation on the virtual clock; seconds from the start of the measured step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Span {
+    /// The lane.
+    pub lane: Lane,
+    /// What was done.
+    pub kind: Kind,
+    /// The unit's name.
+    pub unit: String,
+    /// The micro-batch.
+    pub micro_batch: u32,
+    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run beneath step 2.
+    pub step: u64,
+    /// Start.
+    pub start_s: f64,
+    /// End.
+    pub end_s: f64,
+}
+
+/// A simulated step in steady state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// Seconds from one step's first computation to the next one's.
+    pub step_s: f64,
+    /// Seconds busy in a step, by lane.
+    pub lanes: BTreeMap<String, f64>,
+    /// The busiest lane.
+    pub bound: String,
+    /// Every operation.
+    pub spans: Vec<Span>,
+}
+
+/// Simulates a step of the plan's micro-batches.
+///
+/// # Errors
+/// As for [`Schedule::new`].
+pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
+    let placement = Placement::new(request, plan)?;
+    let facts = Facts::from_placement(request, plan, &placement);
+    let shape = Shape { pass: Pass::Train, micro_batches: plan.micro_batches };
+    let (first, steady) = Schedule::steady(&facts, shape)?;
+    let durations = Durations { request, plan, placement: &placement, rates };
+    let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
+    Ok(Clock::new(seconds).run(request, &first, &steady))
+}
+
+/// What [`crate::plan::plan`] prints.
+pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
+    let Estimate { step_s, lanes, bound, .. } = estimate(request, plan, &request.rates)?;
+    Ok(Forecast { step_s, bound, lanes })
+}
+
+struct Durations<'a> {
+    request: &'a Request,
+    plan: &'a Plan,
+    placement: &'a Placement,
+    rates: &'a Rates,
+}
+
+impl Durations<'_> {
+    fn of(&self, op: &Op) -> f64 {
+        let unit = op.unit as usize;
+        let (r, layout) = (self.rates, &self.placement.layouts[unit]);
+        let upload = |bytes: u64| bytes as f64 / (r.h2d_gbs * 1e9);
+        let download = |bytes: u64| bytes as f64 / (r.d2h_gbs * 1e9);
+        let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
+        let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
+        // AdamW moves 26 bytes a parameter over split planes, 28 over fp32 weights with fp32 gradients.
+        let moved = if self.request.precision == Precision::Bf16 { 26 } else { 28 };
+        match op.kind {
+            Kind::Load => upload(layout.image_bytes),
+            Kind::Fetch => upload(self.placement.staged[unit]),
+            Kind::Save => download(self.placement.staged[unit]),
+            Kind::Land => {
+                let norm = memory(self.placement.grad_bytes(unit));
+                norm + op.slab.map_or(0.0, |_| download(self.placement.grad_bytes(unit)))
+            }
+            Kind::Embed | Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes),
+            Kind::Forward => compute(1.0),
+            Kind::Loss => compute(3.0),
+            Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => compute(3.0),
+            Kind::Backward => compute(2.0),
+            Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
+            Kind::Update if op.lane == Lane::Update => memory(moved * layout.num_trainable()),
+            Kind::Update => layout.num_trainable() as f64 / (r.adamw_gparams * 1e9),
+            Kind::Verdict => 0.0,
+        }
+    }
+}
+
+/// Seconds that order like numbers in a heap.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Seconds(f64);
+
+impl Eq for Seconds {}
+
+impl PartialOrd for Seconds {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Seconds {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+/// Steps simulated: one to start, one to measure, one beneath which the measured one's updates run.
+const STEPS: u64 = 3;
+
+struct Clock {
+    seconds: Vec<f64>,
+    now: f64,
+    free: [f64; 6],
+    progress: Progress<f64>,
+    over: BinaryHeap<Reverse<(Seconds, Id)>>,
+    ran: Vec<(Id, f64, f64)>,
+}
+
+impl Clock {
+    fn new(seconds: Vec<f64>) -> Self {
+        let progress = Progress::default();
+        Self { seconds, now: 0.0, free: [0.0; 6], progress, over: BinaryHeap::new(), ran: Vec::new() }
+    }
+
+    fn run(mut self, request: &Request, first: &Arc<Schedule>, steady: &Arc<Schedule>) -> Estimate {
+        let mut begun = 0;
+        loop {
+            // The caller begins the next step once it has decided about this one.
+            while begun < STEPS && self.may_begin() {
+                self.progress.begin(Arc::clone(if begun == 0 { first } else { steady }));
+                begun += 1;
+            }
+            self.issue();
+            let Some(Reverse((Seconds(time), id))) = self.over.pop() else { break };
+            self.now = time;
+            self.progress.complete(id);
+            self.progress.retire();
+        }
+        self.summarise(request, steady)
+    }
+
+    fn may_begin(&self) -> bool {
+        let Some((number, schedule)) = self.progress.newest() else { return true };
+        let verdict = schedule.ops.iter().find(|op| op.kind == Kind::Verdict);
+        let decided = verdict.is_some_and(|op| self.ran.iter().rev().any(|r| r.0 == Id { pass: number, op: op.id }));
+        decided && self.progress.alive() < 2 && self.over.iter().all(|Reverse((_, id))| id.pass == number)
+    }
+
+    fn issue(&mut self) {
+        loop {
+            let mut any = false;
+            for lane in Lane::ALL {
+                // The host works on one thing at a time; streams take work ahead of time.
+                while lane.on_device() || self.free[lane as usize] <= self.now {
+                    let Some(id) = self.progress.take(lane) else { break };
+                    let awaited = self.progress.awaited(id).into_iter().map(|a| a.token);
+                    let start = awaited.fold(self.free[lane as usize].max(self.now), f64::max);
+                    let end = start + self.seconds[id.op as usize];
+                    self.free[lane as usize] = end;
+                    self.ran.push((id, start, end));
+                    self.progress.issued(id, end);
+                    self.over.push(Reverse((Seconds(end), id)));
+                    any = true;
+                }
+            }
+            if !any {
+                return;
+            }
+        }
+    }
+
+    fn summarise(&self, request: &Request, steady: &Schedule) -> Estimate {
+        let first_computation = |step: u64| {
+            let computes = |r: &&(Id, f64, f64)| r.0.pass == step && steady.ops[r.0.op as usize].lane == Lane::Compute;
+            self.ran.iter().filter(computes).map(|r| r.1).fold(f64::INFINITY, f64::min)
+        };
+        let origin = first_computation(1);
+        let mut lanes: BTreeMap<String, f64> = BTreeMap::new();
+        for op in &steady.ops {
+            if op.lane != Lane::Caller {
+                *lanes.entry(op.lane.name().to_owned()).or_insert(0.0) += self.seconds[op.id as usize];
+            }
+        }
+        let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(name, _)| name.clone()).unwrap_or_default();
+        let spans = self.ran.iter().filter(|r| r.0.pass >= 1).map(|&(id, start, end)| {
+            let op = &steady.ops[id.op as usize];
+            let unit = request.units[op.unit as usize].name.clone();
+            let (start_s, end_s) = (start - origin, end - origin);
+            Span { lane: op.lane, kind: op.kind, unit, micro_batch: op.micro_batch, step: id.pass, start_s, end_s }
+        });
+        Estimate { step_s: first_computation(2) - origin, lanes, bound: busiest, spans: spans.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,159 @@
+//! What fits, and where everything goes: [`plan`] turns a [`Request`] into a [`Plan`] without allocating anything.
+//!
+//! The planner is greedy. It places what a step cannot do without, then spends free device memory on what buys most
+//! time a byte: a third slot, optimizer state (`embed`, `head`, then layers in forward order), kept activations (last
+//! layers first), and at last slots for all layers. Every choice can be asked for in [`Requests`]; a choice that cannot
+//! be honoured is refused by name, and a plan that does not fit is refused with its sum.
+use serde::{Deserialize, Serialize};
+
+pub use self::placement::{DeviceState, HostState, NormPlace, Placement, Region, Stretch};
+pub use self::request::{Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode};
+use crate::error::{Error, Item, Result, Tier};
+
+mod choose;
+mod placement;
+mod request;
+
+/// Where a unit's weights, residual and moments live between steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// On the host; its weights are sent to the device when they are needed, and updated by the host's optimizer.
+    Host,
+    /// On the device for good, and updated there.
+    Device,
+}
+
+/// What becomes of the tensors that a unit's backward needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activation {
+    /// They stay on the device.
+    Keep,
+    /// They go to the host and come back.
+    Offload,
+    /// They are computed again from the unit's input.
+    Recompute,
+}
+
+/// Where a unit's input waits for backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// On the device.
+    Device,
+    /// On the host.
+    Host,
+}
+
+/// What the plan says of one unit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnitPlan {
+    /// Its name.
+    pub name: String,
+    /// Where its state lives.
+    pub state: State,
+    /// What becomes of its activations.
+    pub activation: Activation,
+    /// Where its input waits.
+    pub input: Place,
+}
+
+/// Bytes by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Totals {
+    /// Device bytes.
+    pub device: u64,
+    /// Host bytes.
+    pub host: u64,
+}
+
+/// The step time that the rates predict, from [`crate::estimate`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Forecast {
+    /// Seconds a step in steady state.
+    pub step_s: f64,
+    /// The busiest lane.
+    pub bound: String,
+    /// Seconds busy, by lane.
+    pub lanes: std::collections::BTreeMap<String, f64>,
+}
+
+/// Placement, order and sizes of everything. Changes nothing about the numbers of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Unit by unit.
+    pub units: Vec<UnitPlan>,
+    /// Device weight buffers that layers with state on the host share.
+    pub slots: u32,
+    /// Landing places on the host that layers share (immediate updates), or one for each layer whose state is there.
+    pub slabs: u32,
+    /// Device gradient buffers that layers with state on the host share.
+    pub grad_buffers: u32,
+    /// Device buffers through which activations pass to the host and back.
+    pub stage_buffers: u32,
+    /// Bytes of one of them.
+    pub stage_bytes: u64,
+    /// Micro-batches that pass through a unit before the next unit is loaded.
+    pub group: u32,
+    /// Micro-batches of a step, at most.
+    pub micro_batches: u32,
+    /// Every line of the sum.
+    pub items: Vec<Item>,
+    /// The sums.
+    pub totals: Totals,
+    /// What the rates predict.
+    #[serde(default)]
+    pub estimate: Forecast,
+}
+
+impl Plan {
+    /// The totals of `items`.
+    #[must_use]
+    pub fn sum(items: &[Item]) -> Totals {
+        let of = |tier: Tier| items.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum();
+        Totals { device: of(Tier::Device), host: of(Tier::Host) }
+    }
+
+    /// Refuses a plan that was not made for this request.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the first difference.
+    pub fn matches(&self, request: &Request) -> Result<()> {
+        let differs = |what: &str, plan: String, request: String| {
+            Err(Error::Invalid(format!(
+                "the plan was made for another request: {what} is {plan} in it, {request} here"
+            )))
+        };
+        if self.units.len() != request.units.len() {
+            return differs("the number of units", self.units.len().to_string(), request.units.len().to_string());
+        }
+        for (plan, unit) in self.units.iter().zip(&request.units) {
+            if plan.name != unit.name {
+                return differs("a unit", plan.name.clone(), unit.name.clone());
+            }
+        }
+        if self.micro_batches != request.micro_batches {
+            return differs("micro_batches", self.micro_batches.to_string(), request.micro_batches.to_string());
+        }
+        let placement = Placement::new(request, self)?;
+        if placement.items() != self.items {
+            return differs("the sum of its items", format!("{:?}", self.totals), format!("{:?}", placement.totals()));
+        }
+        Ok(())
+    }
+}
+
+/// Plans a request.
+///
+/// # Errors
+/// [`Error::Invalid`] for a request that contradicts itself, [`Error::DoesNotFit`] with the sum.
+pub fn plan(request: &Request) -> Result<Plan> {
+    request.check()?;
+    let mut plan = choose::choose(request)?;
+    plan.estimate = crate::estimate::forecast(request, &plan)?;
+    Ok(plan)
+}
+
+#[cfg(test)]
+mod tests;

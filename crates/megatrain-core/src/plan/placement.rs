@@ -1,0 +1,445 @@
+//! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
+use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
+use crate::error::{Error, Item, Result, Tier};
+use crate::layout::{Precision, UnitLayout};
+
+/// Device allocations; each is one piece of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Region {
+    /// Images of embed, head and resident units, then slots.
+    Weights,
+    /// Gradients in the transfer precision.
+    Grads,
+    /// fp32 sums over micro-batches.
+    Accumulators,
+    /// Activations on their way to the host and back.
+    Stage,
+    /// Residuals and moments of units whose state lives on the device.
+    State,
+    /// Tables and sums of the gradient norm.
+    Norm,
+}
+
+impl Region {
+    /// Every region.
+    pub const ALL: [Self; 6] = [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::Norm];
+}
+
+/// A stretch of a device region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// The region.
+    pub region: Region,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Device places of one unit whose state lives on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceState {
+    /// Low halves of the masters; empty under fp32.
+    pub residual: Stretch,
+    /// First moments.
+    pub exp_avg: Stretch,
+    /// Second moments.
+    pub exp_avg_sq: Stretch,
+}
+
+/// What the host keeps of one unit, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostState {
+    /// The image.
+    pub image: u64,
+    /// Low halves of the masters.
+    pub residual: u64,
+    /// One moment plane.
+    pub moment: u64,
+}
+
+/// The sums of the gradient norm of one unit.
+#[derive(Clone, Copy, Debug)]
+pub struct NormPlace {
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Table of (first element, length) pairs of u64 on the device.
+    pub table: Stretch,
+    /// One f64 a block on the device.
+    pub sums: Stretch,
+    /// The first of its sums in the host's list.
+    pub first: u64,
+}
+
+/// Where everything lies.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    /// The units' layouts.
+    pub layouts: Vec<UnitLayout>,
+    /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
+    pub own: Vec<Option<Stretch>>,
+    /// The slots.
+    pub slots: Vec<Stretch>,
+    /// Gradient buffers: those of single units, then the shared ones.
+    pub grads: Vec<Stretch>,
+    /// A unit's own gradient buffer, as an index into `grads`.
+    pub own_grad: Vec<Option<u32>>,
+    /// The shared gradient buffers, as indices into `grads`.
+    pub shared_grads: Vec<u32>,
+    /// A unit's fp32 sum over micro-batches; `None`: the sum is formed in its gradient buffer.
+    pub accumulator: Vec<Option<Stretch>>,
+    /// Staging buffers.
+    pub stage: Vec<Stretch>,
+    /// Residual and moments on the device.
+    pub device_state: Vec<Option<DeviceState>>,
+    /// Norm sums of units with trainable tensors.
+    pub norm: Vec<Option<NormPlace>>,
+    /// Blocks of all units.
+    pub norm_blocks: u64,
+    /// Planes on the host.
+    pub host_state: Vec<Option<HostState>>,
+    /// Bytes of each slab: those of single units, then the shared ones.
+    pub slabs: Vec<u64>,
+    /// A unit's own slab.
+    pub own_slab: Vec<Option<u32>>,
+    /// The shared slabs.
+    pub shared_slabs: Vec<u32>,
+    /// Bytes that each staged unit leaves on the host a micro-batch; 0 where nothing is staged.
+    pub staged: Vec<u64>,
+    /// Micro-batches whose staged bytes wait on the host at a time.
+    pub staged_micro_batches: u32,
+    /// Bytes of each unit's fp32 store for gradients accumulated over passes.
+    pub store: Vec<u64>,
+    /// Bytes of the window through which state on the device is read and written.
+    pub window: u64,
+    /// Dtype in which gradients are sent.
+    pub grad_precision: Precision,
+    sizes: [u64; 6],
+    carved: Vec<(String, Stretch)>,
+    items: Vec<Item>,
+}
+
+/// Alignment of everything on the device and of host spans.
+const ALIGN: u64 = 512;
+const PAGE: u64 = 4096;
+/// Bytes of the window for reading and writing state on the device.
+const WINDOW: u64 = 4 << 20;
+
+struct Carver {
+    sizes: [u64; 6],
+    carved: Vec<(String, Stretch)>,
+    items: Vec<Item>,
+}
+
+impl Carver {
+    fn device(&mut self, region: Region, what: &str, bytes: u64) -> Stretch {
+        let len = bytes.next_multiple_of(ALIGN);
+        let offset = self.sizes[region as usize];
+        self.sizes[region as usize] += len;
+        self.item(what, Tier::Device, len, false);
+        let stretch = Stretch { region, offset, len };
+        self.carved.push((what.to_owned(), stretch));
+        stretch
+    }
+
+    fn item(&mut self, what: &str, tier: Tier, bytes: u64, pinned: bool) {
+        if bytes == 0 {
+            return;
+        }
+        match self.items.iter_mut().find(|i| i.what == what && i.tier == tier) {
+            Some(item) => item.bytes += bytes,
+            None => self.items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
+        }
+    }
+}
+
+impl Placement {
+    /// Places what the choices of `plan` (everything but its items and totals) need.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a layout is impossible or the choices contradict the request.
+    pub fn new(request: &Request, plan: &Plan) -> Result<Self> {
+        let layouts = request.layouts()?;
+        let n = layouts.len();
+        if plan.units.len() != n {
+            return Err(Error::Invalid(format!("the plan has {} units, the request {n}", plan.units.len())));
+        }
+        let mut p = Self {
+            own: vec![None; n],
+            slots: Vec::new(),
+            grads: Vec::new(),
+            own_grad: vec![None; n],
+            shared_grads: Vec::new(),
+            accumulator: vec![None; n],
+            stage: Vec::new(),
+            device_state: vec![None; n],
+            norm: vec![None; n],
+            norm_blocks: 0,
+            host_state: vec![None; n],
+            slabs: Vec::new(),
+            own_slab: vec![None; n],
+            shared_slabs: Vec::new(),
+            staged: vec![0; n],
+            staged_micro_batches: plan.group,
+            store: vec![0; n],
+            window: 0,
+            grad_precision: request.grad_precision,
+            sizes: [0; 6],
+            carved: Vec::new(),
+            items: Vec::new(),
+            layouts,
+        };
+        let mut carver = Carver { sizes: [0; 6], carved: Vec::new(), items: Vec::new() };
+        p.place_weights(plan, &mut carver);
+        p.place_gradients(request, plan, &mut carver);
+        p.place_accumulators(request, plan, &mut carver);
+        p.place_staging(request, plan, &mut carver)?;
+        p.place_device_state(plan, &mut carver);
+        p.place_norm(&mut carver);
+        torch_items(request, plan, &mut carver);
+        p.place_host(request, plan, &mut carver);
+        p.sizes = carver.sizes;
+        p.carved = carver.carved;
+        p.items = carver.items;
+        Ok(p)
+    }
+
+    /// Every line of the sum. Lines that end in `(torch)` are torch's to allocate; all others are the engine's.
+    #[must_use]
+    pub fn items(&self) -> &[Item] {
+        &self.items
+    }
+
+    /// The sums.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        Plan::sum(&self.items)
+    }
+
+    /// Every stretch of the device regions, with the name of its line.
+    pub(crate) fn carved(&self) -> &[(String, Stretch)] {
+        &self.carved
+    }
+
+    /// Bytes of a device region.
+    #[must_use]
+    pub fn region_bytes(&self, region: Region) -> u64 {
+        self.sizes[region as usize]
+    }
+
+    /// Whether a unit has anything to train.
+    #[must_use]
+    pub fn trains(&self, unit: usize) -> bool {
+        self.layouts[unit].elements > 0
+    }
+
+    /// Bytes of a unit's gradient as it is sent.
+    #[must_use]
+    pub fn grad_bytes(&self, unit: usize) -> u64 {
+        self.layouts[unit].elements * self.grad_precision.dtype().size()
+    }
+
+    fn layers(&self) -> std::ops::Range<usize> {
+        1..self.layouts.len() - 1
+    }
+
+    fn place_weights(&mut self, plan: &Plan, carver: &mut Carver) {
+        let last = self.layouts.len() - 1;
+        for (unit, what) in [(0, "weights: embed"), (last, "weights: head")] {
+            self.own[unit] = Some(carver.device(Region::Weights, what, self.layouts[unit].image_bytes));
+        }
+        for unit in self.layers() {
+            if plan.units[unit].state == State::Device {
+                let image = self.layouts[unit].image_bytes;
+                self.own[unit] = Some(carver.device(Region::Weights, "weights: resident layers", image));
+            }
+        }
+        let host = |u: &usize| plan.units[*u].state == State::Host;
+        let slot = self.layers().filter(host).map(|u| self.layouts[u].image_bytes).max().unwrap_or(0);
+        self.slots = (0..plan.slots).map(|_| carver.device(Region::Weights, "weights: slots", slot)).collect();
+    }
+
+    fn place_gradients(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) {
+        let last = self.layouts.len() - 1;
+        for unit in 0..self.layouts.len() {
+            let what = match unit {
+                0 => "gradients: embed",
+                u if u == last => "gradients: head",
+                _ => "gradients: resident layers",
+            };
+            if self.trains(unit) && (unit == 0 || unit == last || plan.units[unit].state == State::Device) {
+                self.own_grad[unit] = Some(u32::try_from(self.grads.len()).expect("fewer buffers than 2^32"));
+                self.grads.push(carver.device(Region::Grads, what, self.grad_bytes(unit)));
+            }
+        }
+        let size = self.shared(plan).map(|u| self.grad_bytes(u)).max().unwrap_or(0);
+        if size > 0 {
+            for _ in 0..plan.grad_buffers {
+                self.shared_grads.push(u32::try_from(self.grads.len()).expect("fewer buffers than 2^32"));
+                self.grads.push(carver.device(Region::Grads, "gradients: layers", size));
+            }
+        }
+        debug_assert_eq!(request.units.len(), self.layouts.len());
+    }
+
+    /// Layers that train and whose state is on the host: those that share gradient buffers and slabs.
+    fn shared<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = usize> + 'a {
+        self.layers().filter(|&u| self.trains(u) && plan.units[u].state == State::Host)
+    }
+
+    fn place_accumulators(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) {
+        let last = self.layouts.len() - 1;
+        let rounded = request.grad_precision == Precision::Bf16;
+        let several_groups = plan.group < plan.micro_batches;
+        if rounded || several_groups {
+            for (unit, what) in [(0, "gradient sums: embed"), (last, "gradient sums: head")] {
+                // In fp32 their own buffers hold the sums, across groups too: no other unit uses those.
+                if rounded && self.trains(unit) {
+                    self.accumulator[unit] =
+                        Some(carver.device(Region::Accumulators, what, self.layouts[unit].moment_bytes()));
+                }
+            }
+        }
+        let layers: Vec<usize> = self.layers().filter(|&u| self.trains(u)).collect();
+        if several_groups {
+            for unit in layers {
+                if rounded || self.own_grad[unit].is_none() {
+                    let bytes = self.layouts[unit].moment_bytes();
+                    self.accumulator[unit] = Some(carver.device(Region::Accumulators, "gradient sums: layers", bytes));
+                }
+            }
+        } else if rounded && plan.micro_batches > 1 {
+            let bytes = layers.iter().map(|&u| self.layouts[u].moment_bytes()).max().unwrap_or(0);
+            if bytes > 0 {
+                let one = carver.device(Region::Accumulators, "gradient sums: layers", bytes);
+                layers.iter().for_each(|&u| self.accumulator[u] = Some(one));
+            }
+        }
+    }
+
+    fn place_staging(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
+        for unit in self.layers() {
+            self.staged[unit] = staged_bytes(request, plan, unit);
+        }
+        let largest = self.staged.iter().copied().max().unwrap_or(0);
+        if largest > 0 && (plan.stage_buffers < 2 || plan.stage_bytes < largest) {
+            return Err(Error::Invalid(format!(
+                "{} staging buffers of {} bytes cannot hold the {largest} bytes of a unit's activations",
+                plan.stage_buffers, plan.stage_bytes
+            )));
+        }
+        self.stage = (0..plan.stage_buffers)
+            .map(|_| carver.device(Region::Stage, "staging buffers", plan.stage_bytes))
+            .collect();
+        Ok(())
+    }
+
+    fn place_device_state(&mut self, plan: &Plan, carver: &mut Carver) {
+        for unit in 0..self.layouts.len() {
+            if plan.units[unit].state == State::Device {
+                let (residual, moment) = (self.layouts[unit].residual_bytes(), self.layouts[unit].moment_bytes());
+                let mut take = |bytes| carver.device(Region::State, "optimizer state on the device", bytes);
+                self.device_state[unit] =
+                    Some(DeviceState { residual: take(residual), exp_avg: take(moment), exp_avg_sq: take(moment) });
+            }
+        }
+    }
+
+    fn place_norm(&mut self, carver: &mut Carver) {
+        for unit in 0..self.layouts.len() {
+            if self.trains(unit) {
+                let blocks = self.layouts[unit].norm_blocks().len() as u64;
+                let table = carver.device(Region::Norm, "gradient norm", blocks * 16);
+                let sums = carver.device(Region::Norm, "gradient norm", blocks * 8);
+                self.norm[unit] = Some(NormPlace { blocks, table, sums, first: self.norm_blocks });
+                self.norm_blocks += blocks;
+            }
+        }
+    }
+
+    fn place_host(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) {
+        let last = self.layouts.len() - 1;
+        for unit in 0..=last {
+            let layout = &self.layouts[unit];
+            if plan.units[unit].state == State::Host {
+                let state = HostState {
+                    image: layout.image_bytes,
+                    residual: layout.residual_bytes(),
+                    moment: layout.moment_bytes(),
+                };
+                carver.item("weights", Tier::Host, state.image, true);
+                carver.item("weights: residual", Tier::Host, state.residual, false);
+                carver.item("exp_avg", Tier::Host, state.moment, false);
+                carver.item("exp_avg_sq", Tier::Host, state.moment, false);
+                self.host_state[unit] = Some(state);
+            } else {
+                self.window = WINDOW;
+            }
+        }
+        for unit in 0..=last {
+            let shares = unit != 0 && unit != last && request.update == UpdateMode::Immediate;
+            if self.trains(unit) && plan.units[unit].state == State::Host && !shares {
+                self.own_slab[unit] = Some(self.push_slab(self.grad_bytes(unit), carver));
+            }
+        }
+        if request.update == UpdateMode::Immediate {
+            let size = self.shared(plan).map(|u| self.grad_bytes(u)).max().unwrap_or(0);
+            if size > 0 {
+                self.shared_slabs = (0..plan.slabs).map(|_| self.push_slab(size, carver)).collect();
+            }
+        }
+        for unit in 0..=last {
+            let bytes = u64::from(plan.group) * self.staged[unit].next_multiple_of(PAGE);
+            carver.item("activations", Tier::Host, bytes, true);
+            if request.requests.accumulate && self.trains(unit) {
+                self.store[unit] = self.layouts[unit].moment_bytes();
+                carver.item("gradient store", Tier::Host, self.store[unit], false);
+            }
+        }
+        carver.item("gradient norm", Tier::Host, self.norm_bytes(), true);
+        carver.item("transfer window", Tier::Host, self.window, true);
+    }
+
+    /// Bytes of the host's list of norm sums.
+    #[must_use]
+    pub fn norm_bytes(&self) -> u64 {
+        // Each unit's sums arrive in one copy of whole 512-byte lines.
+        self.norm.iter().flatten().map(|n| n.sums.len).sum::<u64>().next_multiple_of(PAGE)
+    }
+
+    fn push_slab(&mut self, bytes: u64, carver: &mut Carver) -> u32 {
+        carver.item("gradient slabs", Tier::Host, bytes, true);
+        self.slabs.push(bytes);
+        u32::try_from(self.slabs.len() - 1).expect("fewer slabs than 2^32")
+    }
+}
+
+/// Bytes that one micro-batch of a unit leaves on the host between forward and backward.
+pub(super) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
+    let (unit, choice) = (&request.units[unit], &plan.units[unit]);
+    let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
+    let input = if choice.input == Place::Host { unit.input_bytes.next_multiple_of(ALIGN) } else { 0 };
+    (kept + input).next_multiple_of(ALIGN)
+}
+
+/// Room for saved tensors packed one after the other, each on its own line.
+fn offloaded_bytes(kept: u64) -> u64 {
+    kept + 128 * ALIGN
+}
+
+/// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
+fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
+    let group = u64::from(plan.group);
+    let last = request.units.len() - 1;
+    for unit in 1..last {
+        let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
+        if choice.activation == Activation::Keep {
+            carver.item("kept activations (torch)", Tier::Device, group * sizes.kept_bytes, false);
+        } else if choice.input == Place::Device {
+            carver.item("layer inputs (torch)", Tier::Device, group * sizes.input_bytes, false);
+        }
+    }
+    // The last hidden states, and the gradients that replace them one by one.
+    carver.item("hidden states (torch)", Tier::Device, (group + 1) * request.units[last].input_bytes, false);
+    carver.item("workspace (torch)", Tier::Device, request.workspace_bytes, false);
+}

@@ -1,0 +1,321 @@
+//! What a plan is made from.
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Activation, Place};
+use crate::error::{Error, Result};
+use crate::layout::{Precision, Role, TensorSpec, UnitLayout};
+
+/// What a unit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum UnitRole {
+    /// Everything before the first decoder layer.
+    Embed,
+    /// A decoder layer.
+    Layer,
+    /// The final norm and, where it is not tied, the output projection.
+    Head,
+}
+
+/// When the weights change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UpdateMode {
+    /// Gradients wait until the norm of all is known.
+    #[default]
+    JustInTime,
+    /// Each unit as soon as its gradient has landed; no clipping.
+    Immediate,
+}
+
+/// The kind of device planned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The simulated device.
+    Cpu,
+    /// A GPU.
+    Cuda,
+}
+
+/// One unit. Bytes and flops are those of one micro-batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitRequest {
+    /// Its name, such as `layers.3`.
+    pub name: String,
+    /// What it is.
+    pub role: UnitRole,
+    /// Its tensors.
+    pub tensors: Vec<TensorSpec>,
+    /// Bytes that backward needs when nothing is recomputed, the input among them.
+    #[serde(default)]
+    pub kept_bytes: u64,
+    /// Bytes of its input.
+    #[serde(default)]
+    pub input_bytes: u64,
+    /// Floating-point operations of its forward's matmuls.
+    #[serde(default)]
+    pub flops: f64,
+}
+
+/// How much memory may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Budget {
+    /// Device bytes.
+    pub device: u64,
+    /// Host bytes.
+    pub host: u64,
+}
+
+/// A number of units, or whatever fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Count {
+    /// As many as this.
+    Units(u32),
+    /// `"auto"`.
+    Auto(Auto),
+}
+
+/// The word `auto`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Auto {
+    /// Whatever fits.
+    Auto,
+}
+
+/// Derived numbers, asked for instead.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Requests {
+    /// Device weight buffers for layers, at least 2.
+    pub slots: Option<u32>,
+    /// Landing places for layers, immediate updates only.
+    pub slabs: Option<u32>,
+    /// Micro-batches a group; by default all of them.
+    pub group: Option<u32>,
+    /// What becomes of the layers' activations.
+    pub activation: Option<Activation>,
+    /// Layers whose activations are kept, the last ones.
+    pub keep: Option<u32>,
+    /// Where layer inputs wait.
+    pub inputs: Option<Place>,
+    /// Units whose state lives on the device: `embed`, `head`, then layers in forward order.
+    pub state_on_device: Option<Count>,
+    /// Device buffers between activations and the host, at least 2.
+    pub stage_buffers: Option<u32>,
+    /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
+    pub accumulate: bool,
+}
+
+/// Measured rates of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Rates {
+    /// Host to device, 1e9 bytes a second.
+    pub h2d_gbs: f64,
+    /// Device to host, 1e9 bytes a second.
+    pub d2h_gbs: f64,
+    /// Matmuls, 1e12 floating-point operations a second.
+    pub matmul_tflops: f64,
+    /// The host optimizer, 1e9 parameters a second.
+    pub adamw_gparams: f64,
+    /// Device memory, 1e9 bytes a second.
+    pub hbm_gbs: f64,
+}
+
+impl Default for Rates {
+    fn default() -> Self {
+        Self { h2d_gbs: 25.0, d2h_gbs: 25.0, matmul_tflops: 400.0, adamw_gparams: 3.0, hbm_gbs: 2500.0 }
+    }
+}
+
+/// A model, a batch and a machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    /// `embed`, the layers, `head`.
+    pub units: Vec<UnitRequest>,
+    /// Whether the head uses the embedding's weight.
+    #[serde(default)]
+    pub tied: bool,
+    /// How weights are stored and sent.
+    pub precision: Precision,
+    /// How gradients are sent.
+    pub grad_precision: Precision,
+    /// When weights change.
+    #[serde(default)]
+    pub update: UpdateMode,
+    /// Micro-batches of a step.
+    pub micro_batches: u32,
+    /// Device bytes that torch needs for the passing tensors of one unit.
+    #[serde(default)]
+    pub workspace_bytes: u64,
+    /// What may be used.
+    pub budget: Budget,
+    /// The kind of device.
+    pub device: DeviceKind,
+    /// Overrides.
+    #[serde(default)]
+    pub requests: Requests,
+    /// Rates.
+    #[serde(default)]
+    pub rates: Rates,
+}
+
+impl Request {
+    /// Reads a request from JSON.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with what is wrong and where.
+    pub fn from_json(text: &str) -> Result<Self> {
+        serde_json::from_str(text).map_err(|e| Error::Invalid(format!("plan request: {e}")))
+    }
+
+    /// The decoder layers: units 1 to this.
+    #[must_use]
+    pub fn num_layers(&self) -> usize {
+        self.units.len().saturating_sub(2)
+    }
+
+    /// The layouts of all units.
+    ///
+    /// # Errors
+    /// As [`UnitLayout::new`].
+    pub fn layouts(&self) -> Result<Vec<UnitLayout>> {
+        self.units.iter().map(|u| UnitLayout::new(u.name.as_str(), u.tensors.clone(), self.precision)).collect()
+    }
+
+    /// Refuses a request that contradicts itself.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the key and its value.
+    pub fn check(&self) -> Result<()> {
+        let invalid = |text: String| Err(Error::Invalid(text));
+        let layers = self.num_layers();
+        if layers == 0 {
+            return invalid(format!(
+                "a model has embed, at least one layer and head; {} units were given",
+                self.units.len()
+            ));
+        }
+        let mut names = HashSet::new();
+        for (index, unit) in self.units.iter().enumerate() {
+            let role = match index {
+                0 => UnitRole::Embed,
+                i if i == layers + 1 => UnitRole::Head,
+                _ => UnitRole::Layer,
+            };
+            if unit.role != role {
+                return invalid(format!(
+                    "unit {index} ({}) must have the role {role:?}, not {:?}",
+                    unit.name, unit.role
+                ));
+            }
+            if !names.insert(unit.name.as_str()) {
+                return invalid(format!("two units are called {}", unit.name));
+            }
+            if !unit.flops.is_finite() || unit.flops < 0.0 {
+                return invalid(format!(
+                    "unit {}: flops is {}; it must be a finite number of operations",
+                    unit.name, unit.flops
+                ));
+            }
+        }
+        let trainable = |t: &TensorSpec| t.role == Role::Trainable;
+        if !self.units.iter().any(|u| u.tensors.iter().any(trainable)) {
+            return invalid("no tensor is trainable: there is nothing to train".to_owned());
+        }
+        if self.micro_batches == 0 {
+            return invalid("micro_batches must be at least 1, not 0".to_owned());
+        }
+        if self.precision == Precision::Fp32 && self.grad_precision == Precision::Bf16 {
+            return invalid("precision fp32 sends fp32 gradients; grad_precision bf16 needs precision bf16".to_owned());
+        }
+        for (name, rate) in [
+            ("h2d_gbs", self.rates.h2d_gbs),
+            ("d2h_gbs", self.rates.d2h_gbs),
+            ("matmul_tflops", self.rates.matmul_tflops),
+            ("adamw_gparams", self.rates.adamw_gparams),
+            ("hbm_gbs", self.rates.hbm_gbs),
+        ] {
+            if !(rate.is_finite() && rate > 0.0) {
+                return invalid(format!("rates.{name} is {rate}; it must be a positive number"));
+            }
+        }
+        self.check_requests(layers)
+    }
+
+    fn check_requests(&self, layers: usize) -> Result<()> {
+        let invalid = |text: String| Err(Error::Invalid(text));
+        let r = &self.requests;
+        if r.slots.is_some_and(|s| s < 2) {
+            return invalid(format!(
+                "plan.slots must be at least 2 (one computes, one loads), not {}",
+                r.slots.unwrap_or(0)
+            ));
+        }
+        if r.stage_buffers.is_some_and(|s| s < 2) {
+            return invalid("plan.stage_buffers must be at least 2 (one is filled while one is emptied)".to_owned());
+        }
+        if let Some(slabs) = r.slabs {
+            if self.update == UpdateMode::JustInTime {
+                return invalid(format!(
+                    "plan.slabs = {slabs} needs train.update: immediate; just in time each gradient waits in a slab of its own"
+                ));
+            }
+            if slabs == 0 {
+                return invalid("plan.slabs must be at least 1, not 0".to_owned());
+            }
+        }
+        if let Some(group) = r.group
+            && (group == 0 || group > self.micro_batches)
+        {
+            return invalid(format!(
+                "plan.group must lie between 1 and micro_batches = {}, not {group}",
+                self.micro_batches
+            ));
+        }
+        if let Some(keep) = r.keep {
+            if keep as usize > layers {
+                return invalid(format!("plan.keep = {keep} exceeds the {layers} layers of the model"));
+            }
+            match r.activation {
+                Some(Activation::Keep) if keep as usize != layers => {
+                    return invalid(format!(
+                        "plan.keep = {keep} contradicts keeping the activations of all {layers} layers"
+                    ));
+                }
+                Some(Activation::Recompute) if keep != 0 => {
+                    return invalid(format!("plan.keep = {keep} contradicts recomputing every layer"));
+                }
+                _ => {}
+            }
+        }
+        if let Some(Count::Units(count)) = r.state_on_device {
+            if count as usize > self.units.len() {
+                return invalid(format!(
+                    "plan.state_on_device = {count} exceeds the {} units of the model",
+                    self.units.len()
+                ));
+            }
+            if r.accumulate && count > 0 {
+                return invalid(format!(
+                    "plan.state_on_device = {count} contradicts accumulating gradients over passes, whose store is on the host"
+                ));
+            }
+        }
+        if r.accumulate && self.update == UpdateMode::Immediate {
+            return invalid(
+                "immediate updates apply each gradient at once: several passes cannot be accumulated; use just_in_time"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,200 @@
+//! The order of a step, as data: a list of operations with what each depends on, made by a pure function.
+//!
+//! The list is written in program order: running it one operation at a time from top to bottom is correct. What may
+//! overlap follows from the dependencies, which are derived from what each operation reads and writes
+//! ([`hazards`]): a reader depends on the last writer, a writer on everyone who read what it overwrites. The engine
+//! runs on each lane the ready operation of lowest priority number and decides nothing else.
+//!
+//! A dependency is an *edge* of one of two kinds. Between operations on the device, `issued`: the earlier one has been
+//! queued, and the later one's stream waits for its event. Where the host takes part, `complete`: the earlier one is
+//! known to be over. Dependencies marked `prior` refer to the pass before this one, whose landings and updates may
+//! still be under way.
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::check::check;
+pub use self::facts::Facts;
+use crate::error::Result;
+
+mod build;
+mod check;
+mod facts;
+mod hazards;
+mod slots;
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// Copies a unit's image from the host to its place on the device.
+    Load,
+    /// Computes what comes before the first layer.
+    Embed,
+    /// Computes a layer.
+    Forward,
+    /// Computes the head and the loss, and their backward.
+    Loss,
+    /// Computes a layer's backward.
+    Backward,
+    /// Computes the embedding's backward.
+    EmbedBackward,
+    /// Copies a micro-batch's staged activations to the host.
+    Save,
+    /// Brings them back.
+    Fetch,
+    /// Sums the squares of a unit's gradient and copies it to its slab.
+    Land,
+    /// Adds a landed gradient to the fp32 store.
+    Gather,
+    /// The norm is known and the caller has said what to do.
+    Verdict,
+    /// Updates a unit's weights.
+    Update,
+}
+
+/// Where an operation is issued, in order of priority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Lane {
+    /// The caller computes, on the compute stream.
+    Compute,
+    /// Host to device copies.
+    Upload,
+    /// Device to host copies.
+    Download,
+    /// The host's optimizer.
+    Host,
+    /// Updates on the device.
+    Update,
+    /// The caller's decision.
+    Caller,
+}
+
+impl Lane {
+    /// Every lane.
+    pub const ALL: [Self; 6] = [Self::Compute, Self::Upload, Self::Download, Self::Host, Self::Update, Self::Caller];
+
+    /// Whether its operations are queued on a stream of the device.
+    #[must_use]
+    pub const fn on_device(self) -> bool {
+        !matches!(self, Self::Host | Self::Caller)
+    }
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::Upload => "upload",
+            Self::Download => "download",
+            Self::Host => "host",
+            Self::Update => "update",
+            Self::Caller => "caller",
+        }
+    }
+}
+
+/// What must have happened to the earlier operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Edge {
+    /// It has been queued; the later one's stream waits for its event.
+    Issued,
+    /// It is over.
+    Complete,
+}
+
+/// A dependency.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Dep {
+    /// The earlier operation.
+    pub op: u32,
+    /// What must have happened to it.
+    pub edge: Edge,
+    /// Whether it belongs to the pass before this one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub prior: bool,
+}
+
+/// One operation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Op {
+    /// Its position in the list.
+    pub id: u32,
+    /// What it does.
+    pub kind: Kind,
+    /// To which unit.
+    pub unit: u32,
+    /// For which micro-batch; 0 where none is meant.
+    pub micro_batch: u32,
+    /// Where it is issued.
+    pub lane: Lane,
+    /// Ready operations of a lane are issued lowest number first.
+    pub priority: u32,
+    /// The slot that holds the unit's image; `None` where the unit has a place of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slot: Option<u32>,
+    /// The gradient buffer, an index into the placement's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grad: Option<u32>,
+    /// The landing place, an index into the placement's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slab: Option<u32>,
+    /// The staging buffer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stage: Option<u32>,
+    /// What must have happened before.
+    pub deps: Vec<Dep>,
+}
+
+/// What a pass is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    /// Forward, backward, update.
+    Train,
+    /// Forward and loss.
+    Eval,
+}
+
+/// What distinguishes one pass from another under one plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Shape {
+    /// What it is for.
+    pub pass: Pass,
+    /// Its micro-batches, at most the plan's.
+    pub micro_batches: u32,
+}
+
+/// The order of one pass.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// What it was made for.
+    pub shape: Shape,
+    /// The operations, in program order.
+    pub ops: Vec<Op>,
+}
+
+impl Schedule {
+    /// The order of a pass of `shape` that follows `previous`, whose landings and updates may still be under way.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan.
+    pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>) -> Result<Self> {
+        build::build(facts, shape, previous)
+    }
+
+    /// Steady state: a pass that follows one of the same shape.
+    ///
+    /// # Errors
+    /// As for [`Schedule::new`].
+    pub fn steady(facts: &Facts, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
+        let first = Self::new(facts, shape, None)?;
+        let second = Self::new(facts, shape, Some(&first))?;
+        Ok((Arc::new(first), Arc::new(second)))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,216 @@
+//! Writes a pass down in program order.
+use super::hazards::Tracker;
+use super::slots::{Turn, assign};
+use super::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
+use crate::error::{Error, Result};
+
+struct Builder<'a> {
+    facts: &'a Facts,
+    shape: Shape,
+    tracker: Tracker,
+    ops: Vec<Op>,
+    /// Compute operations so far: the priority of what the next one waits for.
+    computed: u32,
+    /// Uses so far of staging buffers, shared gradient buffers and shared slabs, each handed out in turn.
+    staged: u32,
+    backed: usize,
+    landed: usize,
+}
+
+pub(super) fn build(facts: &Facts, shape: Shape, previous: Option<&Schedule>) -> Result<Schedule> {
+    if shape.micro_batches == 0 || shape.micro_batches > facts.micro_batches {
+        return Err(Error::Invalid(format!(
+            "a pass of {} micro-batches was asked for; the plan has room for 1 to {}",
+            shape.micro_batches, facts.micro_batches
+        )));
+    }
+    let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
+    let mut builder = Builder { facts, shape, tracker, ops: Vec::new(), computed: 0, staged: 0, backed: 0, landed: 0 };
+    builder.pass();
+    Ok(Schedule { shape, ops: builder.ops })
+}
+
+impl Builder<'_> {
+    fn pass(&mut self) {
+        let (layers, total) = (self.facts.head() - 1, self.shape.micro_batches);
+        let train = self.shape.pass == Pass::Train;
+        let groups: Vec<std::ops::Range<u32>> = (0..total)
+            .step_by(self.facts.group as usize)
+            .map(|start| start..(start + self.facts.group).min(total))
+            .collect();
+        let mut turns = Vec::new();
+        for _ in &groups {
+            turns.extend(1..=layers);
+            if train {
+                turns.extend((1..=layers).rev());
+            }
+        }
+        let mut turns = assign(self.facts, &turns).into_iter();
+        for group in groups {
+            let last = group.end == total;
+            self.forward(&group, &mut turns);
+            if train {
+                self.backward(&group, last, &mut turns);
+            }
+        }
+        if train {
+            self.push(Kind::Verdict, 0, 0, Lane::Caller, 0, |_| {});
+            if !self.facts.immediate {
+                for unit in 0..=self.facts.head() {
+                    self.update(unit, self.facts.unit(unit).own_slab);
+                }
+            }
+        }
+    }
+
+    fn forward(&mut self, group: &std::ops::Range<u32>, turns: &mut impl Iterator<Item = Option<Turn>>) {
+        let (head, train) = (self.facts.head(), self.shape.pass == Pass::Train);
+        self.load_own(0, group);
+        for mb in group.clone() {
+            self.compute(Kind::Embed, 0, mb, None);
+        }
+        for unit in 1..head {
+            let turn = turns.next().flatten();
+            self.load(unit, turn);
+            for mb in group.clone() {
+                let stage = self.next_stage(unit, train);
+                self.push(Kind::Forward, unit, mb, Lane::Compute, self.computed, |op| {
+                    (op.slot, op.stage) = (turn.map(|t| t.slot), stage);
+                });
+                if stage.is_some() {
+                    self.push(Kind::Save, unit, mb, Lane::Download, self.computed, |op| op.stage = stage);
+                }
+                self.computed += 1;
+            }
+        }
+        self.load_own(head, group);
+        for mb in group.clone() {
+            let grad = self.facts.unit(head).own_grad.filter(|_| train);
+            self.compute(Kind::Loss, head, mb, grad);
+        }
+    }
+
+    fn backward(&mut self, group: &std::ops::Range<u32>, last: bool, turns: &mut impl Iterator<Item = Option<Turn>>) {
+        let head = self.facts.head();
+        if last {
+            self.land(head, self.facts.unit(head).own_grad);
+        }
+        for unit in (1..head).rev() {
+            let turn = turns.next().flatten();
+            self.load(unit, turn);
+            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one turn.
+            let grad = self.grad_buffer(unit, last);
+            for mb in group.clone() {
+                let stage = self.next_stage(unit, true);
+                if stage.is_some() {
+                    self.push(Kind::Fetch, unit, mb, Lane::Upload, self.computed, |op| op.stage = stage);
+                }
+                self.push(Kind::Backward, unit, mb, Lane::Compute, self.computed, |op| {
+                    (op.slot, op.stage, op.grad) = (turn.map(|t| t.slot), stage, grad);
+                });
+                self.computed += 1;
+            }
+            if last {
+                self.land(unit, grad);
+            }
+        }
+        for mb in group.clone() {
+            self.compute(Kind::EmbedBackward, 0, mb, self.facts.unit(0).own_grad);
+        }
+        if last {
+            self.land(0, self.facts.unit(0).own_grad);
+        }
+    }
+
+    fn grad_buffer(&mut self, unit: u32, last: bool) -> Option<u32> {
+        let facts = self.facts.unit(unit);
+        if !facts.trains || facts.own_grad.is_some() {
+            return facts.own_grad;
+        }
+        let buffers = &self.facts.shared_grads;
+        let grad = buffers[self.backed % buffers.len()];
+        self.backed += usize::from(last);
+        Some(grad)
+    }
+
+    fn next_stage(&mut self, unit: u32, train: bool) -> Option<u32> {
+        if !train || !self.facts.unit(unit).staged {
+            return None;
+        }
+        let stage = self.staged % self.facts.stage_buffers;
+        self.staged += 1;
+        Some(stage)
+    }
+
+    /// Embed and head keep their place all pass long, so that they are loaded once.
+    fn load_own(&mut self, unit: u32, group: &std::ops::Range<u32>) {
+        if group.start == 0 && !self.facts.unit(unit).on_device {
+            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |_| {});
+        }
+    }
+
+    fn load(&mut self, unit: u32, turn: Option<Turn>) {
+        if let Some(Turn { slot, load: true }) = turn {
+            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| op.slot = Some(slot));
+        }
+    }
+
+    fn compute(&mut self, kind: Kind, unit: u32, micro_batch: u32, grad: Option<u32>) {
+        self.push(kind, unit, micro_batch, Lane::Compute, self.computed, |op| op.grad = grad);
+        self.computed += 1;
+    }
+
+    fn land(&mut self, unit: u32, grad: Option<u32>) {
+        let facts = self.facts.unit(unit);
+        if !facts.trains {
+            return;
+        }
+        let slab = match facts.own_slab {
+            None if !facts.on_device => {
+                let slabs = &self.facts.shared_slabs;
+                self.landed += 1;
+                Some(slabs[(self.landed - 1) % slabs.len()])
+            }
+            own => own,
+        };
+        // What backward has just left behind is landed before anything that comes later.
+        self.push(Kind::Land, unit, 0, Lane::Download, self.computed - 1, |op| (op.grad, op.slab) = (grad, slab));
+        if self.facts.accumulate {
+            self.push(Kind::Gather, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
+        }
+        if self.facts.immediate {
+            self.update(unit, slab);
+        }
+    }
+
+    fn update(&mut self, unit: u32, slab: Option<u32>) {
+        let facts = self.facts.unit(unit);
+        if !facts.trains {
+            return;
+        }
+        let (lane, grad) = if facts.on_device { (Lane::Update, facts.own_grad) } else { (Lane::Host, None) };
+        let slab = slab.filter(|_| !self.facts.accumulate);
+        // The next forward meets the units in this order.
+        self.push(Kind::Update, unit, 0, lane, unit, |op| (op.grad, op.slab) = (grad, slab));
+    }
+
+    fn push(&mut self, kind: Kind, unit: u32, micro_batch: u32, lane: Lane, priority: u32, fill: impl FnOnce(&mut Op)) {
+        let id = u32::try_from(self.ops.len()).expect("fewer operations than 2^32");
+        let mut op = Op {
+            id,
+            kind,
+            unit,
+            micro_batch,
+            lane,
+            priority,
+            slot: None,
+            grad: None,
+            slab: None,
+            stage: None,
+            deps: Vec::new(),
+        };
+        fill(&mut op);
+        op.deps = self.tracker.depend(self.facts, self.shape, &op);
+        self.ops.push(op);
+    }
+}

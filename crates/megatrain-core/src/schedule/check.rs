@@ -1,0 +1,283 @@
+//! Proves a schedule: finds the first rule that it breaks.
+//!
+//! Nothing of how the schedule was built is believed. Each operation's reads and writes are looked at in program order,
+//! and every pair that touches one thing must be ordered by a path of dependencies: such a path means that the first
+//! is over before the second begins, whether an event orders them or the host.
+use std::collections::{HashMap, HashSet};
+
+use super::hazards::{Access, Resource, accesses, edge};
+use super::{Edge, Facts, Kind, Lane, Op, Pass, Schedule};
+use crate::error::{Error, Result};
+
+/// Checks `schedule` as the pass that follows `previous`.
+///
+/// # Errors
+/// [`Error::Invalid`] naming the operation and the rule that it breaks.
+pub fn check(facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
+    let graph = Graph::new(schedule, previous)?;
+    graph.check_edges()?;
+    check_work(facts, schedule)?;
+    graph.check_compute_order(facts, schedule)?;
+    graph.check_hazards(facts, schedule, previous)
+}
+
+fn broken(op: &Op, rule: &str) -> Error {
+    Error::Invalid(format!(
+        "schedule: operation {} ({:?} of unit {}, micro-batch {}) breaks a rule: {rule}",
+        op.id, op.kind, op.unit, op.micro_batch
+    ))
+}
+
+/// Both passes in one row: those of the previous pass first.
+struct Graph<'a> {
+    ops: Vec<&'a Op>,
+    before: Vec<Vec<usize>>,
+    /// Where this pass begins.
+    start: usize,
+}
+
+impl<'a> Graph<'a> {
+    fn new(schedule: &'a Schedule, previous: Option<&'a Schedule>) -> Result<Self> {
+        let start = previous.map_or(0, |p| p.ops.len());
+        let mut graph = Self { ops: Vec::new(), before: Vec::new(), start };
+        for (ops, offset) in previous.map(|p| (&p.ops, 0)).into_iter().chain([(&schedule.ops, start)]) {
+            for (index, op) in ops.iter().enumerate() {
+                if op.id as usize != index {
+                    return Err(broken(op, "an operation's id is its position in the list"));
+                }
+                let mut before = Vec::new();
+                for dep in &op.deps {
+                    let (earlier, known) =
+                        if dep.prior { (dep.op as usize, start) } else { (offset + dep.op as usize, offset + index) };
+                    if dep.prior && offset != start {
+                        // What the previous pass itself waited for is past.
+                        continue;
+                    }
+                    if earlier >= known {
+                        return Err(broken(op, "an operation depends only on earlier ones"));
+                    }
+                    before.push(earlier);
+                }
+                graph.ops.push(op);
+                graph.before.push(before);
+            }
+        }
+        Ok(graph)
+    }
+
+    /// Whether `first` is over before `second` begins.
+    fn ordered(&self, first: usize, second: usize) -> bool {
+        let mut seen = HashSet::new();
+        let mut stack = vec![second];
+        while let Some(at) = stack.pop() {
+            for &before in &self.before[at] {
+                if before == first {
+                    return true;
+                }
+                if before > first && seen.insert(before) {
+                    stack.push(before);
+                }
+            }
+        }
+        false
+    }
+
+    fn check_edges(&self) -> Result<()> {
+        for op in &self.ops[self.start..] {
+            for dep in &op.deps {
+                let earlier = self.ops[if dep.prior { dep.op as usize } else { self.start + dep.op as usize }];
+                if dep.edge == Edge::Issued && edge(earlier.lane, op.lane) == Edge::Complete {
+                    return Err(broken(
+                        op,
+                        "an event orders only work on the device; the host must wait until it is over",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The compute stream runs what the caller computes one after the other, micro-batches of a unit in order.
+    fn check_compute_order(&self, facts: &Facts, schedule: &Schedule) -> Result<()> {
+        let mut last: Option<usize> = None;
+        let mut next: HashMap<(Kind, u32), u32> = HashMap::new();
+        for (index, op) in self.ops.iter().enumerate() {
+            if op.lane != Lane::Compute {
+                continue;
+            }
+            if let Some(last) = last
+                && index >= self.start
+                && !self.ordered(last, index)
+            {
+                return Err(broken(op, "each computation follows the one before it"));
+            }
+            last = Some(index);
+            if index >= self.start {
+                let expected = next.entry((op.kind, op.unit)).or_insert(0);
+                if op.micro_batch != *expected {
+                    return Err(broken(op, "micro-batches of a unit are computed in order"));
+                }
+                *expected += 1;
+            }
+        }
+        let turns: &[(Kind, bool)] = &[
+            (Kind::Embed, false),
+            (Kind::Forward, true),
+            (Kind::Loss, false),
+            (Kind::Backward, true),
+            (Kind::EmbedBackward, false),
+        ];
+        let train = schedule.shape.pass == Pass::Train;
+        for &(kind, layers) in
+            turns.iter().filter(|(kind, _)| train || !matches!(kind, Kind::Backward | Kind::EmbedBackward))
+        {
+            let units = match kind {
+                _ if layers => 1..facts.head(),
+                Kind::Loss => facts.head()..facts.head() + 1,
+                _ => 0..1,
+            };
+            for unit in units {
+                let done = next.get(&(kind, unit)).copied().unwrap_or(0);
+                if done != schedule.shape.micro_batches {
+                    let of = schedule.shape.micro_batches;
+                    return Err(Error::Invalid(format!(
+                        "schedule: {kind:?} of unit {unit} computes {done} of {of} micro-batches"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_hazards(&self, facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
+        struct Content {
+            writer: usize,
+            holds: (u32, u32),
+            readers: Vec<usize>,
+        }
+        let mut contents: HashMap<Resource, Content> = HashMap::new();
+        for (index, op) in self.ops.iter().enumerate() {
+            let shape = match previous {
+                Some(previous) if index < self.start => previous.shape,
+                _ => schedule.shape,
+            };
+            let current = index >= self.start;
+            for (resource, access) in accesses(facts, shape, op) {
+                let content = contents.get_mut(&resource);
+                match (access, content) {
+                    (Access::Read(unit, mb), Some(content)) => {
+                        if current && content.holds != (unit, mb) {
+                            return Err(broken(
+                                op,
+                                &format!("{resource:?} holds {:?}, not what it reads", content.holds),
+                            ));
+                        }
+                        // The chain of computations, proved above, orders what an earlier link waited for.
+                        let chained = |&reader: &usize| self.ops[reader].lane == Lane::Compute;
+                        let proved = op.lane == Lane::Compute && content.readers.iter().any(chained);
+                        if current && !proved && !self.ordered(content.writer, index) {
+                            return Err(broken(op, read_rule(resource)));
+                        }
+                        content.readers.push(index);
+                    }
+                    (Access::Read(unit, mb), None) => {
+                        if current && must_be_written(facts, resource) {
+                            return Err(broken(op, read_rule(resource)));
+                        }
+                        // What the host holds was there before; whoever overwrites it must still wait for its readers.
+                        let holds = (unit, mb);
+                        contents.insert(resource, Content { writer: index, holds, readers: vec![index] });
+                    }
+                    (Access::Write(unit, mb) | Access::Add(unit, mb), content) => {
+                        if let Some(content) = content {
+                            let waits = content.readers.iter().chain([&content.writer]);
+                            let loose = waits.copied().find(|&before| before != index && !self.ordered(before, index));
+                            if current && loose.is_some() {
+                                return Err(broken(op, write_rule(resource)));
+                            }
+                            if current && matches!(access, Access::Add(..)) && content.holds.0 != unit {
+                                return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
+                            }
+                        } else if current && matches!(access, Access::Add(..)) {
+                            return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
+                        }
+                        contents.insert(resource, Content { writer: index, holds: (unit, mb), readers: Vec::new() });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Host planes and weights that live on the device are there from the start; all else must be written first.
+fn must_be_written(facts: &Facts, resource: Resource) -> bool {
+    match resource {
+        Resource::Image(_) => false,
+        Resource::Own(unit) => !facts.unit(unit).on_device,
+        _ => true,
+    }
+}
+
+fn read_rule(resource: Resource) -> &'static str {
+    match resource {
+        Resource::Image(_) => "weights are sent only after the update that changes them",
+        Resource::Own(_) | Resource::Slot(_) => "weights are loaded before they are used",
+        Resource::Grad(_) => "a gradient is landed after backward has finished it",
+        Resource::Slab(_) => "a gradient is used only after it has landed",
+        Resource::Stage(_) => "activations are in the staging buffer before they are used",
+        Resource::Area(..) => "activations are on the host before they are fetched",
+        Resource::Sums(_) => "the norm is taken after all gradients have landed",
+        Resource::Store(_) => "an update follows the sum over passes",
+        Resource::Verdict => "an update follows the verdict",
+    }
+}
+
+fn write_rule(resource: Resource) -> &'static str {
+    match resource {
+        Resource::Image(_) => "weights are not changed while they are sent",
+        Resource::Own(_) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
+        Resource::Grad(_) => "a gradient buffer is not used again before it has landed",
+        Resource::Slab(_) => "a slab is not used again before its gradient has been consumed",
+        Resource::Stage(_) => "a staging buffer is not used again before it has been emptied",
+        Resource::Area(..) => "activations on the host are not overwritten before they have been fetched",
+        Resource::Sums(_) => "norm sums are not overwritten before the verdict",
+        Resource::Store(_) => "the store is not overwritten before the update",
+        Resource::Verdict => "a verdict holds until all updates have seen it",
+    }
+}
+
+/// Every unit that trains lands once and is updated once, where its state lives.
+fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
+    let train = schedule.shape.pass == Pass::Train;
+    for unit in 0..=facts.head() {
+        let trains = train && facts.unit(unit).trains;
+        let count = |kind: Kind| schedule.ops.iter().filter(|o| o.kind == kind && o.unit == unit).count();
+        for (kind, expected) in [
+            (Kind::Land, usize::from(trains)),
+            (Kind::Gather, usize::from(trains && facts.accumulate)),
+            (Kind::Update, usize::from(trains)),
+        ] {
+            let found = count(kind);
+            if found != expected {
+                return Err(Error::Invalid(format!(
+                    "schedule: {kind:?} of unit {unit} occurs {found} times, not {expected}"
+                )));
+            }
+        }
+        let lane = if facts.unit(unit).on_device { Lane::Update } else { Lane::Host };
+        if let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Update && o.unit == unit && o.lane != lane) {
+            return Err(broken(op, "a unit is updated where its state lives"));
+        }
+        if !facts.unit(unit).on_device
+            && let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Land && o.unit == unit && o.slab.is_none())
+        {
+            return Err(broken(op, "a gradient whose unit is updated on the host lands in a slab"));
+        }
+    }
+    let verdicts = schedule.ops.iter().filter(|o| o.kind == Kind::Verdict).count();
+    if verdicts != usize::from(train) {
+        return Err(Error::Invalid(format!("schedule: {verdicts} verdicts, not {}", usize::from(train))));
+    }
+    Ok(())
+}

@@ -1,0 +1,237 @@
+//! What each operation reads and writes, and the dependencies that follow from it.
+use std::collections::HashMap;
+
+use super::{Dep, Edge, Facts, Kind, Lane, Op, Pass, Shape};
+
+/// Something that operations share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Resource {
+    /// A unit's planes on the host.
+    Image(u32),
+    /// A unit's own place on the device.
+    Own(u32),
+    /// A slot.
+    Slot(u32),
+    /// A gradient buffer.
+    Grad(u32),
+    /// A landing place.
+    Slab(u32),
+    /// A staging buffer.
+    Stage(u32),
+    /// A unit's place on the host for one micro-batch's activations.
+    Area(u32, u32),
+    /// The norm sums of a unit on the host.
+    Sums(u32),
+    /// The fp32 store of a unit.
+    Store(u32),
+    /// The caller's decision.
+    Verdict,
+}
+
+/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// Reads what was written for this unit and micro-batch.
+    Read(u32, u32),
+    /// Overwrites.
+    Write(u32, u32),
+    /// Adds to what was written for this unit (a sum over micro-batches).
+    Add(u32, u32),
+}
+
+/// Whether the micro-batch's backward writes the unit's gradient buffer: where sums are formed apart, only the last.
+fn writes_grad(facts: &Facts, shape: Shape, unit: u32, micro_batch: u32) -> bool {
+    facts.unit(unit).trains && (!facts.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
+}
+
+/// Everything that an operation touches.
+pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, Access)> {
+    let (unit, mb) = (op.unit, op.micro_batch);
+    let weights = |u: u32| match (u == op.unit, op.slot) {
+        (true, Some(slot)) => Resource::Slot(slot),
+        _ => Resource::Own(u),
+    };
+    let mut list = Vec::with_capacity(4);
+    let sum = |list: &mut Vec<_>, u: u32, grad: Option<u32>, first: bool| {
+        if let Some(grad) = grad
+            && writes_grad(facts, shape, u, mb)
+        {
+            let fresh = facts.unit(u).sums_apart || (first && mb == 0);
+            list.push((Resource::Grad(grad), if fresh { Access::Write(u, mb) } else { Access::Add(u, mb) }));
+        }
+    };
+    match op.kind {
+        Kind::Load => {
+            list.push((Resource::Image(unit), Access::Read(unit, 0)));
+            list.push((weights(unit), Access::Write(unit, 0)));
+        }
+        Kind::Embed => list.push((weights(unit), Access::Read(unit, 0))),
+        Kind::Forward => {
+            list.push((weights(unit), Access::Read(unit, 0)));
+            if let (Pass::Train, Some(stage)) = (shape.pass, op.stage) {
+                list.push((Resource::Stage(stage), Access::Write(unit, mb)));
+            }
+        }
+        Kind::Loss => {
+            list.push((weights(unit), Access::Read(unit, 0)));
+            if facts.tied {
+                list.push((Resource::Own(0), Access::Read(0, 0)));
+            }
+            if shape.pass == Pass::Train {
+                sum(&mut list, unit, op.grad, true);
+                if facts.tied && facts.unit(0).trains && !facts.unit(0).sums_apart {
+                    sum(&mut list, 0, facts.unit(0).own_grad, true);
+                }
+            }
+        }
+        Kind::Backward => {
+            list.push((weights(unit), Access::Read(unit, 0)));
+            if let Some(stage) = op.stage {
+                list.push((Resource::Stage(stage), Access::Read(unit, mb)));
+            }
+            sum(&mut list, unit, op.grad, true);
+        }
+        Kind::EmbedBackward => {
+            list.push((weights(unit), Access::Read(unit, 0)));
+            // A tied embedding's sum was begun by the loss.
+            sum(&mut list, unit, op.grad, !facts.tied);
+        }
+        Kind::Save => {
+            list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Read(unit, mb)));
+            list.push((Resource::Area(unit, mb % facts.group), Access::Write(unit, mb)));
+        }
+        Kind::Fetch => {
+            list.push((Resource::Area(unit, mb % facts.group), Access::Read(unit, mb)));
+            list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Write(unit, mb)));
+        }
+        Kind::Land => {
+            if let Some(grad) = op.grad {
+                list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
+            }
+            if let Some(slab) = op.slab {
+                list.push((Resource::Slab(slab), Access::Write(unit, 0)));
+            }
+            list.push((Resource::Sums(unit), Access::Write(unit, 0)));
+        }
+        Kind::Gather => {
+            list.push((Resource::Slab(op.slab.unwrap_or(0)), Access::Read(unit, 0)));
+            list.push((Resource::Store(unit), Access::Write(unit, 0)));
+            list.push((Resource::Sums(unit), Access::Add(unit, 0)));
+        }
+        Kind::Verdict => {
+            let trained = (0..=facts.head()).filter(|&u| facts.unit(u).trains);
+            list.extend(trained.map(|u| (Resource::Sums(u), Access::Read(u, 0))));
+            list.push((Resource::Verdict, Access::Write(0, 0)));
+        }
+        Kind::Update => {
+            if facts.immediate {
+                list.push((Resource::Sums(unit), Access::Read(unit, 0)));
+            } else {
+                list.push((Resource::Verdict, Access::Read(0, 0)));
+            }
+            if facts.accumulate {
+                list.push((Resource::Store(unit), Access::Read(unit, 0)));
+            } else if let Some(slab) = op.slab {
+                list.push((Resource::Slab(slab), Access::Read(unit, 0)));
+            }
+            if facts.unit(unit).on_device {
+                if let Some(grad) = op.grad {
+                    list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
+                }
+                list.push((Resource::Own(unit), Access::Write(unit, 0)));
+            } else {
+                list.push((Resource::Image(unit), Access::Write(unit, 0)));
+            }
+        }
+    }
+    list
+}
+
+/// The kind of edge that leads from an operation on one lane to one on another: events order work on the device; as
+/// soon as the host takes part at either end it must know that the earlier one is over. A device update starts only
+/// after the host has seen the sums of the gradient, so what it waits for has to be over as well.
+pub(super) fn edge(from: Lane, to: Lane) -> Edge {
+    if from.on_device() && to.on_device() && to != Lane::Update { Edge::Issued } else { Edge::Complete }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Touch {
+    op: u32,
+    prior: bool,
+    lane: Lane,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Track {
+    writer: Option<Touch>,
+    /// Readers since; compute operations are a chain, so that of those only the latest counts.
+    readers: Vec<Touch>,
+}
+
+/// Follows every resource through a pass and derives dependencies.
+#[derive(Default)]
+pub(super) struct Tracker {
+    tracks: HashMap<Resource, Track>,
+    last_compute: Option<Touch>,
+}
+
+impl Tracker {
+    /// A tracker that has seen the pass before.
+    pub(super) fn after(facts: &Facts, shape: Shape, ops: &[Op]) -> Self {
+        let mut tracker = Self::default();
+        for op in ops {
+            tracker.touch(op, &accesses(facts, shape, op), true);
+        }
+        tracker
+    }
+
+    /// The dependencies of `op`, which is next in program order; it is then part of what later ones depend on.
+    pub(super) fn depend(&mut self, facts: &Facts, shape: Shape, op: &Op) -> Vec<Dep> {
+        let list = accesses(facts, shape, op);
+        let mut before: Vec<Touch> = Vec::new();
+        if op.lane == Lane::Compute {
+            before.extend(self.last_compute);
+        }
+        for (resource, access) in &list {
+            let Some(track) = self.tracks.get(resource) else { continue };
+            // A chain of compute operations orders what its earlier links waited for.
+            let seen = op.lane == Lane::Compute && track.readers.iter().any(|t| t.lane == Lane::Compute);
+            match access {
+                Access::Read(..) => before.extend(track.writer.filter(|_| !seen)),
+                Access::Write(..) | Access::Add(..) if track.readers.is_empty() => before.extend(track.writer),
+                Access::Write(..) | Access::Add(..) => before.extend(&track.readers),
+            }
+        }
+        let mut deps: Vec<Dep> = Vec::new();
+        let last = before.iter().filter(|t| t.lane == Lane::Compute).max_by_key(|t| (!t.prior, t.op)).copied();
+        for touch in before {
+            let dep = Dep { op: touch.op, edge: edge(touch.lane, op.lane), prior: touch.prior };
+            let implied = touch.lane == Lane::Compute && last != Some(touch);
+            if !implied && !deps.contains(&dep) {
+                deps.push(dep);
+            }
+        }
+        deps.sort_by_key(|d| (!d.prior, d.op));
+        self.touch(op, &list, false);
+        deps
+    }
+
+    fn touch(&mut self, op: &Op, list: &[(Resource, Access)], prior: bool) {
+        let touch = Touch { op: op.id, prior, lane: op.lane };
+        for (resource, access) in list {
+            let track = self.tracks.entry(*resource).or_default();
+            match access {
+                Access::Read(..) => {
+                    if op.lane == Lane::Compute {
+                        track.readers.retain(|t| t.lane != Lane::Compute);
+                    }
+                    track.readers.push(touch);
+                }
+                Access::Write(..) | Access::Add(..) => *track = Track { writer: Some(touch), readers: Vec::new() },
+            }
+        }
+        if op.lane == Lane::Compute {
+            self.last_compute = Some(touch);
+        }
+    }
+}

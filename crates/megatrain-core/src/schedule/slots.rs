@@ -1,0 +1,44 @@
+//! Which slot holds which layer when: decided ahead, since the whole pass is known.
+use std::collections::HashMap;
+
+use super::Facts;
+
+/// A layer's turn: the slot that holds it, and whether it must be loaded first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Turn {
+    pub(super) slot: u32,
+    pub(super) load: bool,
+}
+
+/// Assigns slots to `turns` (layers in the order in which a pass visits them). The layer whose next turn is farthest
+/// makes room (Belady's rule, which loads least); among layers without a next turn, the one whose last turn is longest
+/// ago, since its slot is free first.
+pub(super) fn assign(facts: &Facts, turns: &[u32]) -> Vec<Option<Turn>> {
+    let mut next: Vec<usize> = vec![usize::MAX; turns.len()];
+    let mut seen: HashMap<u32, usize> = HashMap::new();
+    for (i, unit) in turns.iter().enumerate().rev() {
+        next[i] = seen.insert(*unit, i).unwrap_or(usize::MAX);
+    }
+    // (unit, its next turn, its last turn)
+    let mut slots: Vec<Option<(u32, usize, usize)>> = vec![None; facts.slots as usize];
+    turns
+        .iter()
+        .enumerate()
+        .map(|(i, &unit)| {
+            if facts.unit(unit).own_place {
+                return None;
+            }
+            let held = slots.iter().position(|s| s.is_some_and(|(u, ..)| u == unit));
+            let slot = held.unwrap_or_else(|| {
+                let worth = |s: &Option<(u32, usize, usize)>| match s {
+                    None => (usize::MAX, usize::MAX),
+                    Some((_, next, last)) => (*next, usize::MAX - 1 - last),
+                };
+                let best = slots.iter().enumerate().max_by_key(|(index, s)| (worth(s), usize::MAX - index));
+                best.map_or(0, |(index, _)| index)
+            });
+            slots[slot] = Some((unit, next[i], i));
+            Some(Turn { slot: u32::try_from(slot).expect("fewer slots than 2^32"), load: held.is_none() })
+        })
+        .collect()
+}

@@ -1,0 +1,247 @@
+//! The engine: runs schedules on a device, lends each unit's weights to whoever computes, and takes gradients back.
+//!
+//! ```text
+//! begin -> next -> (compute) -> finish -> next ... -> None -> apply
+//! ```
+//!
+//! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
+//! priority number ([`progress`]). Device lanes have a second thread that waits for events and marks what is over. A
+//! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
+//! before that event.
+//!
+//! Calls that wait take a time limit and answer [`Poll::Pending`] when it is over, so that a caller can look after its
+//! signals. Once an operation has failed, every call answers [`Error::Broken`] with the unit and the operation.
+use std::sync::Arc;
+use std::task::Poll;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::access::PlaneName;
+pub use self::compute::{ComputeOp, Phase};
+use self::shared::Shared;
+pub use self::stats::Stats;
+use crate::device::{Device, DeviceMemory};
+use crate::error::{Item, Result};
+use crate::layout::UnitLayout;
+use crate::plan::{Plan, Region, Request};
+use crate::schedule::Pass;
+
+mod access;
+mod compute;
+mod lanes;
+mod memory;
+mod passes;
+mod perform;
+pub(crate) mod progress;
+mod shared;
+mod stats;
+
+/// How an engine is to run; none of it changes the numbers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Options {
+    /// Threads of the host's optimizer; by default all permitted ones less two.
+    pub threads: Option<usize>,
+    /// Fill every buffer with NaN before it is used again.
+    pub poison: bool,
+    /// Run one operation at a time.
+    pub synchronous: bool,
+    /// Ask for huge pages.
+    pub huge_pages: bool,
+    /// Record every operation for [`Engine::trace`].
+    pub trace: bool,
+    /// The optimizer's instruction set; by default the best there is.
+    pub isa: Option<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: None, poison: false, synchronous: false, huge_pages: true, trace: false, isa: None }
+    }
+}
+
+/// Hyper-parameters of one parameter group, as in `torch.optim.AdamW`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub struct Group {
+    pub lr: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+}
+
+/// A pass to begin.
+#[derive(Clone, Debug)]
+pub struct Begin {
+    /// What it is for.
+    pub pass: Pass,
+    /// Its micro-batches, at most the plan's.
+    pub micro_batches: u32,
+    /// The `CUstream` on which the caller computes.
+    pub compute_stream: u64,
+    /// Hyper-parameters by group: with immediate updates only.
+    pub groups: Option<Vec<Group>>,
+    /// Adds this pass's gradients to those of the last one, which have not been applied.
+    pub accumulate: bool,
+}
+
+/// What became of a step's gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Outcome {
+    /// The norm before clipping, over what was transferred; not finite when a gradient was not.
+    pub grad_norm: f64,
+    /// What the gradients were multiplied with.
+    pub clip: f64,
+    /// Whether the update was skipped because a gradient was not finite.
+    pub skipped: bool,
+}
+
+/// The engine over one model's units.
+pub struct Engine {
+    shared: Arc<Shared>,
+    threads: std::sync::Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Engine {
+    /// Allocates what the plan lists and starts the lanes.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when the plan was made for another request, and what allocating can answer.
+    pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
+        let shared = Arc::new(Shared::new(device, request, plan, options)?);
+        let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
+        let started = lanes::start(&shared, &mut engine.lock_threads());
+        started.map(|()| engine)
+    }
+
+    /// Where everything lies in each unit's planes.
+    #[must_use]
+    pub fn layouts(&self) -> &[UnitLayout] {
+        &self.shared.placement.layouts
+    }
+
+    /// The items as they were allocated; those of the plan, less torch's.
+    #[must_use]
+    pub fn allocated(&self) -> Vec<Item> {
+        self.shared.memory.items(&self.shared.placement)
+    }
+
+    /// Bytes of all host mappings.
+    #[must_use]
+    pub fn mapped_bytes(&self) -> u64 {
+        self.shared.memory.mapped_bytes()
+    }
+
+    /// What could not be had as asked, a sentence each.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        self.shared.memory.warnings.clone()
+    }
+
+    /// A device region; without bytes when the plan needs none.
+    #[must_use]
+    pub fn region(&self, region: Region) -> DeviceMemory {
+        self.shared.memory.region(region).clone()
+    }
+
+    /// Where in [`Region::Weights`] a unit with a place of its own lies.
+    #[must_use]
+    pub fn weights_offset(&self, unit: usize) -> Option<u64> {
+        self.shared.placement.own.get(unit).copied().flatten().map(|s| s.offset)
+    }
+
+    /// Starts a pass.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when a pass is under way, gradients wait for a decision, or groups are missing.
+    pub fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
+        self.shared.begin(begin, limit)
+    }
+
+    /// The next operation to compute, once its inputs are on their way and the compute stream waits for them; `None`
+    /// when the pass has no more.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when no pass has begun or the last operation has not been finished.
+    pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
+        self.shared.next(limit)
+    }
+
+    /// The operation's work has been launched on the compute stream.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when another operation, or none, was handed out.
+    pub fn finish(&self, id: u64) -> Result<()> {
+        self.shared.finish(id)
+    }
+
+    /// The norm over all gradients of the pass, once they have landed.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when no gradients wait.
+    pub fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
+        self.shared.gradient_norm(limit)
+    }
+
+    /// Decides: clips to `max_norm`, queues the updates (they run beneath what follows), or skips them when a gradient
+    /// is not finite. Immediate updates have been queued before: then this only waits and reports.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] when no gradients wait, or a group is missing.
+    pub fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
+        self.shared.apply(groups, max_norm, limit)
+    }
+
+    /// Drops a pass that has begun and was not applied. After immediate updates have run, the engine is broken instead.
+    ///
+    /// # Errors
+    /// [`crate::Error::Broken`] then.
+    pub fn abandon(&self, limit: Duration) -> Result<Poll<()>> {
+        self.shared.abandon(limit)
+    }
+
+    /// Waits for every pending update and copy.
+    ///
+    /// # Errors
+    /// [`crate::Error::Broken`].
+    pub fn drain(&self, limit: Duration) -> Result<Poll<()>> {
+        self.shared.drain(limit)
+    }
+
+    /// Figures of the last pass that was finished.
+    ///
+    /// # Errors
+    /// [`crate::Error::Broken`].
+    pub fn stats(&self) -> Result<Stats> {
+        self.shared.stats()
+    }
+
+    /// Chrome trace (Perfetto) of everything recorded so far.
+    #[must_use]
+    pub fn trace(&self) -> String {
+        self.shared.trace.to_json()
+    }
+
+    /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].
+    pub fn close(&self) {
+        self.shared.close();
+        for thread in self.lock_threads().drain(..) {
+            // Panics on a lane are caught there, so a thread ends only by returning.
+            let _ = thread.join();
+        }
+        self.shared.settle();
+    }
+
+    fn lock_threads(&self) -> std::sync::MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

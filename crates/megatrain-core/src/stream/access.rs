@@ -1,0 +1,292 @@
+//! Reading and writing planes, wherever a unit's state lives.
+use std::str::FromStr;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::Engine;
+use super::shared::Shared;
+use crate::device::{DeviceMemory, Stream};
+use crate::error::{Error, Result};
+use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
+use crate::optimizer::kernel;
+use crate::plan::Stretch;
+use crate::store::arena::HostSpan;
+use crate::store::{Plane, UnitPlanes};
+
+/// What of a tensor is meant: a plane of its state, or the gradient that last landed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PlaneName {
+    /// A plane of the store.
+    State(Plane),
+    /// The gradient of the pass that was computed last, before clipping.
+    Gradient,
+}
+
+impl FromStr for PlaneName {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        if name == "gradient" { Ok(Self::Gradient) } else { name.parse().map(Self::State) }
+    }
+}
+
+/// Long enough to mean "until it is done": callers who must look up now and then drain in slices first.
+const FOREVER: Duration = Duration::from_secs(1 << 32);
+
+impl Engine {
+    /// Copies elements of a plane from `start` on, as many as `out` holds, after every pending update: fp32 for master,
+    /// moments and gradient, the plane's own dtype otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the tensor when there is no such plane or range, or no gradient.
+    pub fn read(&self, unit: usize, tensor: usize, plane: PlaneName, start: u64, out: &mut [u8]) -> Result<()> {
+        self.drained()?;
+        match plane {
+            PlaneName::Gradient => self.shared.read_gradient(unit, tensor, start, out),
+            PlaneName::State(plane) if self.shared.on_device(unit) => {
+                self.shared.through_window(unit, tensor, start, out.len(), own_dtype(self, unit, tensor, plane)?, |w| {
+                    w.copy_out()?;
+                    w.planes.read(&w.layout, 0, plane, 0, &mut out[w.bytes.clone()])
+                })
+            }
+            PlaneName::State(plane) => self.shared.memory.store.read(unit, tensor, plane, start, out),
+        }
+    }
+
+    /// Overwrites elements of a plane from `start` on, after every pending update. `Master` takes bf16, fp16, fp32 and
+    /// fp64, the others their own dtype.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the tensor when there is no such plane or range, the dtype is another one, or a value
+    /// is not finite. Nothing is written then to state on the host; on the device, chunks before it have been.
+    pub fn write(
+        &self,
+        unit: usize,
+        tensor: usize,
+        plane: PlaneName,
+        start: u64,
+        dtype: Dtype,
+        source: &[u8],
+    ) -> Result<()> {
+        self.drained()?;
+        let PlaneName::State(plane) = plane else {
+            return Err(Error::Invalid("a gradient is computed, not written".to_owned()));
+        };
+        if !self.shared.on_device(unit) {
+            return self.shared.memory.store.write(unit, tensor, plane, start, dtype, source);
+        }
+        self.shared.through_window(unit, tensor, start, source.len(), dtype, |w| {
+            w.copy_out()?;
+            w.planes.write(&w.layout, 0, plane, 0, dtype, &source[w.bytes.clone()])?;
+            w.copy_in()
+        })
+    }
+
+    /// How often a tensor has been updated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor.
+    pub fn step_count(&self, unit: usize, tensor: usize) -> Result<u64> {
+        self.drained()?;
+        self.shared.memory.store.step_count(unit, tensor)
+    }
+
+    /// Sets how often a tensor has been updated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor.
+    pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
+        self.drained()?;
+        self.shared.memory.store.set_step_count(unit, tensor, count)
+    }
+
+    fn drained(&self) -> Result<()> {
+        while self.shared.drain(FOREVER)? == Poll::Pending {}
+        Ok(())
+    }
+}
+
+fn own_dtype(engine: &Engine, unit: usize, tensor: usize, plane: Plane) -> Result<Dtype> {
+    let (layout, tensor) = engine.shared.find(unit, tensor)?;
+    Ok(match plane {
+        Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq => Dtype::F32,
+        Plane::Residual => Dtype::I16,
+        Plane::Weights if tensor.spec.role == Role::Frozen => tensor.spec.dtype,
+        Plane::Weights => layout.precision.dtype(),
+    })
+}
+
+/// A part of one tensor of a unit on the device, with a host copy of its planes laid out as a unit of its own.
+struct Window<'a> {
+    shared: &'a Shared,
+    planes: UnitPlanes,
+    layout: UnitLayout,
+    /// Where the part lies in the caller's bytes.
+    bytes: std::ops::Range<usize>,
+    pairs: Vec<(HostSpan, DeviceMemory)>,
+}
+
+impl Window<'_> {
+    fn copy_out(&self) -> Result<()> {
+        for (span, memory) in &self.pairs {
+            self.shared.device.copy_to_host(Stream::Download, memory, span)?;
+        }
+        self.shared.device.synchronize(&self.shared.device.record(Stream::Download)?)
+    }
+
+    fn copy_in(&self) -> Result<()> {
+        for (span, memory) in &self.pairs {
+            self.shared.device.copy_to_device(Stream::Upload, span, memory)?;
+        }
+        self.shared.device.synchronize(&self.shared.device.record(Stream::Upload)?)
+    }
+}
+
+impl Shared {
+    fn on_device(&self, unit: usize) -> bool {
+        self.placement.device_state.get(unit).is_some_and(Option::is_some)
+    }
+
+    fn find(&self, unit: usize, tensor: usize) -> Result<(&UnitLayout, &TensorLayout)> {
+        let layouts = &self.placement.layouts;
+        let layout = layouts
+            .get(unit)
+            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", layouts.len())))?;
+        let tensor = layout.tensors.get(tensor).ok_or_else(|| {
+            Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", layout.name, layout.tensors.len()))
+        })?;
+        Ok((layout, tensor))
+    }
+
+    /// Works on `[start, ..)` of a tensor on the device part by part, each as large as the window holds.
+    fn through_window(
+        &self,
+        unit: usize,
+        tensor: usize,
+        start: u64,
+        bytes: usize,
+        dtype: Dtype,
+        mut work: impl FnMut(&Window<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let (layout, tensor) = self.find(unit, tensor)?;
+        let (size, numel) = (dtype.size(), tensor.spec.numel());
+        let len = bytes as u64 / size;
+        if !(bytes as u64).is_multiple_of(size) || start.checked_add(len).is_none_or(|end| end > numel) {
+            let name = &tensor.spec.name;
+            return Err(Error::Invalid(format!(
+                "{name}: {bytes} bytes from element {start} on leave its {numel} elements"
+            )));
+        }
+        // At most 16 bytes an element (a frozen fp64 tensor takes 8, split planes 12), in whole lines.
+        let most = (self.memory.window.len() as u64 / 16) & !2047;
+        let mut done = 0;
+        while done < len {
+            let count = most.min(len - done);
+            let window = self.window(layout, unit, tensor, start + done, count)?;
+            let range = done * size..(done + count) * size;
+            let fits = "inside the caller's bytes";
+            let bytes = usize::try_from(range.start).expect(fits)..usize::try_from(range.end).expect(fits);
+            work(&Window { bytes, ..window })?;
+            done += count;
+        }
+        Ok(())
+    }
+
+    fn window(
+        &self,
+        unit: &UnitLayout,
+        index: usize,
+        tensor: &TensorLayout,
+        first: u64,
+        count: u64,
+    ) -> Result<Window<'_>> {
+        let state = self.placement.device_state[index].as_ref().expect("a unit whose state is on the device");
+        let image = self.placement.own[index].expect("state on the device has a place of its own");
+        let mut spec = tensor.spec.clone();
+        spec.shape = vec![count];
+        let layout = UnitLayout::new(unit.name.as_str(), vec![spec], unit.precision)?;
+        let mut at = 0;
+        let mut carve = |bytes: u64| {
+            let len = usize::try_from(bytes).expect("inside the window");
+            at += len.next_multiple_of(512);
+            self.memory.window.slice(at - len.next_multiple_of(512), len)
+        };
+        let mut pairs = Vec::new();
+        let trainable = tensor.spec.role == Role::Trainable;
+        let element = if trainable { unit.precision.dtype().size() } else { tensor.spec.dtype.size() };
+        let on_device = |stretch: Stretch, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
+        let whole = carve(layout.image_bytes.max(count * element));
+        let weights = whole.slice(0, usize::try_from(count * element).expect("inside the window"));
+        pairs.push((weights, on_device(image, tensor.byte + first * element, count * element)));
+        let mut moment = |stretch: Stretch, size: u64| {
+            if !trainable {
+                return carve(0);
+            }
+            let span = carve(count * size);
+            pairs.push((span.clone(), on_device(stretch, (tensor.element + first) * size, count * size)));
+            span
+        };
+        let residual = (unit.precision == Precision::Bf16).then(|| moment(state.residual, 2));
+        let planes = UnitPlanes {
+            image: whole,
+            residual,
+            exp_avg: moment(state.exp_avg, 4),
+            exp_avg_sq: moment(state.exp_avg_sq, 4),
+        };
+        Ok(Window { shared: self, planes, layout, bytes: 0..0, pairs })
+    }
+
+    /// The gradient that landed last: in the store where passes are gathered, in its slab, or still on the device.
+    fn read_gradient(&self, unit: usize, tensor: usize, start: u64, out: &mut [u8]) -> Result<()> {
+        let (layout, found) = self.find(unit, tensor)?;
+        let (name, numel, len) = (&found.spec.name, found.spec.numel(), out.len() as u64 / 4);
+        if found.spec.role == Role::Frozen {
+            return Err(Error::Invalid(format!("{name} is frozen and has no gradient")));
+        }
+        if !out.len().is_multiple_of(4) || start.checked_add(len).is_none_or(|end| end > numel) {
+            let bytes = out.len();
+            return Err(Error::Invalid(format!(
+                "{name}: {bytes} bytes of fp32 from element {start} on leave its {numel} elements"
+            )));
+        }
+        debug_assert!(layout.elements > 0, "a trainable tensor has elements");
+        let (span, dtype) = self.landed_gradient(unit, name)?;
+        let first = found.element + start;
+        let mut values = vec![0f32; usize::try_from(len).expect("as long as the caller's bytes")];
+        if dtype == Dtype::Bf16 {
+            kernel::bf16_to_f32(&span.elements::<u16>(first, len), &mut values);
+        } else {
+            values.copy_from_slice(&span.elements::<f32>(first, len));
+        }
+        for (to, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+            *to = value.to_ne_bytes();
+        }
+        Ok(())
+    }
+
+    fn landed_gradient(&self, unit: usize, name: &str) -> Result<(HostSpan, Dtype)> {
+        let core = self.enter()?;
+        if !core.trained {
+            return Err(Error::Invalid(format!("{name} has no gradient: no training pass has been computed")));
+        }
+        drop(core);
+        let dtype = self.placement.grad_precision.dtype();
+        if self.facts.accumulate {
+            return Ok((self.memory.gathered[unit].clone(), Dtype::F32));
+        }
+        if let Some(slab) = self.placement.own_slab[unit] {
+            return Ok((self.slab(slab, unit), dtype));
+        }
+        if let Some(grad) = self.placement.own_grad[unit].filter(|_| self.on_device(unit)) {
+            let bytes = self.placement.grad_bytes(unit);
+            let span = HostSpan::map(usize::try_from(bytes).expect("a region's length"))?;
+            let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, bytes);
+            self.device.copy_to_host(Stream::Download, &grad, &span)?;
+            self.device.synchronize(&self.device.record(Stream::Download)?)?;
+            return Ok((span, dtype));
+        }
+        Err(Error::Invalid(format!(
+            "the gradient of {name} is gone: with immediate updates layers share their landing places"
+        )))
+    }
+}

@@ -1,0 +1,162 @@
+//! Everything that an engine allocates, once, before the first step.
+use std::sync::Arc;
+
+use crate::device::{Device, DeviceMemory, Stream};
+use crate::error::{Error, Item, Result, Tier};
+use crate::optimizer::Pool;
+use crate::plan::{Placement, Region, Stretch};
+use crate::store::arena::{Arena, ArenaOptions, HostSpan, PAGE};
+use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
+
+/// Device regions and host spans, as a placement asks for them.
+pub(crate) struct Memory {
+    /// Weights, residuals and moments on the host.
+    pub(crate) store: Store,
+    /// Landing places of gradients.
+    pub(crate) slabs: Vec<HostSpan>,
+    /// Staged activations of each unit, those of a group's micro-batches one after the other.
+    pub(crate) areas: Vec<HostSpan>,
+    /// fp32 gradients gathered over passes, by unit.
+    pub(crate) gathered: Vec<HostSpan>,
+    /// Norm sums, by unit.
+    pub(crate) sums: Vec<HostSpan>,
+    /// The window through which state on the device is read and written.
+    pub(crate) window: HostSpan,
+    /// What could not be had as asked, a sentence each.
+    pub(crate) warnings: Vec<String>,
+    regions: Vec<DeviceMemory>,
+    landing: Arena,
+    gathering: Arena,
+}
+
+fn fits(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("what has been mapped fits the address space")
+}
+
+impl Memory {
+    /// Allocates. Nothing is left behind when anything fails.
+    pub(crate) fn new(placement: &Placement, device: &dyn Device, pool: &Pool, huge_pages: bool) -> Result<Self> {
+        let regions =
+            Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
+        let on_host: Vec<bool> = placement.host_state.iter().map(Option::is_some).collect();
+        let options =
+            StoreOptions { huge_pages, pool: Some(pool), device: Some(device), registration_bytes: REGISTRATION_BYTES };
+        let store = Store::new(&placement.layouts, &on_host, options)?;
+
+        let arena = ArenaOptions { huge_pages, pool: Some(pool) };
+        let area_bytes = |unit: usize| {
+            placement.staged[unit].next_multiple_of(PAGE as u64) * u64::from(placement.staged_micro_batches)
+        };
+        let units = 0..placement.layouts.len();
+        let bytes: u64 = placement.slabs.iter().sum::<u64>()
+            + units.clone().map(area_bytes).sum::<u64>()
+            + placement.norm_bytes()
+            + placement.window;
+        let mut landing = Arena::new(bytes, arena)?;
+        let slabs = placement.slabs.iter().map(|&b| landing.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+        let areas = units.clone().map(|u| landing.carve(area_bytes(u), PAGE)).collect::<Result<Vec<_>>>()?;
+        let window = landing.carve(placement.window, PAGE)?;
+        let all_sums = landing.carve(placement.norm_bytes(), PAGE)?;
+        let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).cloned().collect();
+        pieces.extend([window.clone(), all_sums.clone()]);
+        let mut pinning = store.pinning().clone();
+        pinning.absorb(landing.register(device, &pieces, REGISTRATION_BYTES));
+
+        let mut offset = 0;
+        let sums = placement.norm.iter().map(|norm| {
+            let len = norm.as_ref().map_or(0, |n| fits(n.sums.len));
+            offset += len;
+            all_sums.slice(offset - len, len)
+        });
+        let sums = sums.collect();
+        let mut gathering = Arena::new(placement.store.iter().sum(), arena)?;
+        let gathered = placement.store.iter().map(|&b| gathering.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+
+        let mut warnings = store.warnings();
+        warnings.extend(landing.notes().iter().chain(gathering.notes()).cloned());
+        warnings.sort();
+        warnings.dedup();
+        warnings.extend(pinning.warning());
+        let memory = Self { store, slabs, areas, gathered, sums, window, warnings, regions, landing, gathering };
+        memory.write_norm_tables(placement, device)?;
+        Ok(memory)
+    }
+
+    /// A device region, whole.
+    pub(crate) fn region(&self, region: Region) -> &DeviceMemory {
+        &self.regions[region as usize]
+    }
+
+    /// A stretch of a device region.
+    pub(crate) fn at(&self, stretch: Stretch) -> DeviceMemory {
+        self.region(stretch.region).slice(stretch.offset, stretch.len)
+    }
+
+    /// One micro-batch's part of a unit's staged activations.
+    pub(crate) fn area(&self, unit: usize, micro_batch: u32, placement: &Placement) -> HostSpan {
+        let len = fits(placement.staged[unit]);
+        let index = (micro_batch % placement.staged_micro_batches) as usize;
+        self.areas[unit].slice(index * len.next_multiple_of(PAGE), len)
+    }
+
+    /// The items as they were allocated: names as in the plan, bytes measured on what there is.
+    pub(crate) fn items(&self, placement: &Placement) -> Vec<Item> {
+        let mut items: Vec<Item> = Vec::new();
+        let mut add = |what: &str, tier: Tier, bytes: u64, pinned: bool| {
+            if bytes > 0 {
+                match items.iter_mut().find(|i| i.what == what && i.tier == tier) {
+                    Some(item) => item.bytes += bytes,
+                    None => items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
+                }
+            }
+        };
+        for (what, stretch) in placement.carved() {
+            add(what, Tier::Device, self.at(*stretch).len, false);
+        }
+        let bytes = self.store.bytes();
+        add("weights", Tier::Host, bytes.image, true);
+        add("weights: residual", Tier::Host, bytes.residual, false);
+        add("exp_avg", Tier::Host, bytes.exp_avg, false);
+        add("exp_avg_sq", Tier::Host, bytes.exp_avg_sq, false);
+        let total = |spans: &[HostSpan]| spans.iter().map(|s| s.len() as u64).sum::<u64>();
+        add("gradient slabs", Tier::Host, total(&self.slabs), true);
+        add("activations", Tier::Host, total(&self.areas), true);
+        add("gradient store", Tier::Host, total(&self.gathered), false);
+        let carved = total(&self.slabs) + total(&self.areas) + self.window.len() as u64;
+        add("gradient norm", Tier::Host, self.landing.bytes() - carved, true);
+        add("transfer window", Tier::Host, self.window.len() as u64, true);
+        items
+    }
+
+    /// Bytes of all host mappings.
+    pub(crate) fn mapped_bytes(&self) -> u64 {
+        self.store.mapped_bytes() + self.landing.bytes() + self.gathering.bytes()
+    }
+
+    /// The tables of the gradient norm, sent once.
+    fn write_norm_tables(&self, placement: &Placement, device: &dyn Device) -> Result<()> {
+        for (layout, norm) in placement.layouts.iter().zip(&placement.norm) {
+            let Some(norm) = norm else { continue };
+            let table: Vec<u8> =
+                layout.norm_blocks().iter().flat_map(|&(first, len)| [first, len]).flat_map(u64::to_le_bytes).collect();
+            let span = HostSpan::map(table.len())?;
+            span.copy_from(&table);
+            device.copy_to_device(Stream::Upload, &span, &self.at(norm.table).slice(0, table.len() as u64))?;
+            // The span is unmapped when it goes, so the copy must be over.
+            device.synchronize(&device.record(Stream::Upload)?)?;
+        }
+        Ok(())
+    }
+}
+
+fn allocate(device: &dyn Device, bytes: u64) -> Result<DeviceMemory> {
+    if bytes == 0 {
+        return Ok(DeviceMemory { owner: Arc::new(()), address: 0, len: 0 });
+    }
+    device.allocate(bytes).map_err(|e| match e {
+        Error::Device { call, code, detail } => {
+            Error::Device { call, code, detail: format!("{detail} (asked for {bytes} bytes of the plan)") }
+        }
+        other => other,
+    })
+}

@@ -1,0 +1,254 @@
+//! Where passes begin and end: begin, the verdict, abandon, drain.
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::progress::Id;
+use super::shared::{Core, Current, Deadline, Decision, Shared};
+use super::{Begin, Group, Outcome};
+use crate::error::{Error, Result};
+use crate::layout::Role;
+use crate::optimizer::clip::{clip_coefficient, global_norm};
+use crate::schedule::{Kind, Lane, Pass, Shape};
+
+/// Returns early with `Pending`, like `?` does with an error.
+macro_rules! ready {
+    ($poll:expr) => {
+        match $poll {
+            Poll::Ready(value) => value,
+            Poll::Pending => return Ok(Poll::Pending),
+        }
+    };
+}
+
+impl Shared {
+    pub(super) fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
+        let deadline = Deadline::after(limit);
+        let core = self.enter()?;
+        self.may_begin(&core, begin)?;
+        let waits_for_all = core.undecided.is_some();
+        let (mut core, ()) = ready!(self.wait_until(core, deadline, |core| {
+            core.progress.retire();
+            let ready = if waits_for_all { core.is_drained() } else { core.progress.alive() < 2 };
+            ready.then_some(())
+        })?);
+        if let Some(undecided) = core.undecided {
+            // The pass whose gradients wait is kept aside; an evaluation after it leaves nothing behind, and gradients
+            // that are added to have been gathered.
+            if core.progress.newest().is_some_and(|(number, _)| number != undecided) {
+                core.progress.drop_newest();
+            }
+            if begin.pass == Pass::Train {
+                core.progress.drop_newest();
+                core.undecided = None;
+                core.gathered = true;
+            }
+        } else if begin.pass == Pass::Train {
+            core.gathered = false;
+        }
+        let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches };
+        let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
+        let schedule = self.schedule(&mut core, shape, previous.as_deref())?;
+        self.device.set_compute_stream(begin.compute_stream)?;
+        let computes = schedule.ops.iter().filter(|op| op.lane == Lane::Compute).map(|op| op.id).collect();
+        let number = core.progress.begin(schedule);
+        if begin.pass == Pass::Train {
+            core.undecided = Some(number);
+            core.updates_begun = false;
+            if let Some(groups) = begin.groups.as_ref().filter(|_| self.immediate) {
+                let decision = Decision { groups: groups.clone(), grad_scale: 1.0, skip: false };
+                core.decisions.insert(number, decision);
+            }
+        }
+        let undecided = core.undecided;
+        core.decisions.retain(|&pass, _| pass + 2 > number || Some(pass) == undecided);
+        core.counters.pass_begun(begin.pass == Pass::Train);
+        core.current = Some(Current { number, shape, computes: Arc::new(computes), finished: 0, held: None });
+        drop(core);
+        self.notify();
+        Ok(Poll::Ready(()))
+    }
+
+    fn may_begin(&self, core: &Core, begin: &Begin) -> Result<()> {
+        let invalid = |text: &str| Err(Error::Invalid(text.to_owned()));
+        if core.current.as_ref().is_some_and(|c| c.finished < c.computes.len()) {
+            return invalid("a pass is under way: compute all of it, or abandon it, before another one begins");
+        }
+        if begin.pass == Pass::Eval {
+            return Ok(());
+        }
+        match (core.undecided, begin.accumulate) {
+            (Some(_), false) => {
+                return invalid(
+                    "gradients of the last pass were neither applied nor abandoned; apply them, or accumulate",
+                );
+            }
+            (None, true) => {
+                return invalid("there are no gradients to accumulate to: the last pass was applied or abandoned");
+            }
+            (_, true) if self.immediate => {
+                return invalid("immediate updates apply each gradient at once: passes cannot be accumulated");
+            }
+            (_, true) if !self.facts.accumulate => {
+                return invalid("the plan has no store for gradients of several passes; plan with requests.accumulate");
+            }
+            _ => {}
+        }
+        match &begin.groups {
+            Some(groups) if self.immediate => self.check_groups(groups),
+            None if self.immediate => {
+                invalid("immediate updates need the hyper-parameters of every group when a pass begins")
+            }
+            Some(_) => {
+                invalid("just-in-time updates take their hyper-parameters when gradients are applied, not before")
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_groups(&self, groups: &[Group]) -> Result<()> {
+        for tensor in self.placement.layouts.iter().flat_map(|l| &l.tensors).filter(|t| t.spec.role == Role::Trainable)
+        {
+            if tensor.spec.group as usize >= groups.len() {
+                let (name, group, given) = (&tensor.spec.name, tensor.spec.group, groups.len());
+                return Err(Error::Invalid(format!(
+                    "{name} belongs to parameter group {group}; {given} groups were given"
+                )));
+            }
+        }
+        for group in groups {
+            // Refused here, where nothing has changed yet, rather than in the middle of the updates.
+            let (betas, decay) = ((group.beta1, group.beta2), group.weight_decay);
+            crate::device::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until every gradient of the undecided pass has landed.
+    fn landed<'a>(
+        &'a self,
+        core: std::sync::MutexGuard<'a, Core>,
+        deadline: Deadline,
+    ) -> Result<Poll<(std::sync::MutexGuard<'a, Core>, Id)>> {
+        let number = core.undecided.ok_or_else(|| {
+            Error::Invalid("no gradients wait: no training pass has begun since the last one was applied".to_owned())
+        })?;
+        if core.current.as_ref().is_some_and(|c| c.finished < c.computes.len()) {
+            return Err(Error::Invalid("a pass is under way: compute all of it first".to_owned()));
+        }
+        let schedule = core.progress.schedule(number);
+        let verdict = schedule.ops.iter().find(|op| op.kind == Kind::Verdict).map(|op| op.id);
+        let id = Id { pass: number, op: verdict.expect("a training pass has a verdict") };
+        self.wait_until(core, deadline, move |core| core.progress.op_is_ready(id).then_some(id))
+    }
+
+    fn norm(&self) -> f64 {
+        let partials = self.placement.norm.iter().zip(&self.memory.sums);
+        global_norm(
+            partials
+                .filter_map(|(norm, sums)| norm.as_ref().map(|norm| sums.elements::<f64>(0, norm.blocks).to_vec()))
+                .flatten(),
+        )
+    }
+
+    pub(super) fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
+        let (core, _) = ready!(self.landed(self.enter()?, Deadline::after(limit))?);
+        drop(core);
+        Ok(Poll::Ready(self.norm()))
+    }
+
+    pub(super) fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
+        if let Some(max_norm) = max_norm {
+            if self.immediate {
+                return Err(Error::Invalid(format!(
+                    "max_grad_norm = {max_norm}: immediate updates cannot be clipped by the norm of all gradients"
+                )));
+            }
+            if !(max_norm.is_finite() && max_norm >= 0.0) {
+                return Err(Error::Invalid(format!("max_grad_norm must be finite and at least 0, not {max_norm}")));
+            }
+        }
+        if !self.immediate {
+            self.check_groups(groups)?;
+        }
+        let deadline = Deadline::after(limit);
+        let core = self.enter()?;
+        let evaluated = core.undecided.is_some() && core.progress.newest().map(|(n, _)| n) != core.undecided;
+        let (core, verdict) = ready!(self.landed(core, deadline)?);
+        let (mut core, ()) =
+            ready!(self.wait_until(core, deadline, |core| (!evaluated || core.is_drained()).then_some(()))?);
+        if evaluated {
+            // Updates follow the training pass directly: what the evaluation left on the device is read no more.
+            core.progress.drop_newest();
+        }
+        let grad_norm = self.norm();
+        let skipped = !grad_norm.is_finite() && !self.immediate;
+        let clip = match max_norm {
+            Some(max_norm) if !skipped => f64::from(clip_coefficient(grad_norm, max_norm)),
+            _ => 1.0,
+        };
+        if !self.immediate {
+            let decision = Decision { groups: groups.to_vec(), grad_scale: clip, skip: skipped };
+            core.decisions.insert(verdict.pass, decision);
+        }
+        core.progress.take_op(verdict);
+        core.progress.complete(verdict);
+        core.undecided = None;
+        core.gathered = false;
+        core.counters.applied();
+        drop(core);
+        self.notify();
+        Ok(Poll::Ready(Outcome { grad_norm, clip, skipped }))
+    }
+
+    pub(super) fn abandon(&self, limit: Duration) -> Result<Poll<()>> {
+        let deadline = Deadline::after(limit);
+        let mut core = self.enter()?;
+        let running = core.current.as_ref().is_some_and(|c| c.finished < c.computes.len());
+        if core.undecided.is_none() && !running {
+            return Ok(Poll::Ready(()));
+        }
+        let Some((newest, schedule)) = core.progress.newest() else { return Ok(Poll::Ready(())) };
+        core.progress.halt(newest);
+        let training = core.undecided == Some(newest);
+        if self.immediate && training && core.updates_begun {
+            let op = schedule.ops.iter().find(|op| op.kind == Kind::Verdict).cloned().expect("training has a verdict");
+            drop(core);
+            return Err(
+                self.fail(&op, "the pass was abandoned after some units had been updated, which cannot be undone")
+            );
+        }
+        if let Some((held, ..)) = core.current.as_mut().and_then(|c| c.held.take()) {
+            core.progress.forget(held);
+        }
+        let (mut core, ()) = ready!(self.wait_until(core, deadline, |core| {
+            (core.progress.under_way_of(newest) == 0 && core.is_drained()).then_some(())
+        })?);
+        // What the caller launched for the operation that it held may still run.
+        if !self.device.compute_is_host() {
+            let event = self.device.record(crate::device::Stream::Compute)?;
+            drop(core);
+            self.device.synchronize(&event)?;
+            core = self.enter()?;
+        }
+        core.progress.drop_newest();
+        if let Some(undecided) = core.undecided.take()
+            && undecided != newest
+        {
+            if training || !running {
+                core.progress.drop_newest();
+            } else {
+                // An evaluation was abandoned; the gradients before it still wait.
+                core.undecided = Some(undecided);
+            }
+        }
+        core.current = None;
+        Ok(Poll::Ready(()))
+    }
+
+    pub(super) fn drain(&self, limit: Duration) -> Result<Poll<()>> {
+        let core = self.enter()?;
+        let waited = self.wait_until(core, Deadline::after(limit), |core| core.is_drained().then_some(()))?;
+        Ok(waited.map(|_| ()))
+    }
+}

@@ -1,0 +1,230 @@
+//! What a lane does for one operation.
+use super::lanes::stream;
+use super::progress::Awaited;
+use super::shared::{Decision, Shared, Token};
+use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
+use crate::error::{Error, Result};
+use crate::layout::{Dtype, Role, TensorLayout};
+use crate::optimizer::{TensorSum, TensorUpdate, kernel};
+use crate::plan::Stretch;
+use crate::schedule::{Kind, Op};
+use crate::store::arena::HostSpan;
+
+/// How far an operation has come.
+pub(super) enum Done {
+    /// Queued on its stream.
+    Queued(Token),
+    /// Over.
+    Over,
+}
+
+impl Shared {
+    pub(super) fn perform(&self, op: &Op, awaited: &[Awaited<Token>], decision: Option<&Decision>) -> Result<Done> {
+        let Some(stream) = stream(op.lane) else {
+            match op.kind {
+                Kind::Gather => self.gather(op)?,
+                Kind::Update => self.update_on_host(op, decision)?,
+                _ => {}
+            }
+            return Ok(Done::Over);
+        };
+        for other in awaited.iter().filter(|a| a.lane != op.lane && !a.complete) {
+            self.device.wait(stream, &other.token.end)?;
+        }
+        let start = Some(self.device.record(stream)?);
+        match op.kind {
+            Kind::Load => self.load(op)?,
+            Kind::Save => self.save(op)?,
+            Kind::Fetch => self.fetch(op)?,
+            Kind::Land => self.land(op)?,
+            Kind::Update => self.update_on_device(op, decision)?,
+            _ => {}
+        }
+        Ok(Done::Queued(Token { start, end: self.device.record(stream)? }))
+    }
+
+    fn load(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let place = op.slot.map_or(self.placement.own[unit], |slot| Some(self.placement.slots[slot as usize]));
+        let place = self.memory.at(place.expect("a unit without a slot has a place of its own"));
+        let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are loaded");
+        if self.options.poison {
+            self.device.fill(Stream::Upload, &place, 0xff)?;
+        }
+        self.device.copy_to_device(Stream::Upload, &planes.image, &place.slice(0, planes.image.len() as u64))
+    }
+
+    fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
+        let stage = op.stage.expect("what is saved or fetched passes through a staging buffer");
+        let area = self.memory.area(op.unit as usize, op.micro_batch, &self.placement);
+        let buffer = self.memory.at(self.placement.stage[stage as usize]);
+        (buffer.slice(0, area.len() as u64), area)
+    }
+
+    fn save(&self, op: &Op) -> Result<()> {
+        let (buffer, area) = self.stage(op);
+        self.device.copy_to_host(Stream::Download, &buffer, &area)
+    }
+
+    fn fetch(&self, op: &Op) -> Result<()> {
+        let (buffer, area) = self.stage(op);
+        if self.options.poison {
+            self.device.fill(Stream::Upload, &buffer, 0xff)?;
+        }
+        self.device.copy_to_device(Stream::Upload, &area, &buffer)
+    }
+
+    fn grad_dtype(&self) -> Dtype {
+        self.placement.grad_precision.dtype()
+    }
+
+    fn land(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let grad = op.grad.expect("what lands has a gradient buffer");
+        let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
+        let norm = self.placement.norm[unit].as_ref().expect("what lands is trained");
+        let (table, sums) = (self.memory.at(norm.table), self.memory.at(norm.sums));
+        if self.options.poison {
+            // Nobody reads a slab before its gradient has landed, nor the sums before the verdict.
+            self.memory.sums[unit].fill(0xff);
+            if let Some(slab) = op.slab {
+                self.memory.slabs[slab as usize].fill(0xff);
+            }
+        }
+        let dtype = self.grad_dtype();
+        self.device.sum_squares(Stream::Download, &grad, dtype, &table, norm.blocks, &sums)?;
+        self.device.copy_to_host(Stream::Download, &sums, &self.memory.sums[unit])?;
+        match op.slab {
+            Some(slab) => self.device.copy_to_host(Stream::Download, &grad, &self.slab(slab, unit)),
+            None => Ok(()),
+        }
+    }
+
+    /// The unit's part of a landing place that larger units may share.
+    pub(super) fn slab(&self, slab: u32, unit: usize) -> HostSpan {
+        let len = usize::try_from(self.placement.grad_bytes(unit)).expect("a mapped length");
+        self.memory.slabs[slab as usize].slice(0, len)
+    }
+
+    fn trainable(&self, unit: usize) -> impl Iterator<Item = (usize, &TensorLayout)> {
+        let tensors = self.placement.layouts[unit].tensors.iter().enumerate();
+        tensors.filter(|(_, t)| t.spec.role == Role::Trainable && t.spec.numel() > 0)
+    }
+
+    /// Adds what has landed into the fp32 store and takes the norm of the sum.
+    fn gather(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let landed = self.slab(op.slab.expect("what is gathered has landed"), unit);
+        let store = &self.memory.gathered[unit];
+        if !self.lock().gathered {
+            store.fill(0);
+        }
+        let dtype = self.grad_dtype();
+        let sums = self.trainable(unit).map(|(_, tensor)| {
+            let numel = tensor.spec.numel();
+            TensorSum {
+                store: part(store, tensor.element, numel, 4),
+                values: part(&landed, tensor.element, numel, dtype.size()),
+                dtype,
+                numel,
+            }
+        });
+        self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
+        let layout = &self.placement.layouts[unit];
+        let mut partials = self.memory.sums[unit].elements::<f64>(0, layout.norm_blocks().len() as u64);
+        for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
+            *sum = kernel::sum_squares(self.adamw.isa(), kernel::Values::F32(&store.elements::<f32>(first, len)));
+        }
+        Ok(())
+    }
+
+    /// The coefficients of each trainable tensor's next update; its count advances.
+    fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
+        let unit = op.unit as usize;
+        let decision = decision.ok_or_else(|| Error::Invalid("an update without a decision".to_owned()))?;
+        if decision.skip {
+            return Ok(None);
+        }
+        if self.immediate {
+            let blocks = self.placement.norm[unit].as_ref().map_or(0, |n| n.blocks);
+            if self.memory.sums[unit].elements::<f64>(0, blocks).iter().any(|s| !s.is_finite()) {
+                let name = &self.placement.layouts[unit].name;
+                return Err(Error::Invalid(format!(
+                    "the gradient of unit {name} is not finite; with immediate updates the step cannot be taken back"
+                )));
+            }
+        }
+        let store = &self.memory.store;
+        let coefficients = self.trainable(unit).map(|(index, tensor)| {
+            let count = store.step_count(unit, index)? + 1;
+            let g = decision.groups[tensor.spec.group as usize];
+            let betas = (g.beta1, g.beta2);
+            let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
+            Ok((index, scalars))
+        });
+        let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
+        for &(index, _) in &coefficients {
+            store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
+        }
+        Ok(Some(coefficients))
+    }
+
+    fn update_on_host(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        let unit = op.unit as usize;
+        let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
+        let (grad, dtype) = match op.slab {
+            Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
+            None => (self.memory.gathered[unit].clone(), Dtype::F32),
+        };
+        let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
+        let layout = &self.placement.layouts[unit];
+        let update = |(tensor, scalars)| planes.update(layout, tensor, &grad, dtype, scalars);
+        let updates: Vec<TensorUpdate> = coefficients.into_iter().map(update).collect();
+        self.adamw.update(&self.pool, &updates)
+    }
+
+    fn update_on_device(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        let unit = op.unit as usize;
+        let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
+        let layout = &self.placement.layouts[unit];
+        let state = self.placement.device_state[unit].as_ref().expect("updated on the device, where its state is");
+        let image = self.placement.own[unit].expect("state on the device has a place of its own");
+        let grad = self.placement.grads[op.grad.expect("what is trained has a gradient buffer") as usize];
+        let dtype = self.grad_dtype();
+        for (index, scalars) in coefficients {
+            let tensor = &layout.tensors[index];
+            let numel = tensor.spec.numel();
+            let at = |stretch: Stretch, size: u64| self.memory.at(stretch).slice(tensor.element * size, numel * size);
+            let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
+            let update = DeviceAdamw {
+                weights: &at(image, layout.precision.dtype().size()),
+                residual: residual.as_ref(),
+                exp_avg: &at(state.exp_avg, 4),
+                exp_avg_sq: &at(state.exp_avg_sq, 4),
+                grad: &at(grad, dtype.size()),
+                grad_dtype: dtype,
+                numel,
+                scalars,
+            };
+            self.device.adamw(Stream::Update, &update)?;
+        }
+        Ok(())
+    }
+
+    /// Seconds that an operation took on its stream, and its span in the trace.
+    pub(super) fn measure(&self, op: &Op, token: &Token) -> Result<f64> {
+        let Some(start) = &token.start else { return Ok(0.0) };
+        let unit = &self.placement.layouts[op.unit as usize].name;
+        self.trace.device(self.device.as_ref(), op, unit, start, &token.end)?;
+        Ok(self.elapsed(start, &token.end)?.unwrap_or(0.0) / 1e3)
+    }
+
+    fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
+        self.device.elapsed_ms(from, to)
+    }
+}
+
+fn part(span: &HostSpan, element: u64, numel: u64, size: u64) -> HostSpan {
+    let fits = "a layout's offsets lie inside its spans";
+    span.slice(usize::try_from(element * size).expect(fits), usize::try_from(numel * size).expect(fits))
+}

@@ -1,0 +1,292 @@
+//! How far passes have come: which operations are ready on which lane, and what follows when one is issued or over.
+//!
+//! Pure bookkeeping, without threads or devices: the engine's lanes drive it in real time, the estimate on a virtual
+//! clock. At most two passes are alive, since every pass uses every unit and so waits for all updates of the one
+//! before it.
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use crate::schedule::{Edge, Lane, Op, Schedule};
+
+/// An operation of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Id {
+    /// Counts passes.
+    pub(crate) pass: u64,
+    /// Position in the pass's schedule.
+    pub(crate) op: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Status {
+    Waiting,
+    Ready,
+    Taken,
+    Issued,
+    Complete,
+}
+
+/// `T` is what the driver remembers of an issued operation: an event, or the time at which it will be over.
+struct PassProgress<T> {
+    number: u64,
+    schedule: Arc<Schedule>,
+    /// Who waits: (later operation, edge), and the same into the next pass.
+    followers: Vec<Vec<(u32, Edge)>>,
+    next_followers: Vec<Vec<(u32, Edge)>>,
+    unmet: Vec<u32>,
+    status: Vec<Status>,
+    tokens: Vec<Option<T>>,
+    open: usize,
+    under_way: usize,
+    halted: bool,
+}
+
+/// The state of up to two passes.
+pub(crate) struct Progress<T> {
+    passes: VecDeque<PassProgress<T>>,
+    ready: [BTreeSet<(u64, u32, u32)>; 6],
+    next_number: u64,
+}
+
+impl<T> Default for Progress<T> {
+    fn default() -> Self {
+        Self { passes: VecDeque::new(), ready: Default::default(), next_number: 0 }
+    }
+}
+
+/// What an operation's stream must wait for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Awaited<T> {
+    pub(crate) lane: Lane,
+    pub(crate) token: T,
+    pub(crate) complete: bool,
+}
+
+impl<T: Clone> Progress<T> {
+    /// Starts a pass. `schedule` must have been made to follow the newest pass when that is still alive.
+    ///
+    /// # Panics
+    /// When two passes are alive.
+    pub(crate) fn begin(&mut self, schedule: Arc<Schedule>) -> u64 {
+        assert!(self.passes.len() < 2, "a third pass begins only when the first is over");
+        let number = self.next_number;
+        self.next_number += 1;
+        let len = schedule.ops.len();
+        let mut pass = PassProgress {
+            number,
+            followers: vec![Vec::new(); len],
+            next_followers: vec![Vec::new(); len],
+            unmet: vec![0; len],
+            status: vec![Status::Waiting; len],
+            tokens: (0..len).map(|_| None).collect(),
+            open: len,
+            under_way: 0,
+            halted: false,
+            schedule,
+        };
+        for op in &Arc::clone(&pass.schedule).ops {
+            for dep in &op.deps {
+                if dep.prior {
+                    if let Some(previous) = self.passes.back_mut()
+                        && !previous.meets(dep.op, dep.edge)
+                    {
+                        previous.next_followers[dep.op as usize].push((op.id, dep.edge));
+                        pass.unmet[op.id as usize] += 1;
+                    }
+                } else {
+                    pass.followers[dep.op as usize].push((op.id, dep.edge));
+                    pass.unmet[op.id as usize] += 1;
+                }
+            }
+        }
+        for op in &Arc::clone(&pass.schedule).ops {
+            if pass.unmet[op.id as usize] == 0 {
+                pass.status[op.id as usize] = Status::Ready;
+                self.ready[op.lane as usize].insert((number, op.priority, op.id));
+            }
+        }
+        self.passes.push_back(pass);
+        number
+    }
+
+    /// Takes the ready operation of lowest priority number of the oldest pass.
+    pub(crate) fn take(&mut self, lane: Lane) -> Option<Id> {
+        let (pass, _, op) = self.ready[lane as usize].pop_first()?;
+        let pass = self.pass_mut(pass);
+        pass.status[op as usize] = Status::Taken;
+        pass.under_way += 1;
+        Some(Id { pass: pass.number, op })
+    }
+
+    /// Whether the lane has a ready operation.
+    pub(crate) fn is_ready(&self, lane: Lane) -> bool {
+        !self.ready[lane as usize].is_empty()
+    }
+
+    /// Whether this operation is ready.
+    pub(crate) fn op_is_ready(&self, id: Id) -> bool {
+        self.find(id.pass).is_some_and(|p| p.status[id.op as usize] == Status::Ready)
+    }
+
+    /// Takes one ready operation.
+    pub(crate) fn take_op(&mut self, id: Id) {
+        let op = self.op(id);
+        let key = (id.pass, op.priority, op.id);
+        let taken = self.ready[op.lane as usize].remove(&key);
+        assert!(taken, "{id:?} is taken while it is ready");
+        let pass = self.pass_mut(id.pass);
+        pass.status[id.op as usize] = Status::Taken;
+        pass.under_way += 1;
+    }
+
+    /// Gives a taken operation up as if it had never been taken; its pass must be halted.
+    pub(crate) fn forget(&mut self, id: Id) {
+        let pass = self.pass_mut(id.pass);
+        pass.status[id.op as usize] = Status::Waiting;
+        pass.under_way -= 1;
+    }
+
+    /// Nothing of this pass begins any more.
+    pub(crate) fn halt(&mut self, number: u64) {
+        self.pass_mut(number).halted = true;
+        for lane in &mut self.ready {
+            lane.retain(|&(pass, ..)| pass != number);
+        }
+    }
+
+    /// Drops the newest pass, of which nothing must be under way.
+    pub(crate) fn drop_newest(&mut self) {
+        if let Some(pass) = self.passes.pop_back() {
+            for lane in &mut self.ready {
+                lane.retain(|&(number, ..)| number != pass.number);
+            }
+            if let Some(previous) = self.passes.back_mut() {
+                previous.next_followers.iter_mut().for_each(Vec::clear);
+            }
+        }
+    }
+
+    /// What the operation's stream must wait for: every dependency by event that leads to it.
+    pub(crate) fn awaited(&self, id: Id) -> Vec<Awaited<T>> {
+        let index = self.index(id.pass);
+        let op = &self.passes[index].schedule.ops[id.op as usize];
+        let mut list = Vec::new();
+        for dep in &op.deps {
+            let pass =
+                if dep.prior { index.checked_sub(1).and_then(|i| self.passes.get(i)) } else { self.passes.get(index) };
+            let Some(pass) = pass else { continue };
+            let earlier = dep.op as usize;
+            if let Some(token) = &pass.tokens[earlier] {
+                list.push(Awaited {
+                    lane: pass.schedule.ops[earlier].lane,
+                    token: token.clone(),
+                    complete: pass.status[earlier] == Status::Complete,
+                });
+            }
+        }
+        list
+    }
+
+    /// The operation has been queued; `token` says when it is over.
+    pub(crate) fn issued(&mut self, id: Id, token: T) {
+        let pass = self.pass_mut(id.pass);
+        pass.status[id.op as usize] = Status::Issued;
+        pass.tokens[id.op as usize] = Some(token);
+        self.release(id, Edge::Issued);
+    }
+
+    /// The operation is over (whether it was reported as issued before or not).
+    pub(crate) fn complete(&mut self, id: Id) {
+        let pass = self.pass_mut(id.pass);
+        let before = std::mem::replace(&mut pass.status[id.op as usize], Status::Complete);
+        if before == Status::Complete {
+            return;
+        }
+        pass.open -= 1;
+        pass.under_way -= 1;
+        if before != Status::Issued {
+            self.release(id, Edge::Issued);
+        }
+        self.release(id, Edge::Complete);
+    }
+
+    fn release(&mut self, id: Id, edge: Edge) {
+        let index = self.index(id.pass);
+        for next in 0..2 {
+            let Some(pass) = self.passes.get(index) else { return };
+            let list = if next == 0 { &pass.followers } else { &pass.next_followers };
+            let later: Vec<u32> = list[id.op as usize].iter().filter(|&&(_, e)| e == edge).map(|&(op, _)| op).collect();
+            if let Some(target) = self.passes.get_mut(index + next) {
+                for op in later {
+                    target.unmet[op as usize] -= 1;
+                    if target.unmet[op as usize] == 0 && !target.halted {
+                        target.status[op as usize] = Status::Ready;
+                        let op = &target.schedule.ops[op as usize];
+                        self.ready[op.lane as usize].insert((target.number, op.priority, op.id));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Forgets passes that are over, oldest first; they are over for good only when nothing of them is open.
+    pub(crate) fn retire(&mut self) {
+        while self.passes.front().is_some_and(|p| p.open == 0) && self.passes.len() > 1 {
+            self.passes.pop_front();
+        }
+    }
+
+    /// Operations that have been taken and are not over.
+    pub(crate) fn under_way(&self) -> usize {
+        self.passes.iter().map(|p| p.under_way).sum()
+    }
+
+    /// Operations of one pass that have been taken and are not over.
+    pub(crate) fn under_way_of(&self, pass: u64) -> usize {
+        self.find(pass).map_or(0, |p| p.under_way)
+    }
+
+    /// Passes that are alive.
+    pub(crate) fn alive(&self) -> usize {
+        self.passes.len()
+    }
+
+    /// The newest pass's schedule.
+    pub(crate) fn newest(&self) -> Option<(u64, Arc<Schedule>)> {
+        self.passes.back().map(|p| (p.number, Arc::clone(&p.schedule)))
+    }
+
+    /// The operation itself.
+    pub(crate) fn op(&self, id: Id) -> Op {
+        self.passes[self.index(id.pass)].schedule.ops[id.op as usize].clone()
+    }
+
+    /// The pass's schedule.
+    pub(crate) fn schedule(&self, pass: u64) -> Arc<Schedule> {
+        Arc::clone(&self.passes[self.index(pass)].schedule)
+    }
+
+    fn find(&self, pass: u64) -> Option<&PassProgress<T>> {
+        self.passes.iter().find(|p| p.number == pass)
+    }
+
+    fn index(&self, pass: u64) -> usize {
+        self.passes.iter().position(|p| p.number == pass).expect("the pass of an operation under way is alive")
+    }
+
+    fn pass_mut(&mut self, pass: u64) -> &mut PassProgress<T> {
+        let index = self.index(pass);
+        &mut self.passes[index]
+    }
+}
+
+impl<T> PassProgress<T> {
+    fn meets(&self, op: u32, edge: Edge) -> bool {
+        match self.status[op as usize] {
+            Status::Complete => true,
+            // An issued operation still orders streams by its event.
+            Status::Issued => edge == Edge::Issued,
+            _ => false,
+        }
+    }
+}

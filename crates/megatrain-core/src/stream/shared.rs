@@ -1,0 +1,233 @@
+//! What the caller and the lanes share: one state under one lock.
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use super::memory::Memory;
+use super::progress::{Id, Progress};
+use super::stats::Counters;
+use super::{Group, Options};
+use crate::device::{Device, Event, Stream};
+use crate::error::{Error, Result};
+use crate::optimizer::{Adamw, Affinity, Isa, Pool};
+use crate::plan::{Placement, Plan, Request, UpdateMode};
+use crate::schedule::{Facts, Lane, Op, Schedule, Shape, check};
+use crate::trace::Trace;
+
+/// When an issued operation is over: an event, and one before it where times are kept.
+#[derive(Clone)]
+pub(super) struct Token {
+    pub(super) start: Option<Event>,
+    pub(super) end: Event,
+}
+
+/// What broke the engine first.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    unit: String,
+    op: String,
+    cause: String,
+}
+
+/// What has been decided about a pass's gradients.
+#[derive(Clone, Debug)]
+pub(super) struct Decision {
+    pub(super) groups: Vec<Group>,
+    pub(super) grad_scale: f64,
+    pub(super) skip: bool,
+}
+
+/// The newest pass, as its caller sees it.
+pub(super) struct Current {
+    pub(super) number: u64,
+    pub(super) shape: Shape,
+    /// Its compute operations in order, and how many have been finished.
+    pub(super) computes: Arc<Vec<u32>>,
+    pub(super) finished: usize,
+    /// The operation that the caller holds.
+    pub(super) held: Option<(Id, Option<Event>, Instant)>,
+}
+
+#[derive(Default)]
+pub(super) struct Core {
+    pub(super) progress: Progress<Token>,
+    pub(super) failure: Option<Failure>,
+    pub(super) closing: bool,
+    pub(super) current: Option<Current>,
+    /// The training pass whose gradients wait for a decision.
+    pub(super) undecided: Option<u64>,
+    /// Whether a training pass has been computed, so that there are gradients to read.
+    pub(super) trained: bool,
+    /// Whether gradients of passes before have been gathered and not been applied.
+    pub(super) gathered: bool,
+    pub(super) decisions: HashMap<u64, Decision>,
+    /// Updates of the newest pass that have begun (immediate mode cannot take them back).
+    pub(super) updates_begun: bool,
+    /// Issued operations whose events each device lane's second thread waits for.
+    pub(super) awaited: [VecDeque<(Id, Token)>; 4],
+    pub(super) schedules: HashMap<(Shape, Option<Shape>), Arc<Schedule>>,
+    pub(super) counters: Counters,
+}
+
+pub(super) struct Shared {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) plan: Plan,
+    pub(super) placement: Placement,
+    pub(super) facts: Facts,
+    pub(super) immediate: bool,
+    pub(super) tied: bool,
+    pub(super) memory: Memory,
+    pub(super) pool: Pool,
+    pub(super) adamw: Adamw,
+    pub(super) options: Options,
+    pub(super) trace: Trace,
+    core: Mutex<Core>,
+    changed: Condvar,
+}
+
+/// A time limit.
+#[derive(Clone, Copy)]
+pub(super) struct Deadline(Instant);
+
+impl Deadline {
+    pub(super) fn after(limit: Duration) -> Self {
+        // A limit beyond what the clock counts is as good as a day.
+        Self(Instant::now().checked_add(limit).unwrap_or_else(|| Instant::now() + Duration::from_secs(86400)))
+    }
+}
+
+impl Shared {
+    pub(super) fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
+        request.check()?;
+        plan.matches(request)?;
+        let placement = Placement::new(request, plan)?;
+        let facts = Facts::from_placement(request, plan, &placement);
+        let isa = Isa::select(options.isa.as_deref())?;
+        let pool = Pool::new(options.threads, &Affinity::Free)?;
+        let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
+        let trace = Trace::new(device.as_ref(), options.trace)?;
+        Ok(Self {
+            device,
+            plan: plan.clone(),
+            placement,
+            facts,
+            immediate: request.update == UpdateMode::Immediate,
+            tied: request.tied,
+            memory,
+            pool,
+            adamw: Adamw::new(isa),
+            options: options.clone(),
+            trace,
+            core: Mutex::new(Core::default()),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// The state, whatever happened to other threads: what changes it under the lock does not panic half-way.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, unless the engine is broken or closed.
+    pub(super) fn enter(&self) -> Result<MutexGuard<'_, Core>> {
+        let core = self.lock();
+        core.check()?;
+        Ok(core)
+    }
+
+    pub(super) fn wait<'a>(&self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        self.changed.wait(core).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `done` answers, the engine breaks, or time is up.
+    pub(super) fn wait_until<'a, R>(
+        &self,
+        mut core: MutexGuard<'a, Core>,
+        deadline: Deadline,
+        mut done: impl FnMut(&mut Core) -> Option<R>,
+    ) -> Result<Poll<(MutexGuard<'a, Core>, R)>> {
+        loop {
+            core.check()?;
+            if let Some(answer) = done(&mut core) {
+                return Ok(Poll::Ready((core, answer)));
+            }
+            let left = deadline.0.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(Poll::Pending);
+            }
+            core = self.changed.wait_timeout(core, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Something has changed that others may wait for.
+    pub(super) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Marks the engine broken; the first failure is the one that is told.
+    pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
+        let mut core = self.lock();
+        let unit = self.placement.layouts[op.unit as usize].name.clone();
+        let failure = Failure { unit, op: format!("{:?}", op.kind).to_lowercase(), cause: cause.to_owned() };
+        let error = core.failure.get_or_insert(failure).error();
+        drop(core);
+        self.notify();
+        error
+    }
+
+    /// The schedule of a pass, made and checked once.
+    pub(super) fn schedule(&self, core: &mut Core, shape: Shape, previous: Option<&Schedule>) -> Result<Arc<Schedule>> {
+        let key = (shape, previous.map(|p| p.shape));
+        if let Some(schedule) = core.schedules.get(&key) {
+            return Ok(Arc::clone(schedule));
+        }
+        let schedule = Schedule::new(&self.facts, shape, previous)?;
+        check(&self.facts, &schedule, previous)?;
+        let schedule = Arc::new(schedule);
+        core.schedules.insert(key, Arc::clone(&schedule));
+        Ok(schedule)
+    }
+
+    pub(super) fn close(&self) {
+        self.lock().closing = true;
+        self.notify();
+    }
+
+    /// Waits until the device is done with our memory; errors no longer matter to anyone.
+    pub(super) fn settle(&self) {
+        for stream in Stream::ALL {
+            if let Ok(event) = self.device.record(stream) {
+                let _ = self.device.synchronize(&event);
+            }
+        }
+    }
+}
+
+impl Failure {
+    fn error(&self) -> Error {
+        Error::Broken { unit: self.unit.clone(), op: self.op.clone(), cause: self.cause.clone() }
+    }
+}
+
+impl Core {
+    pub(super) fn check(&self) -> Result<()> {
+        match &self.failure {
+            Some(failure) => Err(failure.error()),
+            None if self.closing => Err(Error::Invalid("the engine is closed".to_owned())),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a lane may take an operation now: with one at a time, only when nothing is under way.
+    pub(super) fn may_take(&self, synchronous: bool) -> bool {
+        !synchronous || self.progress.under_way() == 0
+    }
+
+    /// Whether nothing is under way and nothing can begin but what the caller computes or decides.
+    pub(super) fn is_drained(&self) -> bool {
+        let held = usize::from(self.current.as_ref().is_some_and(|c| c.held.is_some()));
+        let busy = [Lane::Upload, Lane::Download, Lane::Host, Lane::Update].into_iter();
+        self.progress.under_way() == held && !busy.into_iter().any(|lane| self.progress.is_ready(lane))
+    }
+}

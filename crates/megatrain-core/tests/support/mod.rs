@@ -1,0 +1,255 @@
+//! A small model computed with [`SimDevice::launch`], so that computing is as asynchronous as on a GPU.
+#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use megatrain_core::device::sim::{SimDevice, SimMemory};
+use megatrain_core::device::{DeviceMemory, Stream};
+use megatrain_core::error::Result;
+use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
+use megatrain_core::plan::{Budget, DeviceKind, Rates, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode};
+use megatrain_core::schedule::Pass;
+use megatrain_core::store::Plane;
+use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Outcome, Phase, PlaneName};
+
+/// Elements of a hidden state.
+pub const WIDTH: usize = 37;
+pub const FOREVER: Duration = Duration::from_secs(60);
+pub const GROUPS: [Group; 2] = [
+    Group { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 },
+    Group { lr: 3e-2, beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.0 },
+];
+
+/// A model of `layers` layers whose tensors have odd sizes.
+pub fn request(layers: usize, micro_batches: u32) -> Request {
+    let tensor = |name: String, shape: Vec<u64>, group: u32, role: Role| TensorSpec {
+        name,
+        shape,
+        dtype: Dtype::F32,
+        role,
+        group,
+    };
+    let unit = |name: &str, role: UnitRole, size: u64| UnitRequest {
+        name: name.to_owned(),
+        role,
+        tensors: vec![
+            tensor(format!("{name}.weight"), vec![size, 3], 0, Role::Trainable),
+            tensor(format!("{name}.scale"), vec![5], 0, Role::Frozen),
+            tensor(format!("{name}.bias"), vec![WIDTH as u64], 1, Role::Trainable),
+        ],
+        kept_bytes: 4096,
+        input_bytes: (WIDTH * 4) as u64,
+        flops: 1e9,
+    };
+    let mut units = vec![unit("embed", UnitRole::Embed, 1001)];
+    units.extend((0..layers).map(|i| unit(&format!("layers.{i}"), UnitRole::Layer, 701 + 13 * i as u64)));
+    units.push(unit("head", UnitRole::Head, 333));
+    Request {
+        units,
+        tied: false,
+        precision: Precision::Fp32,
+        grad_precision: Precision::Fp32,
+        update: UpdateMode::JustInTime,
+        micro_batches,
+        workspace_bytes: 0,
+        budget: Budget { device: 1 << 30, host: 1 << 30 },
+        device: DeviceKind::Cpu,
+        requests: Requests { keep: Some(0), slots: Some(2), ..Requests::default() },
+        rates: Rates::default(),
+    }
+}
+
+pub fn ready<T>(poll: Poll<T>) -> T {
+    match poll {
+        Poll::Ready(value) => value,
+        Poll::Pending => panic!("the engine hangs"),
+    }
+}
+
+type Activations = Arc<Mutex<HashMap<(u32, u32), Vec<f32>>>>;
+
+/// Computes what an engine asks for.
+pub struct Toy {
+    pub device: SimDevice,
+    pub request: Request,
+    hidden: Activations,
+    grads: Activations,
+}
+
+fn bf16(value: f32) -> u16 {
+    let mut out = [0u16];
+    megatrain_core::optimizer::kernel::f32_to_bf16(&[value], &mut out);
+    out[0]
+}
+
+fn floats(memory: &SimMemory, at: &DeviceMemory, precision: Precision) -> Vec<f32> {
+    let bytes = memory.bytes(at);
+    match precision {
+        Precision::Fp32 => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        Precision::Bf16 => {
+            let widen = |b: &[u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            bytes.as_chunks::<2>().0.iter().map(widen).collect()
+        }
+    }
+}
+
+fn put(memory: &mut SimMemory, at: &DeviceMemory, precision: Precision, values: &[f32]) {
+    let bytes: Vec<u8> = match precision {
+        Precision::Fp32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        Precision::Bf16 => values.iter().flat_map(|v| bf16(*v).to_le_bytes()).collect(),
+    };
+    memory.bytes_mut(at).copy_from_slice(&bytes);
+}
+
+impl Toy {
+    pub fn new(device: SimDevice, request: Request) -> Self {
+        Self { device, request, hidden: Activations::default(), grads: Activations::default() }
+    }
+
+    /// Initial weights, the same whatever the plan.
+    pub fn fill(&self, engine: &Engine) -> Result<()> {
+        for (u, layout) in engine.layouts().iter().enumerate() {
+            for (t, tensor) in layout.tensors.iter().enumerate() {
+                let value = |i: u64| ((i * 7919 + u as u64 * 104_729 + t as u64 * 31) % 1009) as f32 / 1009.0 - 0.5;
+                let bytes: Vec<u8> = (0..tensor.spec.numel()).flat_map(|i| value(i).to_le_bytes()).collect();
+                let plane = if tensor.spec.role == Role::Trainable { Plane::Master } else { Plane::Weights };
+                engine.write(u, t, PlaneName::State(plane), 0, Dtype::F32, &bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every master weight and moment, bit for bit.
+    pub fn state(&self, engine: &Engine) -> Result<Vec<Vec<u8>>> {
+        let mut all = Vec::new();
+        for (u, layout) in engine.layouts().iter().enumerate() {
+            for (t, tensor) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
+                for plane in [Plane::Master, Plane::ExpAvg, Plane::ExpAvgSq] {
+                    let mut out = vec![0; tensor.spec.numel() as usize * 4];
+                    engine.read(u, t, PlaneName::State(plane), 0, &mut out)?;
+                    all.push(out);
+                }
+                all.push(engine.step_count(u, t)?.to_le_bytes().to_vec());
+            }
+        }
+        Ok(all)
+    }
+
+    pub fn begin(&self, engine: &Engine, pass: Pass, micro_batches: u32, accumulate: bool) -> Result<()> {
+        let groups = (self.request.update == UpdateMode::Immediate && pass == Pass::Train).then(|| GROUPS.to_vec());
+        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, accumulate };
+        engine.begin(&begin, FOREVER).map(ready)
+    }
+
+    /// Computes a whole pass.
+    pub fn compute(&self, engine: &Engine, step: u64) -> Result<()> {
+        while let Some(op) = engine.next(FOREVER).map(ready)? {
+            self.launch(engine, &op, step);
+            engine.finish(op.id)?;
+        }
+        Ok(())
+    }
+
+    pub fn apply(&self, engine: &Engine, max_norm: Option<f64>) -> Result<Outcome> {
+        let max_norm = max_norm.filter(|_| self.request.update == UpdateMode::JustInTime);
+        engine.apply(&GROUPS, max_norm, FOREVER).map(ready)
+    }
+
+    pub fn step(&self, engine: &Engine, step: u64, max_norm: Option<f64>) -> Result<Outcome> {
+        self.begin(engine, Pass::Train, self.request.micro_batches, false)?;
+        self.compute(engine, step)?;
+        self.apply(engine, max_norm)
+    }
+
+    /// Queues one operation on the compute stream.
+    pub fn launch(&self, engine: &Engine, op: &ComputeOp, step: u64) {
+        let layout = engine.layouts()[op.unit as usize].clone();
+        let (precision, sent) = (self.request.precision, self.request.grad_precision);
+        let plane =
+            |region: Region, offset: u64, size: u64| engine.region(region).slice(offset, layout.elements * size);
+        let weights = plane(Region::Weights, op.weights, precision.dtype().size());
+        let grad = op.grad.map(|o| plane(Region::Grads, o, sent.dtype().size()));
+        let sum = op.accumulator.map(|o| plane(Region::Accumulators, o, 4));
+        let input_bytes = (WIDTH * 4) as u64;
+        let stage = op.stage.map(|o| engine.region(Region::Stage).slice(o, input_bytes));
+        let tied = op.tied_weights.map(|o| {
+            let embed = &engine.layouts()[0];
+            engine.region(Region::Weights).slice(o, embed.elements * precision.dtype().size())
+        });
+        let (hidden, grads) = (Arc::clone(&self.hidden), Arc::clone(&self.grads));
+        let op = op.clone();
+        let train = !matches!(op.phase, Phase::Loss) || op.grad.is_some();
+        self.device.launch(Stream::Compute, move |memory| {
+            let (mut hidden, mut grads) = (hidden.lock().unwrap(), grads.lock().unwrap());
+            let (unit, mb) = (op.unit, op.micro_batch);
+            let first = layout.tensors[0].element as usize;
+            let bias = layout.tensors[2].element as usize;
+            let numel = layout.tensors[0].spec.numel() as usize;
+            let w = floats(memory, &weights, precision);
+            assert!(w[first..first + numel].iter().all(|x| x.is_finite()), "poisoned weights of unit {unit}");
+            let apply = |x: &[f32], w: &[f32]| -> Vec<f32> {
+                (0..WIDTH).map(|i| x[i] * w[first + (i * 11) % numel] + w[bias + i]).collect()
+            };
+            match op.phase {
+                Phase::Embed => {
+                    let x: Vec<f32> = (0..WIDTH)
+                        .map(|i| w[first + (i * 17 + mb as usize * 5 + step as usize) % numel] + w[bias + i])
+                        .collect();
+                    hidden.insert((1, mb), x);
+                }
+                Phase::Forward => {
+                    let y = apply(&hidden[&(unit, mb)], &w);
+                    if let Some(stage) = &stage {
+                        let x = hidden.remove(&(unit, mb)).unwrap();
+                        put(memory, stage, Precision::Fp32, &x);
+                    }
+                    hidden.insert((unit + 1, mb), y);
+                }
+                Phase::Loss | Phase::Backward | Phase::EmbedBackward => {
+                    let x = match &stage {
+                        Some(stage) => floats(memory, stage, Precision::Fp32),
+                        None => hidden.get(&(unit, mb)).cloned().unwrap_or_else(|| vec![1.0; WIDTH]),
+                    };
+                    let y = apply(&x, &w);
+                    let mut dy: Vec<f32> = match op.phase {
+                        Phase::Loss => y.iter().map(|y| y - 0.25).collect(),
+                        _ => grads[&(unit, mb)].clone(),
+                    };
+                    if let Some(tied) = &tied {
+                        let e = floats(memory, tied, precision);
+                        dy.iter_mut().enumerate().for_each(|(i, d)| *d += e[i] * 0.5);
+                    }
+                    if !train {
+                        return;
+                    }
+                    let mut dw = vec![0f32; layout.elements as usize];
+                    for i in 0..WIDTH {
+                        dw[first + (i * 11) % numel] += dy[i] * x[i];
+                        dw[bias + i] += dy[i];
+                    }
+                    for (j, d) in dw[first..first + numel].iter_mut().enumerate() {
+                        *d += dy[j % WIDTH] * 1e-3;
+                    }
+                    if let Some(below) = unit.checked_sub(1) {
+                        let dx = (0..WIDTH).map(|i| dy[i] * w[first + (i * 11) % numel] + 0.01).collect();
+                        grads.insert((below, mb), dx);
+                    }
+                    let Some(grad) = &grad else { return };
+                    let real = |j: usize| (first..first + numel).contains(&j) || (bias..bias + WIDTH).contains(&j);
+                    let target = sum.as_ref().unwrap_or(grad);
+                    let target_precision = if sum.is_some() { Precision::Fp32 } else { sent };
+                    let mut total = floats(memory, target, target_precision);
+                    for j in (0..total.len()).filter(|&j| real(j)) {
+                        total[j] = if op.first { dw[j] } else { total[j] + dw[j] };
+                    }
+                    put(memory, target, target_precision, &total);
+                    if op.last && sum.is_some() {
+                        put(memory, grad, sent, &total);
+                    }
+                }
+            }
+        });
+    }
+}

@@ -104,11 +104,14 @@ class Decoder:
         self.recorder.side = self.probe.side
         self.head: HeadKind = probe_head(self)
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
+        if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
+            raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
         self._freeze(freeze, frozen_dtypes or {})
         self.index_names = _index_attributes(self.layers)
         self.structure_of, self.structures = _structures(self.layers, self.index_names)
         self.units = self._cut()
         self.tensors: dict[str, TensorRef] = {t.name: t for unit in self.units for t in unit.tensors}
+        self.tables = self._tables()
 
     @classmethod
     def from_config(
@@ -246,6 +249,12 @@ class Decoder:
             raise ConfigError(f"{name} is used both before the first layer and after the last one")
         return "head" if after else "embed"
 
+    def _tables(self) -> tuple[tuple[int, int | None], ...]:
+        """For each embedding call before the layers: index of its weight in unit 0, and its padding index."""
+        prefix = f"{self.base_name}." if self.base_name else ""
+        names = {id(p): prefix + n for n, p in self.recorder.base.named_parameters()}
+        return tuple((self._local[0][names[weight]], padding) for weight, padding in self.probe.tables)
+
     def _freeze(self, patterns: Sequence[str], dtypes: dict[str, torch.dtype]) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}
         for pattern in patterns:
@@ -368,7 +377,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_without_storage(
-    config: Any, dtype: torch.dtype, attention: str = "auto", experts: str | None = None, trust_remote_code: bool = False
+    config: Any,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    experts: str | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """The model of a configuration: parameters on meta, every buffer real."""
     from transformers import AutoModelForCausalLM
@@ -498,9 +511,7 @@ def _signature(layer: nn.Module, index_names: set[tuple[str, str]]) -> tuple[Any
     modules = tuple((path, f"{type(m).__module__}.{type(m).__qualname__}") for path, m in layer.named_modules())
     parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     shared = {f"{m}.{n}" if m else n for m, module in layer.named_modules() for n in module._non_persistent_buffers_set}
-    buffers = tuple(
-        (n, tuple(b.shape), b.dtype, _digest(b) if n in shared else None) for n, b in layer.named_buffers()
-    )
+    buffers = tuple((n, tuple(b.shape), b.dtype, _digest(b) if n in shared else None) for n, b in layer.named_buffers())
     attributes = tuple(
         (path, name, "index" if (path, name) in index_names else _value(value))
         for path, name, value in _attributes(layer)

@@ -65,7 +65,9 @@ class EmbeddingCalls(TorchFunctionMode):
 class Stub(nn.Module):
     """Stands for layer `index`: hands its arguments to `take` and returns what that returns."""
 
-    def __init__(self, layer: nn.Module, index: int, take: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, layer: nn.Module, index: int, take: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", layer)  # not registered: its parameters are not the stub's
         self._index = index
@@ -149,8 +151,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def copy_without(module: nn.Module, omit: nn.Module) -> nn.Module:
-    """A copy of a module tree that shares tensors with the original and `omit` by reference."""
+def copy_without(module: nn.Module, omit: nn.Module | None = None) -> nn.Module:
+    """A copy of a module tree that shares tensors with the original, and `omit` itself."""
     if module is omit:
         return module
     twin = shallow_copy(module)
@@ -300,6 +302,8 @@ class Probe:
     """Modules that run before the layers without seeing the hidden states, such as rotary tables."""
     tail: tuple[str, ...]
     """Modules after the last layer, each applied to the output of the one before."""
+    tables: tuple[tuple[int, int | None], ...]
+    """An embedding call each: `id` of its weight in the recorder's base, and the row that gets no gradient."""
     plain_embedding: bool
     """Whether the first layer gets the rows of the one embedding as they are."""
 
@@ -317,6 +321,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
     used: dict[str, set[int]] = {"before": set(), "between": set(), "after": set()}
     looked_up: list[Tensor | None] = []
     rows: list[Tensor] = []
+    tables: list[tuple[int, int | None]] = []
     calls: list[tuple[str, str, Any, Any]] = []  # (phase, module, first input, output)
 
     def phase() -> str:
@@ -330,6 +335,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
 
     def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         used[phase()].add(id(weight))
+        tables.append((id(weight), padding_idx))
         looked_up.append(None if _same(ids, input_ids) else ids)
         rows.append(torch.zeros(*ids.shape, weight.shape[1], dtype=recorder.dtype, requires_grad=True))
         return rows[-1]
@@ -366,6 +372,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
         after=frozenset(used["after"]),
         side=side,
         tail=_tail(name, recorder._hidden[-1], [c for c in calls if c[0] == "after"], output),
+        tables=tuple(tables),
         plain_embedding=len(rows) == 1 and looked_up == [None] and _same(rows[0], recorder._hidden[0]),
     )
 

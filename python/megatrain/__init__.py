@@ -1,0 +1,62 @@
+"""Full-precision training of language models larger than GPU memory, on one GPU.
+
+The names are imported when they are first used, so that `import megatrain` needs neither torch nor a card.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megatrain._core import __version__
+from megatrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    DoesNotFit,
+    EngineBroken,
+    MegatrainError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from megatrain.config import Config as Config
+    from megatrain.engine import Engine as Engine
+    from megatrain.engine import StepOutput as StepOutput
+    from megatrain.model import Decoder as Decoder
+    from megatrain.optim import AdamW as AdamW
+    from megatrain.trainer import Trainer as Trainer
+
+_LAZY = {
+    "AdamW": "optim",
+    "Config": "config",
+    "Decoder": "model",
+    "Engine": "engine",
+    "StepOutput": "engine",
+    "Trainer": "trainer",
+}
+
+__all__ = [
+    "AdamW",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Decoder",
+    "DeviceError",
+    "DoesNotFit",
+    "Engine",
+    "EngineBroken",
+    "MegatrainError",
+    "StepOutput",
+    "StorageError",
+    "Trainer",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatrain.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,246 @@
+"""Micro-batches as callers give them, checked, and as a step needs them.
+
+Everything that needs a look at values happens here, on the CPU and before the step: ranges, supervised tokens, masks
+and rotary tables (by the recorder), which embedding rows are looked up. The device part is asynchronous copies.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+from megatrain.loss import IGNORE
+from megatrain.model import Decoder
+from megatrain.recording import Record
+
+Batch = Mapping[str, Any]
+"""`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`."""
+
+_CACHED_SHAPES = 16
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """One micro-batch, ready to be computed. Tensors are on the CPU until `to` has moved them."""
+
+    index: int
+    """Place in the caller's list; keys the random state."""
+    shape: tuple[int, int]
+    """(batch, seq)"""
+    num_tokens: int
+    """Supervised tokens."""
+    input_ids: Tensor
+    """(batch, seq), int64"""
+    targets: Tensor
+    """(batch * seq,), int64: the next token's label"""
+    rows: Tensor
+    """(num_tokens,), int64: which targets are supervised"""
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    record: Record | None
+    """None: that of the shape, which the recorder's cache holds."""
+    lookups: list[Tensor]
+    """An embedding call each: rows looked up, counted among the distinct rows of the step (flat, int64)."""
+    batch: dict[str, Any]
+    """What the caller gave."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Prepared:
+    """The micro-batches of one step, checked and recorded."""
+
+    micro_batches: list[MicroBatch]
+    """Those with a supervised token (all of them, where a loss function of the caller's decides)."""
+    num_tokens: int
+    """Supervised tokens of all."""
+    tables: dict[int, tuple[Tensor, int]]
+    """For each trained embedding table (index in unit 0): the distinct rows looked up, and which of them is padding."""
+    empty: list[int]
+    """Micro-batches without a supervised token, which add nothing."""
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """(batch, seq) of the micro-batch with most tokens."""
+        return max((m.shape for m in self.micro_batches), key=lambda shape: shape[0] * shape[1], default=(0, 0))
+
+
+class Preparer:
+    """Checks and records micro-batches for one model; safe to call from another thread."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        self._decoder = decoder
+        self._device = device
+        self._lock = threading.Lock()
+        self._plain: collections.OrderedDict[tuple[int, int], tuple[Record, Record]] = collections.OrderedDict()
+
+    def prepare(self, batches: Sequence[Batch], *, need_labels: bool = True, keep_empty: bool = False) -> Prepared:
+        """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take."""
+        if not batches:
+            raise ConfigError("a step needs at least one micro-batch")
+        checked = [self._check(i, batch, need_labels) for i, batch in enumerate(batches)]
+        used = [m for m in checked if m.num_tokens or keep_empty]
+        records = [m.record if m.record is not None else self._of_shape(m.shape)[0] for m in used]
+        return Prepared(
+            micro_batches=used,
+            num_tokens=sum(m.num_tokens for m in used),
+            tables=self._look_up(used, records),
+            empty=[m.index for m in checked if not m.num_tokens],
+        )
+
+    def to_device(self, micro: MicroBatch, with_batch: bool = False) -> MicroBatch:
+        """The micro-batch on the device, copied asynchronously."""
+        record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]
+        if self._device.type == "cpu":
+            return dataclasses.replace(micro, record=record)
+        batch = micro.batch
+        if with_batch:
+            batch = {k: self._move(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        return dataclasses.replace(
+            micro,
+            input_ids=self._move(micro.input_ids),
+            targets=self._move(micro.targets),
+            rows=self._move(micro.rows),
+            attention_mask=self._move(micro.attention_mask) if micro.attention_mask is not None else None,
+            position_ids=self._move(micro.position_ids) if micro.position_ids is not None else None,
+            lookups=[self._move(where) for where in micro.lookups],
+            record=record,
+            batch=batch,
+        )
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_cuda else tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
+
+    def _of_shape(self, shape: tuple[int, int]) -> tuple[Record, Record]:
+        """Record of a micro-batch without padding or packing, on the CPU and on the device: its shape decides it."""
+        with self._lock:
+            if shape not in self._plain:
+                record = self._decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
+                self._plain[shape] = record, record.to(self._device)
+                if len(self._plain) > _CACHED_SHAPES:
+                    self._plain.popitem(last=False)
+            self._plain.move_to_end(shape)
+            return self._plain[shape]
+
+    def _check(self, index: int, batch: Batch, need_labels: bool) -> MicroBatch:
+        where = f"micro-batch {index}"
+        ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
+        shape = (int(ids.shape[0]), int(ids.shape[1]))
+        decoder = self._decoder
+        _in_range(where, "token id", ids, decoder.num_embeddings, "the model's embedding has")
+        limit = decoder.max_positions
+        if limit is not None and shape[1] > limit:
+            raise ConfigError(f"{where}: sequence of {shape[1]} tokens, but the model has positions for {limit}")
+        labels = batch.get("labels")
+        if labels is None and need_labels:
+            raise ConfigError(f"{where} has no labels")
+        targets = torch.full(shape, IGNORE, dtype=torch.int64)
+        if labels is not None:
+            labels = _matrix(where, "labels", labels, shape)
+            targets[:, :-1] = labels[:, 1:]
+            supervised = targets != IGNORE
+            _in_range(where, "label", targets[supervised], decoder.vocab_size, "the model's head has")
+        targets = targets.flatten()
+        rows = (targets != IGNORE).nonzero().flatten()
+        mask, positions = self._mask_and_positions(where, batch, shape)
+        record = None
+        if mask is not None or positions is not None:
+            with self._lock:
+                record = decoder.recorder.record(ids, mask, positions)
+        return MicroBatch(
+            index=index,
+            shape=shape,
+            num_tokens=int(rows.shape[0]),
+            input_ids=ids,
+            targets=targets,
+            rows=rows,
+            attention_mask=mask,
+            position_ids=positions,
+            record=record,
+            lookups=[],
+            batch=dict(batch),
+        )
+
+    def _mask_and_positions(
+        self, where: str, batch: Batch, shape: tuple[int, int]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Mask and positions, each None where it says nothing: an all-ones mask and counting positions are the default."""
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        if mask is not None:
+            mask = _matrix(where, "attention_mask", mask, shape)
+            if bool(((mask != 0) & (mask != 1)).any()):
+                raise ConfigError(f"{where}: attention_mask must hold 0 and 1 only")
+            if bool((mask == 0).all(1).any()):
+                raise ConfigError(f"{where}: attention_mask hides a whole row; leave such rows out")
+        if positions is not None:
+            positions = _matrix(where, "position_ids", positions, shape)
+            limit = self._decoder.max_positions
+            if limit is not None:
+                _in_range(where, "position", positions, limit, "the model has positions for")
+            if mask is not None and not bool(mask.all()):
+                both = (mask[:, 1:] == 1) & (mask[:, :-1] == 1)
+                if bool((both & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
+                    raise ConfigError(
+                        f"{where}: position_ids restart while attention_mask hides padding; transformers separates packed "
+                        "rows by position_ids alone, so give padding positions of its own and leave attention_mask out"
+                    )
+            if torch.equal(positions, torch.arange(shape[1]).expand(shape)):
+                positions = None
+        if mask is not None and bool(mask.all()):
+            mask = None
+        return mask, positions
+
+    def _look_up(self, used: list[MicroBatch], records: list[Record]) -> dict[int, tuple[Tensor, int]]:
+        """Fills every micro-batch's `lookups` and returns each trained table's distinct rows."""
+        decoder, tables = self._decoder, {}
+        embed = decoder.units[0].tensors
+        ids = [
+            [m.input_ids if c is None else c for c in record.embedding_ids]
+            for m, record in zip(used, records, strict=True)
+        ]
+        numbers: dict[int, Tensor] = {}
+        for call, (table, padding) in enumerate(decoder.tables):
+            if embed[table].role != "trainable" or table in numbers or not used:
+                continue
+            calls = [c for c, (t, _) in enumerate(decoder.tables) if t == table]
+            seen = torch.zeros(embed[table].shape[0], dtype=torch.bool)
+            for of_micro in ids:
+                for c in calls:
+                    seen[of_micro[c].flatten()] = True
+            numbers[table] = seen.cumsum(0) - 1
+            place = int(numbers[table][padding]) if padding is not None and bool(seen[padding]) else -1
+            tables[table] = seen.nonzero().flatten(), place
+            del call
+        for micro, of_micro in zip(used, ids, strict=True):
+            micro.lookups = [
+                numbers[table][of_micro[c].flatten()] if table in numbers else torch.empty(0, dtype=torch.int64)
+                for c, (table, _) in enumerate(decoder.tables)
+            ]
+        return tables
+
+
+def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:
+    """`value` as an int64 CPU tensor (batch, seq)."""
+    if value is None:
+        raise ConfigError(f"{where} has no {name}")
+    tensor = torch.as_tensor(value).cpu()
+    if tensor.ndim != 2 or tensor.is_floating_point() or 0 in tensor.shape:
+        raise ConfigError(
+            f"{where}: {name} must be integers of shape (batch, seq), not {tensor.dtype} {[*tensor.shape]}"
+        )
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise ConfigError(f"{where}: {name} has shape {[*tensor.shape]}, but input_ids {[*shape]}")
+    return tensor.to(torch.int64)
+
+
+def _in_range(where: str, what: str, values: Tensor, limit: int, owner: str) -> None:
+    if not values.numel():
+        return
+    low, high = (int(v) for v in values.aminmax())
+    if low < 0 or high >= limit:
+        bad = high if high >= limit else low
+        raise ConfigError(f"{where}: {what} {bad}, but {owner} {limit}")

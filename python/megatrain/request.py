@@ -1,0 +1,206 @@
+"""What a model asks of the planner: sizes and work of every unit, measured on the meta device. Allocates nothing."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatrain.activations import Turn
+from megatrain.errors import ConfigError
+from megatrain.loss import default_chunk, workspace_bytes
+from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
+from megatrain.optim import AdamW
+from megatrain.recording import copy_without
+from megatrain.template import LayerCall
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One layer with one micro-batch."""
+
+    kept_bytes: int
+    """What its backward needs beyond weights, its input and the shared masks and tables."""
+    flops: int
+    """Of the forward's matmuls, attention counted causally."""
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what the fused attention kernels save: queries, keys, values, output and one fp32 number a query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("measuring has no backward")
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Puts `_Attention` where a fused kernel would run, and counts its arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        query, key, value = named["query"], named["key"], named["value"]
+        batch, heads, length, width = query.shape
+        self.flops += batch * heads * length * key.shape[2] * (width + value.shape[-1])
+        return _Attention.apply(query, key, value)
+
+
+def measure(decoder: Decoder, structure: int, rows: int, seq: int) -> Measured:
+    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens, without padding."""
+    first = decoder.structures[structure]
+    module = _on_meta(decoder.layers[first])
+    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+
+    def to_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(to_meta, record.args[first]), tree_map(to_meta, record.kwargs[first])
+    shared = [t for t in (*_tensors(args), *_tensors(kwargs))]
+    call = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
+    storages = frozenset(p.untyped_storage()._cdata for p in module.parameters())
+    turn = Turn(call, None, storages, 0, lambda: None)
+    turn.use_stage(None, 0, 0, frozenset(t.untyped_storage()._cdata for t in shared))
+    hidden = torch.empty(rows, seq, decoder.hidden_size, dtype=decoder.dtype, device="meta")
+    attention, matmuls = _FusedAttention(), FlopCounterMode(display=False)
+    try:
+        with attention, matmuls:
+            output = turn.forward(hidden, "offload", input_on_host=False)
+    except (RuntimeError, NotImplementedError) as error:
+        log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
+        return _estimate(decoder, module, rows, seq)
+    if not isinstance(output, Tensor) or output.shape != hidden.shape:
+        raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
+    return Measured(turn.staged_bytes, matmuls.get_total_flops() + attention.flops)
+
+
+def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
+    """For layers whose work depends on values (routing in a loop): as if every expert chosen were a dense layer."""
+    tokens = rows * seq
+    config = decoder.text_config
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
+    kept = tokens * decoder.dtype.itemsize * (10 * decoder.hidden_size + 4 * chosen * (inner + decoder.hidden_size))
+    dense = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
+    return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))
+
+
+def plan_request(
+    decoder: Decoder,
+    *,
+    micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
+    micro_batches: int,  # most micro-batches of one step
+    grad_precision: str,
+    update: str,
+    budget: dict[str, int],  # bytes: device, host
+    device: str,  # cuda or cpu
+    optimizer: AdamW | None = None,
+    requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
+    rates: dict[str, float] | None = None,  # measured rates of the machine
+    loss_chunk: int | None = None,
+) -> dict[str, Any]:
+    """The request of `megatrain._core.plan`, as a dict."""
+    rows, seq = micro_batch
+    if decoder.precision == "fp32":
+        grad_precision = "fp32"
+    if grad_precision not in PRECISIONS:
+        raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
+    measured = [measure(decoder, s, rows, seq) for s in range(len(decoder.structures))]
+    groups = (optimizer or AdamW()).assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
+    tokens = rows * seq
+    input_bytes = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
+    units = []
+    for unit in decoder.units:
+        work = measured[unit.structure] if unit.structure is not None else Measured(0, 0)
+        units.append(
+            {
+                "name": unit.name,
+                "role": unit.role,
+                "tensors": [
+                    {
+                        "name": t.name,
+                        "shape": list(t.shape),
+                        "dtype": CORE_DTYPES[t.dtype],
+                        "role": t.role,
+                        "group": groups.get(t.name, 0),
+                    }
+                    for t in unit.tensors
+                ],
+                "kept_bytes": work.kept_bytes,
+                "input_bytes": input_bytes if unit.role == "layer" else 0,
+                "flops": head_flops if unit.role == "head" else work.flops,
+            }
+        )
+    chunk = loss_chunk or default_chunk(decoder.vocab_size, device)
+    return {
+        "units": units,
+        "tied": decoder.tied,
+        "precision": decoder.precision,
+        "grad_precision": grad_precision,
+        "update": update,
+        "micro_batches": micro_batches,
+        "workspace_bytes": _workspace(decoder, measured, tokens, micro_batches, chunk, device),
+        "budget": dict(budget),
+        "device": device,
+        "requests": dict.fromkeys(REQUESTS) | {k: v for k, v in (requests or {}).items() if k in REQUESTS},
+        "rates": dict(rates or {}),
+    }
+
+
+REQUESTS = ("slots", "slabs", "group", "activation", "keep", "inputs", "state_on_device", "stage_buffers")
+"""Numbers of a plan that may be given instead of derived."""
+
+
+def _workspace(
+    decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
+) -> int:
+    """Upper bound of what torch allocates on the device at one time for work in progress."""
+    size = decoder.dtype.itemsize
+    hidden = tokens * decoder.hidden_size * size
+    weights = max(
+        sum(torch.Size(t.shape).numel() for t in unit.tensors) * size for unit in decoder.units if unit.role == "layer"
+    )
+    # a recomputed layer's activations, its gradients, and a few tensors of its widest part
+    layer = max(m.kept_bytes for m in measured) * 5 // 4 + weights + 4 * hidden
+    loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    step_tokens = tokens * micro_batches
+    embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
+    # between two layers every micro-batch has one gradient or one set of hidden states
+    return max(layer, loss, embed) + (micro_batches + 1) * hidden
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module with every buffer on meta too."""
+    twin = copy_without(module)
+    for child in twin.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to("meta")
+    return twin
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    from torch.utils._pytree import tree_flatten
+
+    return [value for value in tree_flatten(tree)[0] if isinstance(value, Tensor)]

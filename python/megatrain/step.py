@@ -1,0 +1,270 @@
+"""One pass over the units: forward, loss, backward. What to compute next, and where everything is, the core says."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.activations import Region, Turn
+from megatrain.batches import MicroBatch, Prepared, Preparer
+from megatrain.ends import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
+from megatrain.model import Decoder
+from megatrain.template import GradientViews, LayerTemplate, UnitLayout
+
+Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
+
+
+class ComputeOp(Protocol):
+    """`megatrain._core.ComputeOp`."""
+
+    phase: Phase
+    unit: int
+    micro_batch: int
+    first: bool
+    last: bool
+    weights: int
+    tied_weights: int | None
+    grad: int | None
+    accumulator: int | None
+    tied_accumulator: int | None
+    tied_grad: int | None
+    activation: Literal["keep", "offload", "recompute"]
+    input_on_host: bool
+    stage: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class Workshop:
+    """What passes share: templates, and views of the engine's regions."""
+
+    decoder: Decoder
+    layouts: list[UnitLayout]
+    weights: Region
+    stage: Region | None
+    stage_bytes: int
+    embed: EmbedTemplate
+    layers: list[LayerTemplate]
+    """By structure."""
+    head: HeadTemplate
+    grads: list[GradientViews]
+    """By unit: views in region `grads`, transfer precision."""
+    sums: list[GradientViews]
+    """By unit: views in region `accumulators`, fp32."""
+    generator: Callable[[int], None]
+    """Seeds the device's random state."""
+
+    def train(self, training: bool) -> None:
+        """Switches dropout on or off everywhere."""
+        self.embed.train(training)
+        self.head.train(training)
+        for layer in self.layers:
+            layer.train(training)
+
+
+class Pass:
+    """The micro-batches of one step on their way through the model."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        prepared: Prepared,
+        preparer: Preparer,
+        options: LossOptions,
+        *,
+        training: bool,
+        seed: int = 0,
+        step: int = 0,
+        collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,  # instead of scoring, without training
+    ) -> None:
+        self._shop = workshop
+        self._options = options
+        self._training = training
+        self._seed, self._step = seed, step
+        self._collect = collect
+        self._preparer = preparer
+        self._prepared = prepared
+        count = len(prepared.micro_batches)
+        self._micro: list[MicroBatch | None] = [None] * count
+        self._hidden: list[Tensor | None] = [None] * count
+        self._grad: list[Tensor | None] = [None] * count
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._rows: dict[int, RowSums] = {}
+        self.losses: list[Tensor | None] = [None] * count
+        """Sum of losses of each micro-batch (0-d, on the device)."""
+        self.logprobs: list[Tensor | None] = [None] * count
+        """Without training: log-probabilities of each micro-batch's targets (batch * seq,)."""
+        self.collected: list[Tensor | None] = [None] * count
+        """What `collect` made of each micro-batch."""
+        self._phases: dict[Phase, Callable[[Any], None]] = {
+            "embed": self._embed,
+            "forward": self._forward,
+            "loss": self._loss,
+            "backward": self._backward,
+            "embed_backward": self._embed_backward,
+        }
+
+    def run(self, core: Any, on_loss: Callable[[Tensor], None] | None = None) -> None:
+        """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
+        before its backward begins."""
+        with torch.no_grad():  # templates switch gradients on where a graph is wanted
+            while (op := core.next()) is not None:
+                self._phases[op.phase](op)
+                if on_loss is not None and op.phase == "loss":
+                    loss = self.losses[op.micro_batch]
+                    assert loss is not None
+                    on_loss(loss)
+                core.finish(op)
+
+    def _embed(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop = self._shop
+        micro = self._micro[m] = self._preparer.to_device(
+            self._prepared.micro_batches[m], with_batch=self._options.loss_fn is not None
+        )
+        shop.embed.bound.bind(op.weights)
+        self._reseed(m, 0)
+        self._hidden[m] = shop.embed.forward(micro)
+
+    def _forward(self, op: ComputeOp) -> None:
+        unit, m = op.unit, op.micro_batch
+        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        assert micro is not None and micro.record is not None and hidden is not None
+        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template.bind(op.weights, unit - 1)
+        layer = template.call(micro.record.args[unit - 1], micro.record.kwargs[unit - 1])
+        if not self._training:
+            self._hidden[m] = layer(hidden)
+            return
+        turn = Turn(layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit))
+        if op.stage is not None:
+            shared = frozenset(t.untyped_storage()._cdata for t in micro.record.tensors())
+            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
+        self._hidden[m] = None  # the turn holds it, or the stage does
+        self._hidden[m] = turn.forward(hidden, op.activation, op.input_on_host)
+        self._turns[unit, m] = turn
+
+    def _loss(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        assert micro is not None and hidden is not None
+        self._hidden[m] = None
+        shop.head.bind(op.weights, op.tied_weights)
+        if not self._training:
+            if self._collect is not None:
+                self.collected[m] = self._collect(shop.head, hidden)
+            else:
+                self.losses[m], self.logprobs[m] = shop.head.score(hidden, micro, self._options)
+            self._micro[m] = None
+            return
+        self._reseed(m, op.unit)
+        sums = self._targets(op)
+        self.losses[m], self._grad[m] = shop.head.train_step(
+            hidden, micro, self._options, sums, self._tied_sum(op), op.first
+        )
+        self._round(op)
+
+    def _backward(self, op: ComputeOp) -> None:
+        unit, m = op.unit, op.micro_batch
+        shop, grad = self._shop, self._grad[m]
+        assert grad is not None
+        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template.bind(op.weights, unit - 1)
+        turn = self._turns.pop((unit, m))
+        grads = turn.backward(grad, template.parameters, op.weights, op.stage)
+        assert grads[0] is not None
+        self._grad[m] = grads[0]
+        accumulate([t for t in self._targets(op) if t is not None], grads[1:], op.first)
+        self._round(op)
+
+    def _embed_backward(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop, micro, grad = self._shop, self._micro[m], self._grad[m]
+        assert micro is not None and grad is not None
+        self._grad[m] = self._micro[m] = None
+        shop.embed.bound.bind(op.weights)
+        if op.first:
+            self._rows = {
+                table: RowSums(rows.to(grad.device, non_blocking=True), padding)
+                for table, (rows, padding) in self._prepared.tables.items()
+            }
+        if op.grad is not None:
+            self._reseed(m, 0)
+            of_rows, of_others = shop.embed.backward(micro, grad)
+            for (table, _), where, part in zip(shop.decoder.tables, micro.lookups, of_rows, strict=True):
+                if table in self._rows and part is not None:
+                    self._rows[table].add(where, part)
+            targets = self._targets(op)
+            accumulate([t for i in shop.embed.others if (t := targets[i]) is not None], of_others, op.first)
+        if op.last and op.grad is not None:
+            self._finish_embedding(op)
+
+    def _finish_embedding(self, op: ComputeOp) -> None:
+        """The embedding's own use is added once to the head's, where tied, and rounded with everything else."""
+        shop = self._shop
+        grads, sums = shop.grads[0].at(op.grad), self._targets(op)
+        tied = self._tied_tensor()
+        for table, rows in self._rows.items():
+            grad = grads[table]
+            assert grad is not None
+            if table != tied:
+                rows.write(grad)
+                continue
+            total = grad
+            if op.tied_accumulator is not None:
+                view = shop.sums[0].at(op.tied_accumulator)[table]
+                assert view is not None
+                total = view
+            rows.add_to(total)
+            if total is not grad:
+                grad.copy_(total)
+        if op.accumulator is not None and shop.embed.others:
+            torch._foreach_copy_([grads[i] for i in shop.embed.others], [sums[i] for i in shop.embed.others])
+        self._rows = {}
+
+    def _targets(self, op: ComputeOp) -> list[Tensor | None]:
+        """Where each tensor's gradient is summed: the accumulator where there is one, else the transfer buffer."""
+        if op.accumulator is not None:
+            return self._shop.sums[op.unit].at(op.accumulator)
+        if op.grad is not None:
+            return self._shop.grads[op.unit].at(op.grad)
+        return [None] * len(self._shop.layouts[op.unit].slices)
+
+    def _round(self, op: ComputeOp) -> None:
+        """After a unit's last micro-batch its sum is rounded into the transfer buffer."""
+        if op.last and op.accumulator is not None and op.grad is not None:
+            views, plane = self._shop.grads[op.unit], self._shop.sums[op.unit]
+            views.flat(op.grad).copy_(plane.flat(op.accumulator))
+
+    def _tied_tensor(self) -> int | None:
+        """Index in the embed unit of the tensor that the head uses too."""
+        decoder = self._shop.decoder
+        return decoder.tensors[decoder.head.weight].tensor if decoder.tied and decoder.head.weight else None
+
+    def _tied_sum(self, op: ComputeOp) -> Tensor | None:
+        tied = self._tied_tensor()
+        if tied is None:
+            return None
+        if op.tied_accumulator is not None:
+            return self._shop.sums[0].at(op.tied_accumulator)[tied]
+        if op.tied_grad is not None:
+            return self._shop.grads[0].at(op.tied_grad)[tied]
+        return None
+
+    def _reseed(self, m: int, unit: int) -> None:
+        """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
+        if self._training:
+            micro = self._prepared.micro_batches[m].index
+            self._shop.generator(random_key(self._seed, self._step, micro, unit))
+
+
+def random_key(*numbers: int) -> int:
+    """63 bits that depend on every number and on their order (the finalizer of splitmix64, chained)."""
+    key = 0
+    for number in numbers:
+        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
+        key ^= key >> 31
+    return key >> 1

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, SourceConfig, TokenizerTraining
+from megatrain.config import Config, TokenizerTraining
 from megatrain.data import cache
 from megatrain.data.sources import Source
 from megatrain.errors import ConfigError
@@ -145,7 +145,7 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
     from transformers import PreTrainedTokenizerFast
 
     sources = [Source(settings) for settings in config.data.train]
-    parts = [[source.digest(8), *_selection(source.config)] for source in sources]
+    parts = [[source.digest(8), *source.selection()] for source in sources]
     name = cache.key("bpe", training.vocab_size, _WORDS, tokenizers.__version__, parts)
     folder = (Path(config.data.cache) if config.data.cache else cache.default_folder()) / "tokenizers"
     if (folder / name / "tokenizer.json").is_file():
@@ -161,10 +161,6 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
         )
     _save(tokenizer, folder, name)
     return tokenizer
-
-
-def _selection(settings: SourceConfig) -> list[Any]:
-    return [settings.format, settings.fields, settings.split]
 
 
 def _texts(sources: Iterable[Source]) -> Iterator[str]:

@@ -136,7 +136,7 @@ def _dataset(
     rows = 0
     for index, settings in enumerate(sources):
         key = f"data.{'train' if train else 'eval'}.{index}"
-        source = Source(settings)
+        source = Source(settings, held_out=not train)
         encoder = Encoder(tokenizer, config.data.supervise, settings.format)
         tokens = _tokens(config, source, encoder, progress)
         if not len(tokens):
@@ -158,9 +158,7 @@ def _dataset(
 def _tokens(config: Config, source: Source, encoder: Encoder, progress: Progress | None) -> Tokens:
     threads = None if config.data.workers == "auto" else config.data.workers
     settings = source.config
-    name = cache.key(
-        encoder.fingerprint(), source.digest(threads or 8), settings.format, settings.fields, settings.split
-    )
+    name = cache.key(encoder.fingerprint(), source.digest(threads or 8), source.selection())
     folder = Path(config.data.cache) if config.data.cache else cache.default_folder()
     if (found := cache.load(folder, name)) is not None:
         return found

@@ -61,9 +61,10 @@ class Row:
 class Source:
     """The files behind one entry of `data.train` or `data.eval`, found and not yet read."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        """Raises ConfigError when there is nothing to read."""
+    def __init__(self, config: SourceConfig, *, held_out: bool = False) -> None:
+        """`held_out`: it belongs to `data.eval`. Raises ConfigError when there is nothing to read."""
         self.config = config
+        self.held_out = held_out
         self.files: tuple[str, ...]
         """Names for messages, in the order of reading."""
         self._documents: tuple[tuple[str, Any], ...] | None = None
@@ -81,6 +82,11 @@ class Source:
         name = self.files[file]
         return f"{name}:{number}" if number else name
 
+    def selection(self) -> list[Any]:
+        """What decides, beside the content of the files, which rows there are."""
+        config = self.config
+        return [config.format, config.fields, config.split, self.held_out if config.split is not None else None]
+
     def digest(self, threads: int) -> str:
         """SHA-256 over the content of every file. Reads all of it: dates and sizes can lie."""
         total = hashlib.sha256()
@@ -94,7 +100,7 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Every row of the asked split, in order. Raises ConfigError naming file and line."""
-        keep = _split_filter(self.config)
+        keep = _split_filter(self.config, held_out=self.held_out)
         if self._documents is not None:
             for index, (_, value) in enumerate(self._documents):
                 row = (
@@ -348,7 +354,7 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _split_filter(config: SourceConfig) -> "_Split | None":
+def _split_filter(config: SourceConfig, *, held_out: bool) -> "_Split | None":
     fraction, name = config.split, config.path
     if name.startswith("python:") and isinstance(fraction, str):
         if fraction not in ("train", "eval"):
@@ -356,15 +362,15 @@ def _split_filter(config: SourceConfig) -> "_Split | None":
         return _Split(0.95 if fraction == "train" else 0.05, upper=fraction == "train")
     if not isinstance(fraction, float):
         return None
-    return _Split(fraction, upper=fraction > 0.5)
+    return _Split(fraction, upper=not held_out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Split:
     """A part of all rows, told by their content, so that equal rows and later runs fall on the same side.
 
-    Fractions up to a half are taken from the lower end of the hashes, larger ones from the upper: 0.05 and 0.95 of the
-    same rows are complements.
+    Held-out fractions are taken from the lower end of the hashes, training's from the upper: 0.05 held out and 0.95
+    trained on are complements.
     """
 
     fraction: float

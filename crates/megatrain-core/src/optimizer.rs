@@ -9,6 +9,7 @@ pub mod clip;
 pub mod kernel;
 #[expect(unsafe_code, reason = "jobs borrowed for the length of a run, affinity calls")]
 pub mod pool;
+pub mod rates;
 
 pub use kernel::Isa;
 pub use pool::{Affinity, Pool};
@@ -127,6 +128,12 @@ impl TensorUpdate {
     }
 
     fn apply_checked(&self, isa: Isa, start: u64, len: u64) {
+        self.with_planes(start, len, |weights, exp_avg, exp_avg_sq, grad| {
+            kernel::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
+        });
+    }
+
+    fn with_planes(&self, start: u64, len: u64, work: impl FnOnce(Weights<'_>, &mut [f32], &mut [f32], Values<'_>)) {
         let mut exp_avg = self.exp_avg.elements::<f32>(start, len);
         let mut exp_avg_sq = self.exp_avg_sq.elements::<f32>(start, len);
         let (grad_bf16, grad_f32);
@@ -140,11 +147,10 @@ impl TensorUpdate {
         if let Some(residual) = &self.residual {
             let mut hi = self.weights.elements::<u16>(start, len);
             let mut lo = residual.elements::<u16>(start, len);
-            let weights = Weights::Split { hi: &mut hi, lo: &mut lo };
-            kernel::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, grad, &self.scalars);
+            work(Weights::Split { hi: &mut hi, lo: &mut lo }, &mut exp_avg, &mut exp_avg_sq, grad);
         } else {
             let mut weights = self.weights.elements::<f32>(start, len);
-            kernel::adamw(isa, Weights::Full(&mut weights), &mut exp_avg, &mut exp_avg_sq, grad, &self.scalars);
+            work(Weights::Full(&mut weights), &mut exp_avg, &mut exp_avg_sq, grad);
         }
     }
 }
@@ -191,6 +197,20 @@ impl Adamw {
         updates.iter().try_for_each(TensorUpdate::check)?;
         let numels: Vec<u64> = updates.iter().map(|u| u.numel).collect();
         divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
+    }
+
+    /// The memory traffic of [`Adamw::update`] without its arithmetic, to measure that against. Ruins the planes.
+    ///
+    /// # Errors
+    /// As for [`Adamw::update`].
+    pub fn touch(&self, pool: &Pool, updates: &[TensorUpdate]) -> Result<()> {
+        updates.iter().try_for_each(TensorUpdate::check)?;
+        let numels: Vec<u64> = updates.iter().map(|u| u.numel).collect();
+        divide(pool, &numels, |s| {
+            updates[s.tensor].with_planes(s.start, s.len, |weights, exp_avg, exp_avg_sq, grad| {
+                kernel::touch(self.isa, weights, exp_avg, exp_avg_sq, grad);
+            });
+        })
     }
 
     /// Adds gradients into fp32 stores, in one pass over the pool.

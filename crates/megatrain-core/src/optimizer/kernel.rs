@@ -121,6 +121,7 @@ mod convert;
 mod mode;
 mod scalar;
 mod sums;
+mod touch;
 
 pub use convert::{
     bf16_to_f32, f16_to_f32, f32_to_bf16, f64_to_f32, first_non_finite, join_bits, join_master, split_bits,
@@ -128,6 +129,7 @@ pub use convert::{
 };
 pub use mode::ieee;
 pub use sums::{SUM_LANES, sum_squares};
+pub use touch::touch;
 
 /// The environment variable that selects the bodies: `scalar`, `avx2`, `avx512` or `auto`.
 pub const ISA_VARIABLE: &str = "MEGATRAIN_ISA";
@@ -275,6 +277,23 @@ struct Planes<'a> {
     grad_f32: &'a [f32],
 }
 
+impl<'a> Planes<'a> {
+    fn new(weights: Weights<'a>, exp_avg: &'a mut [f32], exp_avg_sq: &'a mut [f32], grad: Values<'a>) -> Self {
+        let len = weights.len();
+        let lengths = (exp_avg.len(), exp_avg_sq.len(), grad.len());
+        assert_eq!(lengths, (len, len, len), "moments and gradient are as long as the weights");
+        let (hi, lo, weights): (&mut [u16], &mut [u16], &mut [f32]) = match weights {
+            Weights::Split { hi, lo } => (hi, lo, &mut []),
+            Weights::Full(weights) => (&mut [], &mut [], weights),
+        };
+        let (grad_bf16, grad_f32): (&[u16], &[f32]) = match grad {
+            Values::Bf16(values) => (values, &[]),
+            Values::F32(values) => (&[], values),
+        };
+        Self { hi, lo, weights, exp_avg, exp_avg_sq, grad_bf16, grad_f32 }
+    }
+}
+
 /// One AdamW update of a stretch, in place.
 ///
 /// # Panics
@@ -287,20 +306,9 @@ pub fn adamw(
     grad: Values<'_>,
     scalars: &AdamwScalars,
 ) {
-    let len = weights.len();
-    let lengths = (exp_avg.len(), exp_avg_sq.len(), grad.len());
-    assert_eq!(lengths, (len, len, len), "moments and gradient are as long as the weights");
     isa.assert_available();
-    let split = matches!(weights, Weights::Split { .. });
-    let (hi, lo, weights) = match weights {
-        Weights::Split { hi, lo } => (hi, lo, [].as_mut_slice()),
-        Weights::Full(weights) => ([].as_mut_slice(), [].as_mut_slice(), weights),
-    };
-    let (grad_bf16, grad_f32, narrow) = match grad {
-        Values::Bf16(values) => (values, [].as_slice(), true),
-        Values::F32(values) => ([].as_slice(), values, false),
-    };
-    let planes = Planes { hi, lo, weights, exp_avg, exp_avg_sq, grad_bf16, grad_f32 };
+    let (split, narrow) = (matches!(weights, Weights::Split { .. }), matches!(grad, Values::Bf16(_)));
+    let planes = Planes::new(weights, exp_avg, exp_avg_sq, grad);
     ieee(|| match (isa, split, narrow) {
         (Isa::Scalar, true, true) => scalar::adamw::<true, true>(planes, scalars),
         (Isa::Scalar, true, false) => scalar::adamw::<true, false>(planes, scalars),

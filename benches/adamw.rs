@@ -1,0 +1,38 @@
+//! The host optimizer over split planes against the bare memory traffic of the same planes.
+//!
+//! `MEGATRAIN_BENCH_PARAMS` sets the number of parameters (14 bytes each), `MEGATRAIN_BENCH_THREADS` the threads.
+use std::time::Duration;
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use megatrain_core::optimizer::rates::{UPDATE_BYTES, sample};
+use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
+
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|e| panic!("{name}={value}: {e}")))
+}
+
+fn adamw(criterion: &mut Criterion) {
+    let numel = setting("MEGATRAIN_BENCH_PARAMS").unwrap_or(1 << 24);
+    let threads = setting("MEGATRAIN_BENCH_THREADS").map(|n| usize::try_from(n).expect("a number of threads"));
+    let pool = Pool::new(threads, &Affinity::Free).expect("threads can be started");
+    let mut group = criterion.benchmark_group(format!("{numel} parameters, {} threads", pool.threads()));
+    group.throughput(Throughput::Bytes(numel * UPDATE_BYTES));
+    group.sample_size(10).warm_up_time(Duration::from_secs(1)).measurement_time(Duration::from_secs(3));
+    for (name, cold_per_mille) in [("hot", 0), ("90 % cold rows", 900)] {
+        let updates = [sample(&pool, numel, cold_per_mille).expect("memory for the planes")];
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            let adamw = Adamw::new(isa);
+            group.bench_function(format!("adamw {}, {name}", isa.name()), |bencher| {
+                bencher.iter(|| adamw.update(&pool, &updates).expect("an update"));
+            });
+        }
+        if cold_per_mille == 0 {
+            group.bench_function("touch", |bencher| {
+                bencher.iter(|| Adamw::new(Isa::best()).touch(&pool, &updates).expect("a sweep"));
+            });
+        }
+    }
+}
+
+criterion_group!(benches, adamw);
+criterion_main!(benches);

@@ -4,8 +4,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import torch
-from megatrain.model import Decoder, TensorRef
 from torch import Tensor
+
+from megatrain.model import Decoder, TensorRef
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,8 @@ class MemoryCore:
                 planes.weights[start:end], planes.residual[start:end] = split(source.float())
         else:
             target = getattr(planes, plane)
-            assert target is not None and target.dtype == source.dtype
+            assert target is not None
+            assert target.dtype == source.dtype
             assert end <= target.numel()
             target[start:end] = source
 
@@ -99,7 +101,8 @@ class MemoryCore:
                 planes.weights.copy_(values.view(-1).to(ref.dtype))
                 continue
             self.write(ref.unit, ref.tensor, "master", values)
-            assert planes.exp_avg is not None and planes.exp_avg_sq is not None
+            assert planes.exp_avg is not None
+            assert planes.exp_avg_sq is not None
             planes.exp_avg.copy_(torch.randn(values.numel(), generator=generator) * 1e-3)
             planes.exp_avg_sq.copy_(torch.rand(values.numel(), generator=generator) * 1e-6)
             planes.count = count

@@ -43,7 +43,8 @@ def reference(
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
     loss = loss + z_loss * logits.logsumexp(1).square()[targets != IGNORE].sum()
     (loss * scale).backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     return loss.detach(), hidden.grad, weight.grad, bias.grad if bias is not None else None
 
 
@@ -86,7 +87,8 @@ def test_loss_and_gradients_are_those_of_autograd(terms: dict[str, Any], with_bi
         grad_bias=ours_bias,
     )
     bound = 1e-13 if dtype == torch.float64 else 2e-6
-    assert result.grad_hidden is not None and result.grad_hidden.dtype == dtype
+    assert result.grad_hidden is not None
+    assert result.grad_hidden.dtype == dtype
     assert relative(result.loss_sum, loss) < bound
     assert relative(result.grad_hidden, grad_hidden) < bound
     assert relative(ours_weight, grad_weight) < bound
@@ -109,8 +111,10 @@ def test_gradients_add_to_what_is_there_and_a_second_call_gives_the_same_bits() 
     once, twice = torch.zeros(300, 24), torch.zeros(300, 24)
     first = chunked_loss(hidden, targets, weight, chunk=16, grad_weight=once)
     again = chunked_loss(hidden, targets, weight, chunk=16, grad_weight=twice)
-    assert torch.equal(once, twice) and torch.equal(first.loss_sum, again.loss_sum)
-    assert first.grad_hidden is not None and again.grad_hidden is not None
+    assert torch.equal(once, twice)
+    assert torch.equal(first.loss_sum, again.loss_sum)
+    assert first.grad_hidden is not None
+    assert again.grad_hidden is not None
     assert torch.equal(first.grad_hidden, again.grad_hidden)
     chunked_loss(hidden, targets, weight, chunk=16, grad_weight=twice)
     assert relative(twice, 2 * once.double()) < 1e-6
@@ -122,7 +126,8 @@ def test_grad_hidden_may_overwrite_hidden() -> None:
     result = chunked_loss(hidden, targets, weight, chunk=8, grad_weight=apart)
     assert result.grad_hidden is not None
     chunked_loss(hidden, targets, weight, chunk=8, grad_weight=in_place, grad_hidden=hidden)
-    assert torch.equal(hidden, result.grad_hidden) and torch.equal(apart, in_place)
+    assert torch.equal(hidden, result.grad_hidden)
+    assert torch.equal(apart, in_place)
 
 
 def test_rows_that_are_not_supervised_add_nothing() -> None:
@@ -133,7 +138,8 @@ def test_rows_that_are_not_supervised_add_nothing() -> None:
     kept = chunked_loss(
         hidden[keep], targets[keep], weight, chunk=30, grad_weight=only_kept, label_smoothing=0.1, z_loss=1e-3
     )
-    assert result.grad_hidden is not None and kept.grad_hidden is not None
+    assert result.grad_hidden is not None
+    assert kept.grad_hidden is not None
     assert relative(result.loss_sum, kept.loss_sum) < 1e-6
     assert relative(all_rows, only_kept.double()) < 1e-6
     assert not result.grad_hidden[~keep].any()
@@ -143,9 +149,12 @@ def test_no_supervised_row_is_zero_and_not_nan() -> None:
     hidden, _, weight = problem(6, 11, 4, torch.float32)
     grad = torch.zeros(11, 4)
     result = chunked_loss(hidden, torch.full((6,), IGNORE), weight, chunk=4, grad_weight=grad, need_logprobs=True)
-    assert float(result.loss_sum) == 0.0 and not grad.any()
-    assert result.grad_hidden is not None and not result.grad_hidden.any()
-    assert result.logprobs is not None and not result.logprobs.any()
+    assert float(result.loss_sum) == 0.0
+    assert not grad.any()
+    assert result.grad_hidden is not None
+    assert not result.grad_hidden.any()
+    assert result.logprobs is not None
+    assert not result.logprobs.any()
     empty = chunked_loss(hidden[:0], torch.zeros(0, dtype=torch.int64), weight)
     assert float(empty.loss_sum) == 0.0
 
@@ -192,7 +201,8 @@ def test_a_bf16_head_has_no_coarse_grid() -> None:
     loss, grad_hidden, grad_weight, _ = reference(hidden, targets, weight, None, 1.0)
     ours_weight = torch.zeros(4000, 64)
     result = chunked_loss(hidden, targets, weight, chunk=64, grad_weight=ours_weight, need_logprobs=True)
-    assert result.grad_hidden is not None and result.grad_hidden.dtype == torch.bfloat16
+    assert result.grad_hidden is not None
+    assert result.grad_hidden.dtype == torch.bfloat16
     assert relative(result.loss_sum, loss) < 1e-6
     assert relative(result.grad_hidden, grad_hidden) < 4e-3
     assert relative(ours_weight, grad_weight) < 4e-3

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatrain import export, shards
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import CHUNK_BYTES, crc_per_chunk, recover, staged, sync_folder, write_file
 from megatrain.weights import Core, Decoder, FileWeights, TensorRef
@@ -53,7 +53,7 @@ class Trained(Protocol):
     def core(self) -> Core: ...
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------------------- writing
 
 
 def save(
@@ -147,7 +147,7 @@ def _own_sum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(export.json_bytes({key: value for key, value in manifest.items() if key != "crc32"}))
 
 
-# ------------------------------------------------------------------------------------------------ finding, checking
+# ------------------------------------------------------------------------------------------ finding and checking
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,13 @@ class Checkpoint:
             manifest = json.loads(path.read_bytes())
             if manifest["format"] != _FORMAT:
                 raise ValueError(f"its format is {manifest['format']!r}")
-            if manifest["version"] != _VERSION or manifest["chunk_bytes"] != CHUNK_BYTES:
+            if manifest["version"] != _VERSION:
                 raise CheckpointError(
                     f"{folder} has version {manifest['version']} of the checkpoint format, and this megatrain reads "
                     f"version {_VERSION}; use the one that wrote it"
                 )
+            if manifest["chunk_bytes"] != CHUNK_BYTES:
+                raise ValueError(f"its chunks are of {manifest['chunk_bytes']} bytes")
             if manifest["crc32"] != _own_sum(manifest):
                 raise ValueError("its own checksum does not match")
         except FileNotFoundError:
@@ -233,15 +235,45 @@ def list_checkpoints(run: str | Path) -> list[Path]:
 def latest_complete(run: str | Path) -> Path | None:
     """The newest complete checkpoint of a run, by manifest and sizes; those that are not are passed over with a line in
     the log. None when there is none."""
-    for path in reversed(list_checkpoints(run)):
-        try:
-            return Checkpoint.open(path).folder
-        except CheckpointError as error:  # noqa: PERF203 -- a handful of folders
-            log.warning("passed over: %s", error)
-    return None
+    return next(filter(_is_complete, reversed(list_checkpoints(run))), None)
 
 
-# ------------------------------------------------------------------------------------------------ loading
+def _is_complete(folder: Path) -> bool:
+    try:
+        Checkpoint.open(folder)
+    except CheckpointError as error:
+        log.warning("passed over: %s", error)
+        return False
+    return True
+
+
+def choose(run: str | Path, which: str) -> Path:
+    """The complete checkpoint of a run that is meant: a step's number, `last`, or `best` (lowest held-out loss). Raises
+    ConfigError for another word, CheckpointError when it is not there or not complete."""
+    parent = Path(run) / "checkpoints"
+    if which.isdecimal():
+        return Checkpoint.open(parent / f"step-{int(which)}").folder
+    if which not in ("last", "best"):
+        raise ConfigError(f"the step asked for is {which!r}; it is a number, last or best")
+    newest = latest_complete(run)
+    if newest is None:
+        raise CheckpointError(f"{run} holds no complete checkpoint; train first, or name another run")
+    if which == "last":
+        return newest
+    state = Checkpoint.open(newest).state()["state"]
+    best = (state.get("run", state).get("position") or {}).get("best_step")
+    if best is None:
+        raise CheckpointError(
+            f"{run} has not measured a held-out loss, so it has no best step; set eval.every and data.eval"
+        )
+    if not (parent / f"step-{best}").is_dir():
+        raise CheckpointError(
+            f"step {best} of {run} was the best, and its checkpoint is not kept; set eval.keep_best, or ask for last"
+        )
+    return Checkpoint.open(parent / f"step-{best}").folder
+
+
+# ------------------------------------------------------------------------------------------------------- loading
 
 
 def load(

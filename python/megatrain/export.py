@@ -157,7 +157,7 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-# ------------------------------------------------------------------------------------------------ beside the weights
+# -------------------------------------------------------------------------------------------- beside the weights
 
 
 def write_index(folder: Path, files: list[Shard]) -> list[Path]:

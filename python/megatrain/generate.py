@@ -22,7 +22,7 @@ def generate(
     source: str | Path,  # a run, a checkpoint, an export, or any Hugging Face folder
     prompt: str,
     *,
-    step: str | None = None,  # of a run: a number or `last`; None: the export, else the last checkpoint
+    step: str | None = None,  # of a run: a number, `best` or `last`; None: the export, else the last checkpoint
     max_new_tokens: int = 64,
     temperature: float = 0.8,  # 0 takes the likeliest token
     top_p: float = 0.95,
@@ -54,27 +54,22 @@ def generate(
 
 
 def find_model(source: Path, step: str | None = None) -> Path:
-    """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number or `last`), by
-    default its export or, without one, its last checkpoint. Raises ConfigError or CheckpointError."""
+    """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number, `best` or
+    `last`), by default its export or, without one, its last checkpoint. Raises ConfigError or CheckpointError."""
     if not source.is_dir():
         raise ConfigError(f"there is no folder {str(source)!r}; name a run, a checkpoint or a Hugging Face folder")
     if (source / "config.json").is_file():
         if step is not None:
             raise ConfigError(f"{source} is one model, not a run, so it has no step {step}; leave --step out")
         return source
-    if step is not None and step != "last":
-        if not step.isdecimal():
-            raise ConfigError(f"--step is {step!r}; it takes a number or last")
-        return checkpoint.Checkpoint.open(source / "checkpoints" / f"step-{step}").folder
     exported = source / "export"
     if step is None and (exported / "config.json").is_file():
         return exported
-    newest = checkpoint.latest_complete(source)
-    if newest is None:
+    if step is None and not checkpoint.list_checkpoints(source):
         raise CheckpointError(
             f"{source} holds neither an export nor a complete checkpoint; train first, or name a Hugging Face folder"
         )
-    return newest
+    return checkpoint.choose(source, step or "last")
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, raw: bool = False) -> Tensor:
@@ -133,12 +128,12 @@ def _load(folder: Path, device: str) -> tuple[Any, "PreTrainedTokenizerBase"]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{folder} has no tokenizer that transformers can read: {_first_line(error)}") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto").to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
     except MegatrainError:
         raise
     except Exception as error:  # whatever transformers or safetensors say about a folder that is not ours
         raise ConfigError(f"{folder} holds no model that transformers can read: {_first_line(error)}") from None
-    return model, tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, options: dict[str, Any]) -> Iterator[str]:
@@ -166,7 +161,7 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
                 )
         except BaseException as error:  # raised again where the pieces are read
             failed.append(error)
-            streamer.end()
+            streamer.end()  # type: ignore[no-untyped-call]
 
     worker = threading.Thread(target=run, name="megatrain-generate", daemon=True)
     worker.start()

@@ -5,6 +5,7 @@ turns them into their own gradient in place, then the two matmuls of the backwar
 whatever the number of tokens. `chunked_loss` is the training path, `token_logprobs` the one that only scores.
 """
 
+import importlib.util
 import logging
 from typing import NamedTuple
 
@@ -299,13 +300,10 @@ _KERNEL: list[bool] = []
 
 
 def _kernel_available() -> bool:
-    """Whether the fused kernel can be imported here; said once when it cannot."""
+    """Whether the fused kernel can be compiled here; said once when it cannot."""
     if not _KERNEL:
-        try:
-            from megatrain import loss_kernel  # noqa: F401
-
-            _KERNEL.append(True)
-        except ImportError as error:
-            log.warning("on CUDA the loss runs without its fused kernel, more slowly: %s", error)
-            _KERNEL.append(False)
+        found = importlib.util.find_spec("triton") is not None
+        if not found and torch.cuda.is_available():
+            log.warning("triton is not installed, so the loss runs without its fused kernel, more slowly")
+        _KERNEL.append(found)
     return _KERNEL[0]

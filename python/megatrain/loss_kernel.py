@@ -5,13 +5,11 @@ has the head's own type: a row of bf16 gradients takes the first half of its row
 same arithmetic in plain PyTorch, which is the reference.
 """
 
-# ruff: noqa: ANN001, ANN202, ARG001 -- Triton compiles these functions; their arguments are pointers and scalars
-
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -62,8 +60,17 @@ def cross_entropy(
     return losses, logprobs, gradient
 
 
-@triton.jit
-def _logits(logits, bias, columns, mask, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _logits(
+    logits: "tl.tensor",  # pointer to a row, fp32
+    bias: "tl.tensor",  # pointer, or anything without HAS_BIAS
+    columns: "tl.tensor",
+    mask: "tl.tensor",
+    logit_scale: "tl.tensor",
+    softcap: "tl.tensor",
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+) -> "tl.tensor":
     x = tl.load(logits + columns, mask=mask, other=0.0)
     if HAS_BIAS:
         x += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
@@ -77,28 +84,28 @@ def _logits(logits, bias, columns, mask, logit_scale, softcap, HAS_BIAS: tl.cons
     return x
 
 
-@triton.jit
-def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    gradient,
-    targets,
-    bias,
-    losses,
-    logprobs,
-    vocab,
-    logits_stride,
-    gradient_stride,
-    scale,
-    smoothing,
-    z_loss,
-    logit_scale,
-    softcap,
-    ignore,
+@triton.jit  # type: ignore[untyped-decorator]
+def _cross_entropy_kernel(
+    logits: "tl.tensor",  # pointers …
+    gradient: "tl.tensor",
+    targets: "tl.tensor",
+    bias: "tl.tensor",
+    losses: "tl.tensor",
+    logprobs: "tl.tensor",
+    vocab: "tl.tensor",  # … and scalars
+    logits_stride: "tl.tensor",
+    gradient_stride: "tl.tensor",
+    scale: "tl.tensor",
+    smoothing: "tl.tensor",
+    z_loss: "tl.tensor",
+    logit_scale: "tl.tensor",
+    softcap: "tl.tensor",
+    ignore: "tl.tensor",
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     gradient += row * gradient_stride

@@ -90,7 +90,7 @@ class Shard:
         return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", self.path.name)
 
 
-# ------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------- reading
 
 
 def read_shard(path: Path) -> Shard:
@@ -185,8 +185,8 @@ def read_folder(folder: Path, stem: str = "model") -> list[Shard]:
     for item in weight_map.items():
         if item not in held:
             raise DamagedFile(
-                f"{index} says that {item[0]} is in {item[1]} ({(folder / item[1]).stat().st_size} bytes), which does not "
-                "hold it; index and shard are from different models, or one of them is damaged"
+                f"{index} says that {item[0]} is in {item[1]} ({(folder / item[1]).stat().st_size} bytes), which "
+                "does not hold it; index and shard are from different models, or one of them is damaged"
             )
     seen: dict[str, str] = {}
     for key, file in sorted(held):
@@ -225,7 +225,7 @@ def read_into(file: int, buffer: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------------------- writing
 
 
 def plan_shards(folder: Path, stem: str, tensors: Iterable[Entry], limit: int = SHARD_BYTES) -> list[Shard]:
@@ -296,7 +296,7 @@ def write_shards(
         begin = number * CHUNK_BYTES
         view = buffer[: min(CHUNK_BYTES, shard.size - begin)]
         _gather(shard, begin, view, read)
-        raw = memoryview(view.numpy())
+        raw = view.numpy().data
         sums[shard.path.name][number] = zlib.crc32(raw)
         try:
             _write_all(files[shard.path], raw, begin)
@@ -362,7 +362,7 @@ def read_checked(
             shard, number, expected = item
             begin = number * CHUNK_BYTES
             view = buffer[: min(CHUNK_BYTES, shard.size - begin)]
-            raw = memoryview(view.numpy())
+            raw = view.numpy().data
             read_into(files[shard.path], raw, begin, shard.path)
             if zlib.crc32(raw) != expected:
                 raise DamagedFile(f"{shard.path} is damaged between bytes {begin} and {begin + len(raw)}")

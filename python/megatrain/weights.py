@@ -115,7 +115,7 @@ class Weights(Protocol):
         """Elements [start, start + count) of a tensor, flat, in its own dtype; may lie in `buffer` (uint8)."""
 
 
-# ------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------------------- finding
 
 
 def resolve(path: str, revision: str | None = None) -> ModelFiles:
@@ -152,13 +152,15 @@ def open_weights(files: ModelFiles) -> Weights:
     if pickled:
         raise ConfigError(
             f"{files.folder} holds its weights as {pickled[0].name}, a pickle, which can run code when it is read; "
-            "convert it once with transformers (`AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)`) and name OUT"
+            "convert it once with transformers (AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)) and "
+            "name OUT"
         )
     strays = sorted(path.name for path in files.folder.glob("*.safetensors"))
     if strays:
         raise ConfigError(
             f"{files.folder} holds {strays[0]} but neither model.safetensors nor an index "
-            f"(model.safetensors{shards.INDEX_SUFFIX}); fetch the index too, or rename a single file to model.safetensors"
+            f"(model.safetensors{shards.INDEX_SUFFIX}); fetch the index too, or rename a single file to "
+            "model.safetensors"
         )
     raise ConfigError(
         f"{files.folder} holds no weights (model.safetensors, model.safetensors{shards.INDEX_SUFFIX} or one .gguf "
@@ -227,7 +229,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# ------------------------------------------------------------------------------------------------ sources
+# ------------------------------------------------------------------------------------------------------- sources
 
 
 class FileWeights:
@@ -249,7 +251,7 @@ class FileWeights:
         view = buffer[: count * size]
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            shards.read_into(file, memoryview(view.numpy()), entry.begin + start * size, path)
+            shards.read_into(file, view.numpy().data, entry.begin + start * size, path)
         finally:
             os.close(file)
         return view.view(entry.dtype)
@@ -265,11 +267,11 @@ class TensorWeights:
             name: Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
         }
 
-    def where(self, name: str) -> str:
+    def where(self, name: str) -> str:  # noqa: ARG002
         """Where the tensors came from."""
         return self._origin
 
-    def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:
+    def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:  # noqa: ARG002
         """See `Weights.read`."""
         tensor = self._tensors[name]
         if tensor.is_meta:
@@ -291,7 +293,7 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
     return TensorWeights(model.state_dict(), str(path))
 
 
-# ------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------------------- loading
 
 
 def match(source: Weights, decoder: Decoder) -> dict[str, str]:
@@ -354,8 +356,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, str]:
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
-    Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what `match`
-    found. Raises ConfigError, also when a weight is not finite."""
+    Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what
+    `match` found. Raises ConfigError, also when a weight is not finite."""
     found = match(source, decoder)
     work = [piece for name, theirs in found.items() for piece in _cut(name, theirs, source.entries[theirs])]
     total = sum(source.entries[theirs].nbytes for theirs in found.values())
@@ -395,7 +397,9 @@ def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> N
             raise _not_finite(ref, where) from error
         return
     # block by block: a whole piece's worth of temporaries would be as large as the piece
-    if values.is_floating_point() and not all(bool(torch.isfinite(block).all()) for block in values.split(1 << 16)):
+    if values.is_floating_point() and not all(
+        bool(torch.isfinite(block).all()) for block in torch.split(values, 1 << 16)
+    ):
         raise _not_finite(ref, where)
     kept = values.to(ref.dtype)
     if kept.dtype != values.dtype and not torch.equal(kept.to(values.dtype), values):

@@ -7,7 +7,7 @@ the input is; anything else stays as it is, goes to the stage, or is forgotten a
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -190,10 +190,10 @@ class Turn:
 
     def _common(self, tensor: Tensor, storage: int) -> _Weight | _Input | None:
         if storage in self._storages:
-            byte = tensor.storage_offset() * tensor.element_size() - self._image
+            byte = int(tensor.storage_offset()) * tensor.element_size() - self._image
             return _Weight(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if storage == self._input_storage and tensor.dtype == self._input.dtype:
-            offset = tensor.storage_offset() - self._input.storage_offset()
+            offset = int(tensor.storage_offset()) - int(self._input.storage_offset())
             return _Input(offset, tuple(tensor.shape), tensor.stride())
         return None
 
@@ -221,11 +221,12 @@ class Turn:
         """Copies a tensor to the stage, once however many views of the same elements are saved."""
         dense = is_dense(tensor)
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.numel() if dense else -1)
+        key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
         shape, stride = tuple(tensor.shape), tensor.stride() if dense else _contiguous(tuple(tensor.shape))
         if dense and key in self._on_stage:
             alive, staged, version = self._on_stage[key]
-            if not alive.expired() and version == tensor._version and staged.dtype == tensor.dtype:
+            expired = alive.expired()  # type: ignore[no-untyped-call]
+            if not expired and version == tensor._version and staged.dtype == tensor.dtype:
                 return _Staged(staged.byte, shape, stride, tensor.dtype)
         staged = _Staged(self._staged, shape, stride, tensor.dtype)
         end = self._staged + tensor.numel() * tensor.element_size()
@@ -240,7 +241,8 @@ class Turn:
             target.copy_(tensor)
         self._staged = -(-end // STAGE_ALIGN) * STAGE_ALIGN
         if dense:
-            self._on_stage[key] = (StorageWeakRef(storage), staged, tensor._version)
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._on_stage[key] = (alive, staged, tensor._version)
         return staged
 
     # ------------------------------------------------------------------------------------------ unpacking
@@ -253,21 +255,22 @@ class Turn:
         if kind is _Kept:
             if handle.tensor._version != handle.version:
                 raise RuntimeError(
-                    f"a tensor {tuple(handle.tensor.shape)} that a layer's backward needs was changed in place after it "
-                    f"was saved (version {handle.tensor._version}, expected {handle.version})"
+                    f"a tensor {tuple(handle.tensor.shape)} that a layer's backward needs was changed in place after "
+                    f"it was saved (version {handle.tensor._version}, expected {handle.version})"
                 )
-            return handle.tensor
+            return cast("Tensor", handle.tensor)
         if kind is _Input:
             base = self._input
-            return base.as_strided(handle.shape, handle.stride, base.storage_offset() + handle.offset)
+            return base.as_strided(handle.shape, handle.stride, int(base.storage_offset()) + handle.offset)
         if kind is _Staged:
-            assert self._stage is not None and self._stage_at is not None
+            assert self._stage is not None
+            assert self._stage_at is not None
             return self._stage.view(self._stage_at + handle.byte, handle.shape, handle.dtype, handle.stride)
         if self._rerun is None:
             self._rerun = self._recompute()
         tensor, self._rerun[handle.index] = self._rerun[handle.index], None
         assert tensor is not None, "a saved tensor was asked for twice"
-        return tensor
+        return cast("Tensor", tensor)
 
     def _recompute(self) -> list[Tensor | None]:
         """Runs the layer again up to the last tensor that its backward needs (its last matmul is not repeated)."""

@@ -168,7 +168,7 @@ class Preparer:
     def _mask_and_positions(
         self, where: str, batch: Batch, shape: tuple[int, int]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Mask and positions, each None where it says nothing: an all-ones mask and counting positions are the default."""
+        """Mask and positions, each None where it says nothing: all ones, and positions that count."""
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         if mask is not None:
             mask = _matrix(where, "attention_mask", mask, shape)
@@ -185,8 +185,8 @@ class Preparer:
                 both = (mask[:, 1:] == 1) & (mask[:, :-1] == 1)
                 if bool((both & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
                     raise ConfigError(
-                        f"{where}: position_ids restart while attention_mask hides padding; transformers separates packed "
-                        "rows by position_ids alone, so give padding positions of its own and leave attention_mask out"
+                        f"{where}: position_ids restart while attention_mask hides padding; transformers separates "
+                        "packed rows by position_ids only, so give padding its own positions and leave attention_mask out"
                     )
             if torch.equal(positions, torch.arange(shape[1]).expand(shape)):
                 positions = None

@@ -70,8 +70,9 @@ class EmbedTemplate:
         assert isinstance(real, nn.ModuleList)
         self._base = copy_without(decoder.base, real)
         replace_module(self._base, decoder.layers_name, stopping_layers(real))
-        self._base.config = copy.copy(decoder.base.config)
-        self._base.config._attn_implementation_internal = NO_MASK
+        config: Any = copy.copy(decoder.base.config)
+        config._attn_implementation_internal = NO_MASK
+        self._base.config = config
         self._replays: dict[str, Replay] = {}
         for name in decoder.probe.side:
             self._replays[name] = Replay(self._base.get_submodule(name), [])
@@ -95,7 +96,7 @@ class EmbedTemplate:
         """Hidden states (batch, seq, width) that reach the first layer; the weights must be bound."""
         if self.decoder.probe.plain_embedding:
             return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]])
-        return self._run(micro, lambda ids, weight, padding: F.embedding(ids, weight))
+        return self._run(micro, lambda ids, weight, _: F.embedding(ids, weight))
 
     def backward(self, micro: "MicroBatch", grad: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the rows of each embedding call (flat, a row each), and of `others`."""
@@ -103,18 +104,19 @@ class EmbedTemplate:
             return [grad.reshape(-1, grad.shape[-1])], []
         rows: list[Tensor] = []
 
-        def answer(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
             rows.append(F.embedding(ids, weight.detach()).requires_grad_())
             return rows[-1]
 
         others = [self.bound.tensors[i] for i in self.others]
         with torch.enable_grad():
             hidden = self._run(micro, answer)
-        grads = torch.autograd.grad(hidden, (*rows, *others), grad, allow_unused=True)
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(hidden, (*rows, *others), grad, allow_unused=True)
         of_rows = [g.reshape(-1, g.shape[-1]) if g is not None else None for g in grads[: len(rows)]]
         return of_rows, list(grads[len(rows) :])
 
     def _run(self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]) -> Tensor:
+        assert micro.record is not None
         for name, replay in self._replays.items():
             replay.outputs = list(micro.record.side[name])
         call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, micro.position_ids)
@@ -350,9 +352,12 @@ class HeadTemplate:
             loss = options.loss_fn(leaf, self.logits, micro.batch)
         if loss.ndim != 0:
             raise ValueError(f"loss_fn must return the sum of losses as a 0-d tensor, not shape {tuple(loss.shape)}")
-        grads = torch.autograd.grad(loss * options.scale, (leaf, *parameters), allow_unused=True)
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss * options.scale, (leaf, *parameters), allow_unused=True
+        )
         accumulate(totals, grads[1:], first)
-        return loss.detach().double(), grads[0] if grads[0] is not None else torch.zeros_like(behind)
+        grad = grads[0]
+        return loss.detach().double(), grad if grad is not None else torch.zeros_like(behind)
 
     @torch.no_grad()
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:

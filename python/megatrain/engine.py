@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core, checkpoint, export, initialize, machine, numerics, weights
 from megatrain.activations import Region
@@ -137,8 +138,8 @@ class Engine:
             raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm}")
         if update == "immediate" and max_grad_norm is not None:
             raise ConfigError(
-                f"update: immediate changes weights before the gradient norm is known, so it cannot honour max_grad_norm "
-                f"{max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
+                f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
+                f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
             )
         self.max_grad_norm = max_grad_norm
         self.update = update
@@ -164,7 +165,9 @@ class Engine:
         self._compiled = bool(self._plan.get("compile", self.device.type == "cuda"))
         if self._compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
-        self._core: _core.Engine | None = None
+        self._core: Any = None
+        self._workshop: Workshop | None = None
+        self._planned: dict[str, Any] = {}
         self._micro_batch, self._micro_batches = micro_batch, micro_batches
         self._preparer = Preparer(self.decoder, self.device)
         self._step = 0
@@ -499,7 +502,6 @@ class Engine:
         if self._core is None:
             seq = min(self.decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
             self._start(self._micro_batch or (1, seq), self._micro_batches or 1)
-        assert self._core is not None
         return self._core
 
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
@@ -521,7 +523,7 @@ class Engine:
     @property
     def plan(self) -> dict[str, Any]:
         """The plan in force."""
-        assert self.core is not None
+        assert self.core is not None  # which makes the plan
         return self._planned
 
     def _budget(self) -> dict[str, int]:
@@ -559,7 +561,7 @@ class Engine:
         self._core = core
         try:
             self._fill(core)
-            self._workshop: Workshop | None = self._build(core)
+            self._workshop = self._build(core)
         except BaseException:
             self._core = None
             core.close()
@@ -593,7 +595,7 @@ class Engine:
 
         def region(name: Any) -> Region | None:
             buffer = core.region(name)
-            return Region(torch.from_dlpack(buffer)) if len(buffer) else None
+            return Region(from_dlpack(buffer)) if len(buffer) else None
 
         places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
         assert places is not None
@@ -619,18 +621,20 @@ class Engine:
         largest, count = prepared.largest, len(prepared.micro_batches)
         if self._core is None:
             self._start(self._micro_batch or largest, self._micro_batches or count)
-        assert self._micro_batch is not None and self._micro_batches is not None
+        assert self._micro_batch is not None
+        assert self._micro_batches is not None
         if count > self._micro_batches:
             raise ConfigError(
                 f"{count} micro-batches, but the engine was planned for {self._micro_batches} a step; create it with "
                 f"micro_batches={count}"
             )
-        if largest[0] * largest[1] > self._micro_batch[0] * self._micro_batch[1] and self._workshop is not None:
-            if self._workshop.stage is not None or self.device.type == "cuda":
-                raise ConfigError(
-                    f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
-                    f"{self._micro_batch[0]} by {self._micro_batch[1]}; create it with the largest micro_batch"
-                )
+        assert self._workshop is not None
+        planned_memory = self._workshop.stage is not None or self.device.type == "cuda"
+        if planned_memory and largest[0] * largest[1] > self._micro_batch[0] * self._micro_batch[1]:
+            raise ConfigError(
+                f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
+                f"{self._micro_batch[0]} by {self._micro_batch[1]}; create it with the largest micro_batch"
+            )
         return self._core
 
     # ------------------------------------------------------------------------------------------- a pass
@@ -697,7 +701,7 @@ def _open_device(device: "str | _core.Device") -> "tuple[_core.Device, torch.dev
         if kind == "cpu":
             return _core.Device.cpu(), torch.device("cpu")
         number = int(ordinal or 0)
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(number)
         return _core.Device.cuda(number), torch.device("cuda", number)
     return device, torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())

@@ -46,7 +46,7 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """The base's output, whatever the arguments."""
         return _base_output()(last_hidden_state=self.hidden)
 
@@ -76,14 +76,17 @@ class HeadShell:
         """Logits (batch, seq, V) of hidden states (batch, seq, H)."""
         self.base.hidden = hidden
         try:
-            return self.model(input_ids=torch.zeros(hidden.shape[:-1], dtype=torch.int64), use_cache=False).logits
+            logits: Tensor = self.model(
+                input_ids=torch.zeros(hidden.shape[:-1], dtype=torch.int64), use_cache=False
+            ).logits
+            return logits
         finally:
             self.base.hidden = None
 
 
 def probe_head(decoder: "Decoder") -> HeadKind:
     """Tells what kind of head a model has. Raises ConfigError when it has none."""
-    model = decoder.model
+    model: Any = decoder.model
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if output is None:
         raise ConfigError(f"{type(model).__name__} has no language-model head")
@@ -114,7 +117,7 @@ def _used(decoder: "Decoder", names: dict[int, str]) -> tuple[frozenset[str], in
         if id(tensor) in names:
             used.add(names[id(tensor)])
 
-    def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def answer(*_: Any) -> Tensor:
         raise ConfigError(f"{type(decoder.model).__name__} looks up an embedding in its head")
 
     hidden = torch.empty(1, 2, decoder.hidden_size, dtype=decoder.dtype, device="meta")

@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class Decoder:
         _refuse(model, self.config)
         self.base_name, self.base = _base(model)
         self.layers_name = _layer_list(self.base, self.config)
-        self.layers = [layer for layer in self.base.get_submodule(self.layers_name)]
+        self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._take_values()
@@ -151,7 +151,7 @@ class Decoder:
     @property
     def num_embeddings(self) -> int:
         """Rows of the token embedding: every token id must be below it."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(cast("Any", self.model).get_input_embeddings().weight.shape[0])
 
     @property
     def text_config(self) -> Any:
@@ -202,7 +202,7 @@ class Decoder:
         for name, parameter in list(self.model.named_parameters()):
             if parameter.device.type != "meta":
                 self.values[name] = parameter.detach()
-        common = self.model.get_input_embeddings().weight.dtype
+        common = cast("Any", self.model).get_input_embeddings().weight.dtype
         replaced: dict[int, nn.Parameter] = {}
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
@@ -369,7 +369,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -395,7 +395,7 @@ def build_without_storage(
         options["attn_implementation"] = attention
     with parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
             raise ConfigError(f"model: {getattr(config, 'model_type', config)} cannot be built: {error}") from error
     return model.train()
@@ -456,7 +456,9 @@ def _check_rope(config: Any) -> None:
 
 def _base(model: nn.Module) -> tuple[str, nn.Module]:
     """The module that holds the layers, and its name."""
-    base = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
+    base: Any = (
+        cast("Any", model).get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
+    )
     if not isinstance(base, nn.Module) or base is model:
         raise ConfigError(f"{type(model).__name__} has no base model beneath its head")
     return next(name for name, module in model.named_modules() if module is base), base
@@ -471,7 +473,8 @@ def _layer_list(base: nn.Module, config: Any) -> str:
     matching = [(n, m) for n, m in lists if depth is None or len(m) == depth]
     if not matching:
         raise ConfigError(f"{type(base).__name__} has no list of {depth} decoder layers")
-    return max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))[0]
+    name, _ = max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return str(name)
 
 
 def _attributes(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -496,7 +499,8 @@ def _index_attributes(layers: list[nn.Module]) -> set[tuple[str, str]]:
 def _structures(layers: list[nn.Module], index_names: set[tuple[str, str]]) -> tuple[list[int], list[int]]:
     """For each layer the index of its structure, and for each structure the first layer that has it."""
     known: dict[Any, int] = {}
-    of, first = [], []
+    of: list[int] = []
+    first: list[int] = []
     for index, layer in enumerate(layers):
         key = _signature(layer, index_names)
         if key not in known:

@@ -36,7 +36,7 @@ class Group:
 
 
 class AdamW:
-    """Settings in torch.optim.AdamW's words and with its defaults, except that a group names its parameters by patterns.
+    """Settings in torch.optim.AdamW's words and with its defaults; a group names its parameters by patterns.
 
     `groups`: dicts with `params` (a pattern or a list of them) and any of `lr`, `betas`, `eps`, `weight_decay`; what a
     group does not give it takes from here, and what no group means is in the default group.
@@ -90,7 +90,7 @@ class AdamW:
         return [first, *(g.core(factor) for g in self.groups[1:])]
 
     def assign(self, names: Iterable[str]) -> dict[str, int]:
-        """Group of each trainable parameter. Raises ConfigError for a pattern that means none, or two groups for one."""
+        """Group of each trained parameter. Raises ConfigError for a pattern that means none, or two groups for one."""
         assigned: dict[str, int] = {}
         names = list(names)
         for index, group in enumerate(self.groups[1:], 1):

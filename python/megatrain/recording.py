@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,23 +43,12 @@ class EmbeddingCalls(TorchFunctionMode):
             for value in tree_flatten((args, kwargs))[0]:
                 if isinstance(value, Tensor):
                     self.seen(value)
-        if func is F.embedding:
-            return self._embedding(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _embedding(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        if max_norm is not None or scale_grad_by_freq or sparse:
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        given = inspect.signature(F.embedding).bind(*args, **kwargs).arguments
+        if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
             raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be trained")
-        return self.answer(input, weight, padding_idx)
+        return self.answer(given["input"], given["weight"], given.get("padding_idx"))
 
 
 class Stub(nn.Module):
@@ -98,7 +87,7 @@ class Replay(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "_module"), name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """The next recorded output."""
         return self.outputs.pop(0)
 
@@ -181,14 +170,14 @@ def forward_until_layers(base: nn.Module, layers: str, call: dict[str, Any]) -> 
     try:
         base(**call)
     except _Stop as stop:
-        return stop.value
+        return cast("Tensor", stop.value)
     raise AssertionError(f"{layers} was not reached")
 
 
 def stopping_layers(layers: nn.ModuleList) -> nn.ModuleList:
     """Stubs of which the first ends the forward with its hidden states."""
 
-    def take(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(_: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _Stop(args[0] if args else kwargs["hidden_states"])
 
     return nn.ModuleList([Stub(layer, i, take) for i, layer in enumerate(layers)])
@@ -270,12 +259,12 @@ class Recorder:
         looked_up: list[Tensor | None] = []
         side: dict[str, list[Any]] = {name: [] for name in self.side}
 
-        def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
             looked_up.append(None if _same(ids, input_ids) else ids)
             return torch.zeros((), dtype=self.dtype).expand(*ids.shape, weight.shape[1])
 
         hooks = [
-            self.base.get_submodule(name).register_forward_hook(lambda m, a, out, name=name: side[name].append(out))
+            self.base.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: side[name].append(out))
             for name in self.side
         ]
         try:
@@ -342,7 +331,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
 
     hooks = [
         module.register_forward_hook(
-            lambda m, args, kwargs, out, path=path: calls.append(
+            lambda _, args, kwargs, out, path=path: calls.append(
                 (phase(), path, args[0] if args else next(iter(kwargs.values()), None), out)
             ),
             with_kwargs=True,

@@ -43,7 +43,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_ctx: Any, *_grads: Any) -> Any:
         raise AssertionError("measuring has no backward")
 
 
@@ -76,7 +76,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int) -> Measured:
         return value.to("meta") if isinstance(value, Tensor) else value
 
     args, kwargs = tree_map(to_meta, record.args[first]), tree_map(to_meta, record.kwargs[first])
-    shared = [t for t in (*_tensors(args), *_tensors(kwargs))]
+    shared = (*_tensors(args), *_tensors(kwargs))
     call = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
     storages = frozenset(p.untyped_storage()._cdata for p in module.parameters())
     turn = Turn(call, None, storages, 0, lambda: None)
@@ -89,7 +89,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int) -> Measured:
     except (RuntimeError, NotImplementedError) as error:
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
-    if not isinstance(output, Tensor) or output.shape != hidden.shape:
+    if getattr(output, "shape", None) != hidden.shape:
         raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
     return Measured(turn.staged_bytes, matmuls.get_total_flops() + attention.flops)
 
@@ -98,8 +98,8 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
     """For layers whose work depends on values (routing in a loop): as if every expert chosen were a dense layer."""
     tokens = rows * seq
     config = decoder.text_config
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
-    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
+    chosen = getattr(config, "num_experts_per_tok", 1)
+    inner = getattr(config, "moe_intermediate_size", getattr(config, "intermediate_size", 0))
     kept = tokens * decoder.dtype.itemsize * (10 * decoder.hidden_size + 4 * chosen * (inner + decoder.hidden_size))
     dense = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
     return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))

@@ -130,7 +130,9 @@ class Pass:
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
-        assert micro is not None and micro.record is not None and hidden is not None
+        assert micro is not None
+        assert micro.record is not None
+        assert hidden is not None
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
         layer = template.call(micro.record.args[unit - 1], micro.record.kwargs[unit - 1])
@@ -148,7 +150,8 @@ class Pass:
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch
         shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
-        assert micro is not None and hidden is not None
+        assert micro is not None
+        assert hidden is not None
         self._hidden[m] = None
         shop.head.bind(op.weights, op.tied_weights)
         if not self._training:
@@ -181,7 +184,8 @@ class Pass:
     def _embed_backward(self, op: ComputeOp) -> None:
         m = op.micro_batch
         shop, micro, grad = self._shop, self._micro[m], self._grad[m]
-        assert micro is not None and grad is not None
+        assert micro is not None
+        assert grad is not None
         self._grad[m] = self._micro[m] = None
         shop.embed.bound.bind(op.weights)
         if op.first:
@@ -203,6 +207,7 @@ class Pass:
     def _finish_embedding(self, op: ComputeOp) -> None:
         """The embedding's own use is added once to the head's, where tied, and rounded with everything else."""
         shop = self._shop
+        assert op.grad is not None
         grads, sums = shop.grads[0].at(op.grad), self._targets(op)
         tied = self._tied_tensor()
         for table, rows in self._rows.items():
@@ -220,7 +225,8 @@ class Pass:
             if total is not grad:
                 grad.copy_(total)
         if op.accumulator is not None and shop.embed.others:
-            torch._foreach_copy_([grads[i] for i in shop.embed.others], [sums[i] for i in shop.embed.others])
+            rounded = [(g, s) for i in shop.embed.others if (g := grads[i]) is not None and (s := sums[i]) is not None]
+            torch._foreach_copy_([g for g, _ in rounded], [s for _, s in rounded])
         self._rows = {}
 
     def _targets(self, op: ComputeOp) -> list[Tensor | None]:

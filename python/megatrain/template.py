@@ -6,7 +6,7 @@ views of each place are made once.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ class LayerCall:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden states (batch, seq, width) in and out."""
         output = self._module(hidden, *self._args, **self._kwargs)
-        return output[0] if self._tuple else output
+        return cast("Tensor", output[0] if self._tuple else output)
 
 
 def _has_attribute(module: nn.Module, path: str, name: str) -> bool:

@@ -5,6 +5,7 @@ batches that it would have met, at whatever step it stopped.
 """
 
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,7 +98,8 @@ class Loader:
         whole = int(epochs)
         steps = self._steps_before(whole)
         if epochs > whole:
-            steps += max(1, round((epochs - whole) * self._num_epoch_steps(whole)))
+            # The small term undoes the rounding of a fraction such as 0.3.
+            steps += math.ceil((epochs - whole) * self._num_epoch_steps(whole) - 1e-9)
         return max(1, steps)
 
     def batch(self, step: int) -> StepBatch:

@@ -1,0 +1,109 @@
+"""Tokenizers: trained ones behave like any other, existing ones are found without a network, mismatches are refused."""
+
+import json
+import logging
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.tokenizer import END_TOKEN, PAD_TOKEN, build_tokenizer, load_tokenizer, train_bpe, with_vocabulary
+from tiny_tokenizer import TEXT, tiny_tokenizer
+
+ODD = "héllo  日本 x1234=\n\t\tif a_b:\r\n 'tis"
+
+
+def config(tmp_path, **model):
+    path = tmp_path / "rows.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps({"text": f"{TEXT} {number}"}) + "\n" for number in range(20)))
+    settings = {"config": {"model_type": "llama"}, "tokenizer": {"train": "bpe", "vocab_size": 300}, **model}
+    return Config.from_dict(
+        {"model": settings, "data": {"train": str(path), "eval": 0.2, "cache": str(tmp_path / "cache")}}
+    )
+
+
+def test_any_text_survives_a_trained_tokenizer():
+    tokenizer = train_bpe([TEXT], 300)
+    assert len(tokenizer) == 300
+    assert tokenizer.decode(tokenizer(ODD)["input_ids"]) == ODD
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (END_TOKEN, PAD_TOKEN, None)
+
+
+def test_training_is_deterministic():
+    one, other = (train_bpe(iter([TEXT, ODD]), 320).backend_tokenizer.to_str() for _ in range(2))
+    assert one == other
+
+
+def test_a_trained_tokenizer_is_a_normal_folder(tmp_path):
+    tokenizer = train_bpe([TEXT], 300)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert loaded(ODD)["input_ids"] == tokenizer(ODD)["input_ids"]
+    assert loaded.decode(loaded(ODD)["input_ids"]) == ODD
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_trained_tokenizer_is_cached_by_content(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="megatrain")
+    first = build_tokenizer(config(tmp_path))
+    assert "training a tokenizer" in caplog.text
+    caplog.clear()
+    again = build_tokenizer(config(tmp_path))
+    assert "training" not in caplog.text
+    assert again(ODD)["input_ids"] == first(ODD)["input_ids"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "another text " * 50}) + "\n" + '{"text": "b"}\n' * 9)
+    build_tokenizer(config(tmp_path))
+    assert "training a tokenizer" in caplog.text
+
+
+def test_little_text_gives_fewer_tokens_and_says_so(tmp_path, caplog):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b"}\n' * 40)
+    tokenizer = build_tokenizer(
+        Config.from_dict(
+            {
+                "model": {"config": {"model_type": "llama"}, "tokenizer": {"train": "bpe", "vocab_size": 1000}},
+                "data": {"train": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")},
+            }
+        )
+    )
+    assert len(tokenizer) < 1000
+    assert "model.tokenizer.vocab_size is 1000, but the data has pairs for" in caplog.text
+
+
+def test_a_local_tokenizer_needs_no_network(tmp_path):
+    tiny_tokenizer(bos="<s>", adds_bos=True).save_pretrained(tmp_path / "model")
+    loaded = build_tokenizer(config(tmp_path, tokenizer=str(tmp_path / "model")))
+    assert loaded("hello")["input_ids"][0] == loaded.bos_token_id
+
+
+def test_a_template_is_taken_from_text_or_file(tmp_path):
+    tiny_tokenizer(template="{{ 'old' }}").save_pretrained(tmp_path / "model")
+    (tmp_path / "t.jinja").write_text("{{ 'from file' }}")
+    for setting, text in ((None, "old"), ("{{ 'given' }}", "given"), (str(tmp_path / "t.jinja"), "from file")):
+        tokenizer = build_tokenizer(config(tmp_path, tokenizer=str(tmp_path / "model"), chat_template=setting))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == text
+    (tmp_path / "t.jinja").write_text("no template")
+    for name, message in (("t.jinja", "holds no Jinja template"), ("none.jinja", "cannot be read")):
+        with pytest.raises(ConfigError, match=rf"model\.chat_template: .*{name} {message}"):
+            build_tokenizer(config(tmp_path, tokenizer=str(tmp_path / "model"), chat_template=str(tmp_path / name)))
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: .* holds no tokenizer \(tokenizer\.json\)"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.path: no tokenizer can be loaded from"):
+        load_tokenizer(tmp_path, key="model.path")
+
+
+def test_a_model_config_gets_the_vocabulary_of_its_tokenizer():
+    tokenizer = tiny_tokenizer()
+    filled = with_vocabulary({"model_type": "llama"}, tokenizer)
+    assert filled["vocab_size"] == len(tokenizer)
+    assert filled["eos_token_id"] == tokenizer.eos_token_id
+    assert filled["pad_token_id"] == tokenizer.pad_token_id
+    assert with_vocabulary({"vocab_size": 512, "eos_token_id": 3}, tokenizer)["eos_token_id"] == 3
+    with pytest.raises(ConfigError, match=r"model\.config\.vocab_size is 100, and the tokenizer has \d+ tokens"):
+        with_vocabulary({"vocab_size": 100}, tokenizer)

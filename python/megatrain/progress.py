@@ -32,6 +32,7 @@ class Display:
         self._progress: Progress | None = None
         self._task: Any = None
         self._total = 0
+        self._loading = ""
         self._handler = _Handler(self)
 
     def __enter__(self) -> "Display":
@@ -44,6 +45,16 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.end()
         log.removeHandler(self._handler)
+
+    def loading(self, what: str, done: int, total: int) -> None:
+        """Something before the first step has come so far; `total` 0 is unknown. On a terminal one line that moves."""
+        if self.mode == "bar" and self._progress is None:
+            part = f" {100 * done // total} %" if total else f" {done:,}"
+            self.err.write(f"\r{what}{part}\x1b[K" + ("\r\x1b[K" if total and done >= total else ""))
+            self.err.flush()
+        elif self.mode == "lines" and what != self._loading:
+            self.note(what)
+        self._loading = what
 
     def begin(self, done: int, total: int) -> None:
         """Training starts after `done` of `total` steps."""

@@ -16,7 +16,7 @@ class StopRequested(KeyboardInterrupt):
     """The user asked to stop. A KeyboardInterrupt, so that cleaning up after Ctrl-C cleans up after this too."""
 
 
-class RunStopped(MegatrainError):  # noqa: N818 - a state, like EngineBroken
+class RunStopped(MegatrainError):
     """The run ended itself: its numbers, its disk or its engine failed. The message names the last good checkpoint."""
 
 

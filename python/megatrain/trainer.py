@@ -1,34 +1,37 @@
-"""The loop: batch, step, log, evaluate, save. What it calls is in `engine`, `data`, `checkpoint`; what it writes, in
-`run_folder`.
+"""The loop: batch, step, record, then what is due: evaluation, samples, checkpoint.
 
     from megatrain import Trainer
     result = Trainer("examples/quickstart.yaml").fit()
 
-The order within a step: rate, batch, engine step, record, then what is due after it (evaluation, samples, checkpoint).
 A stop request is looked at between steps and between the batches of an evaluation: at each of these points the state is
-that of a finished step.
+that of a finished step. Before the first step nothing can be lost, so there a request is obeyed at once.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from megatrain.assembly import Parts, assemble
-from megatrain.resume import Position, take_up
+from typing import TYPE_CHECKING, Any
 
 from megatrain import metrics
-from megatrain.config import Config
-from megatrain.errors import EngineBroken, StorageError
+from megatrain.config import Config, Duration
+from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.metrics import StepRecord, Throughput
 from megatrain.progress import Display
+from megatrain.resume import Origin, Position, take_up
 from megatrain.run_folder import RunFolder
 from megatrain.schedules import Schedule
-from megatrain.stop import RunStopped, Stop, StopRequested
+from megatrain.stop import RunStopped, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from megatrain.assembly import Parts
+    from megatrain.batches import Prepared
+    from megatrain.data import StepBatch
 
 log = logging.getLogger("megatrain")
 
@@ -43,182 +46,384 @@ class Result:
     loss: float | None
     """Training loss of the last step; None when no step was taken."""
     eval_loss: float | None
-    """Last held-out loss."""
+    """The latest held-out loss."""
     stopped: str
     """Empty when the run came to its end; else what stopped it, such as SIGTERM."""
     checkpoint: Path | None
     """The newest checkpoint."""
     export: Path | None
-    """The Hugging Face folder written at the end."""
+    """The Hugging Face folder that was written at the end."""
 
 
 class Trainer:
-    """One run. `config` is a path, a mapping or a `Config`. Raises ConfigError, DoesNotFit or CheckpointError before
-    the first step, RunStopped when the run has to end itself."""
+    """One run. `config` is a path, a mapping or a Config. Raises ConfigError, DoesNotFit, CheckpointError or
+    StorageError before the first step, RunStopped when the run has to end itself."""
 
     def __init__(
         self,
-        config: "Config | str | Path | dict[str, Any]",
+        config: "Config | str | Path | Mapping[str, Any]",
         *,
         stop: Stop | None = None,
         display: Display | None = None,
     ) -> None:
         self.config = Config.of(config)
+        self.config.require("data", "output")
         self.stop = stop or Stop()
         self.display = display or Display()
-        self._parts: Parts | None = None
-        self._record: StepRecord | None = None
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""
-        from megatrain.assembly import run_directory
-
-        folder = RunFolder(run_directory(self.config))
+        assert self.config.output.dir is not None
+        folder = RunFolder(Path(self.config.output.dir))
         try:
             with self.display:
                 folder.begin_log()
                 return self._fit(folder)
         except BaseException as error:
-            folder.write_status("failed" if not isinstance(error, KeyboardInterrupt) else "stopped", reason=str(error))
+            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            folder.write_status(state, reason=str(error) or type(error).__name__)
             raise
         finally:
-            if self._parts is not None:
-                self._parts.close()
             folder.discard_if_empty()
             folder.close()
 
-    # Everything up to the first step. Nothing is lost by dropping it, so a stop request does so at once.
-
     def _fit(self, folder: RunFolder) -> Result:
-        with self.stop.interruptible():
-            folder.write_status("loading")
-            folder.clear_leftovers()
-            origin = take_up(self.config, folder)
-            self._parts = parts = assemble(self.config, origin=origin, display=self.display)
-            self._position = position = origin.position if origin is not None else Position()
-            self._total = total = parts.total_steps
-            settings = self.config.train.schedule
-            self._schedule = Schedule(
-                name=settings.name,
-                warmup=settings.warmup,
-                min_lr=settings.min_lr,
-                decay=settings.decay,
-                total=max(1, total),
-            )
-            folder.write_config(self.config.to_yaml())
-            folder.write_plan(parts.plan)
+        with contextlib.ExitStack() as stack:
+            with self.stop.interruptible():
+                folder.write_status("loading")
+                folder.clear_leftovers()
+                origin = take_up(self.config, folder)
+                parts = self._assemble(folder, origin)
+                stack.callback(parts.close)
+                folder.write_config(self.config.to_yaml())
+                assert parts.engine is not None
+                folder.write_plan(parts.engine.plan)
+            position = origin.position if origin is not None else Position()
             folder.begin_metrics(position.step)
-        if position.step >= total:
-            log.info("the run has all of its %d steps already", total)
-        return self._train(folder, parts)
+            return _Run(self.config, self.stop, self.display, folder, parts, position).train()
 
-    def _train(self, folder: RunFolder, parts: Parts) -> Result:
-        position, total = self._position, self._total
-        self._throughput = Throughput()
-        self._saved_at, self._saved_step = time.monotonic(), position.step
-        self._pending: dict[str, Any] = {}
-        stopped = ""
-        loss: float | None = None
+    def _assemble(self, folder: RunFolder, origin: Origin | None) -> "Parts":
+        from megatrain.assembly import assemble
+
+        return assemble(
+            self.config,
+            folder=folder.path,
+            existing=len(folder.steps()),
+            resume=None if origin is None else origin.folder,
+            numerics=None if origin is None else origin.numerics,
+            progress=self.display.loading,
+        )
+
+
+class _Run:
+    """A run that has all its parts."""
+
+    def __init__(
+        self, config: Config, stop: Stop, display: Display, folder: RunFolder, parts: "Parts", position: Position
+    ) -> None:
+        assert parts.engine is not None
+        self.config, self.stop, self.display, self.folder = config, stop, display, folder
+        self.parts, self.engine, self.position = parts, parts.engine, position
+        self.count = parts.blueprint.count
+        self.total = parts.total_steps
+        plan = config.train.schedule
+        self.schedule = Schedule(
+            name=plan.name, warmup=plan.warmup, min_lr=plan.min_lr, decay=plan.decay, total=self.total
+        )
+        self.throughput = Throughput()
+        self.saved_step = position.step if parts.engine is not None and folder.steps() else -1
+        self.saved_at = time.monotonic()
+        self.loss: float | None = None
+        self.pending: StepRecord | None = None
+        """The last step's record; written once it is known what followed the step."""
+        self.new_best = False
+        self.before: dict[str, Any] = {}
+        """What was measured before the first step, for the first record."""
+
+    def train(self) -> Result:
+        position, folder = self.position, self.folder
+        if position.step >= self.total:
+            log.info("all %d steps are done already", self.total)
         try:
-            if self.config.eval.at_start and position.step == 0:
-                self._evaluate(folder, parts)
-            self.display.begin(position.step, total)
-            for step, batch in self._batches(parts, position.step):
-                folder.write_status("training", step=step, total_steps=total, loss=loss, checkpoint=self._saved_step)
-                self._step(folder, parts, step, batch)
-                loss = self._record.loss if self._record is not None else loss
-                if self._after_step(folder, parts):
-                    break
-                if self.stop.requested:
-                    break
-            stopped = self.stop.reason if self.stop.requested and position.step < total else ""
+            self._first_evaluation()
+            self.display.begin(position.step, self.total)
+            with contextlib.closing(self._batches()) as batches:
+                for step, batch, prepared in batches:
+                    self._step(step, batch, prepared)
+                    ended = self._after(step)
+                    if ended or self.stop.requested:
+                        break
             self.display.end()
-            if position.step > self._saved_step or not folder.steps():
-                self._save(folder, parts)
-            if not stopped and not self.stop.requested:
-                self._finish(folder, parts)
-        except StopRequested as error:
-            stopped = str(error)
-        except (EngineBroken, StorageError) as error:
-            raise RunStopped(f"step {position.step + 1}: {error}; {self._last_good(folder)}") from error
-        exported = folder.export if folder.export.exists() and not stopped else None
-        newest = folder.steps()
+            stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
+            self._save_if_new()
+            exported = None if stopped else self._export()
+        except (EngineBroken, StorageError, DeviceError) as error:
+            raise RunStopped(f"step {position.step + 1}: {error}; {self._last_good()}") from error
+        finally:
+            self.display.end()
+            with contextlib.suppress(MegatrainError):
+                self._write_pending()
+        steps = folder.steps()
         result = Result(
             step=position.step,
-            total_steps=total,
-            loss=loss,
+            total_steps=self.total,
+            loss=self.loss,
             eval_loss=position.eval_loss,
-            stopped=stopped or (self.stop.reason if self.stop.requested else ""),
-            checkpoint=folder.checkpoint(newest[-1]) if newest else None,
+            stopped=stopped,
+            checkpoint=folder.checkpoint(steps[-1]) if steps else None,
             export=exported,
         )
-        folder.write_status(
-            "stopped" if stopped else "done",
-            step=result.step,
-            total_steps=total,
-            loss=loss,
-            eval_loss=result.eval_loss,
-            checkpoint=self._saved_step,
-        )
+        self._status("stopped" if stopped else "done")
         return result
 
-    def _batches(self, parts: Parts, done: int) -> Iterator[tuple[int, Any]]:
-        """Steps done+1 … total with their batches; the next batch is made while this one is computed."""
-        steps = range(done + 1, self._total + 1)
+    # ------------------------------------------------------------------------------------------- a step
+
+    def _batches(self) -> "Iterator[tuple[int, StepBatch, Prepared]]":
+        """Steps to do, from 1, with their data; the next one's is read and its masks recorded while one is computed."""
+        loader, prepare = self.parts.loader, self.engine.prepare
+
+        def make(step: int) -> "tuple[StepBatch, Prepared]":
+            batch = loader.batch(step - 1)
+            return batch, prepare(batch.micro_batches)
+
+        steps = range(self.position.step + 1, self.total + 1)
         if not steps or self.stop.requested:
             return
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-data") as pool:
-            coming = pool.submit(parts.loader.batch, steps[0])
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-batch") as pool:
+            coming = pool.submit(make, steps[0])
             for step in steps:
-                batch = coming.result()
-                if step < self._total:
-                    coming = pool.submit(parts.loader.batch, step + 1)
-                yield step, batch
+                batch, prepared = coming.result()
+                if step < self.total:
+                    coming = pool.submit(make, step + 1)
+                yield step, batch, prepared
 
-    def _step(self, folder: RunFolder, parts: Parts, step: int, batch: Any) -> None:
-        position = self._position
-        factor = self._schedule.lr(step, self.config.train.lr)
-        parts.engine.set_lr(factor)
-        record = StepRecord(
-            step=step, loss=math.nan, grad_norm=math.nan, lr=factor, tokens=batch.tokens, num_tokens=batch.supervised
-        )
-        self._throughput.resume()
-        if batch.supervised == 0:
-            log.warning(
-                "step %d: none of its %d rows (the first is row %s) has a supervised token; nothing was changed",
-                step,
-                len(batch.rows),
-                batch.rows[0] if batch.rows else "?",
-            )
-            record.extra["unsupervised"] = True
-        else:
-            out = parts.engine.step(batch.micro_batches)
-            record.loss, record.grad_norm, record.skipped = float(out.loss), float(out.grad_norm), bool(out.skipped)
-            record.clip = float(out.clip)
+    def _step(self, step: int, batch: "StepBatch", prepared: "Prepared") -> None:
+        position = self.position
+        lr = self.schedule.lr(step, self.config.train.lr)
+        self.engine.set_lr(lr)
+        out = self.engine.step(prepared)
+        seconds = self.throughput.add(batch.num_tokens)
         position.step = step
-        position.tokens += batch.tokens
-        self._count(record, parts, batch)
-        self._record = record
+        position.tokens += batch.num_tokens
+        position.seconds += seconds
+        unsupervised = batch.num_supervised == 0
+        record = StepRecord(
+            step=step,
+            loss=math.nan if unsupervised else out.loss,
+            grad_norm=out.grad_norm,
+            lr=lr,
+            tokens=batch.num_tokens,
+            num_tokens=out.num_tokens,
+            clip=out.clip,
+            skipped=out.skipped and not unsupervised,
+            step_s=seconds,
+            tokens_per_s=self.throughput.tokens_per_s,
+            epoch=batch.epoch,
+            rows=list(batch.row_ids),
+            extra=self.before,
+        )
+        self.before = {}
+        self._measure(record, batch)
+        self.pending = record
+        if unsupervised:
+            record.extra["unsupervised"] = True
+            log.warning("step %d: %s; nothing was changed", step, self._without_supervision(batch))
+        else:
+            self.loss = out.loss
         position.nonfinite = position.nonfinite + 1 if record.skipped else 0
-        self.display.step(record, (self._total - step) * self._throughput.step_s, self.config.output.log_every)
+        self.display.step(record, (self.total - step) * self.throughput.step_s, self.config.output.log_every)
         if record.skipped:
             log.warning("step %d: a gradient is not finite (norm %s); the update was skipped", step, record.grad_norm)
         if position.nonfinite > self.config.train.max_nonfinite:
-            folder.write_metrics(record)
             raise RunStopped(
-                f"the gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite "
-                f"(train.max_nonfinite is {self.config.train.max_nonfinite}); {self._last_good(folder)}. "
-                "Lower train.lr, clip (train.max_grad_norm) or look at the data of these steps"
+                f"the gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
+                f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower train.lr, clip "
+                "with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
             )
 
-    def _count(self, record: StepRecord, parts: Parts, batch: Any) -> None:
-        record.step_s = self._throughput.add(record.tokens)
-        record.tokens_per_s = self._throughput.tokens_per_s
-        flops = sum(parts.count.flops_per_token(length) * length for length in batch.lengths)
+    def _without_supervision(self, batch: "StepBatch") -> str:
+        where = self.parts.train.where(batch.row_ids[0]) if batch.row_ids else "?"
+        return f"none of its {len(batch.row_ids)} rows (the first is {where}) has a supervised token"
+
+    def _measure(self, record: StepRecord, batch: "StepBatch") -> None:
+        flops = 0.0
+        for micro in batch.micro_batches:
+            rows, width = micro["input_ids"].shape
+            flops += self.count.flops_per_token(width) * rows * width
+        # Padding is computed but is no work of the model's.
+        width = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
+        flops *= batch.num_tokens / max(1, width)
         record.model_tflops = flops / record.step_s / 1e12 if record.step_s > 0 else 0.0
-        stats = parts.engine.stats()
+        stats = self.engine.stats()
         record.lanes, record.bound = stats.lanes, stats.bound
         record.host_peak_bytes = metrics.host_peak_bytes()
-        record.gpu_peak_bytes = metrics.gpu_peak_bytes(parts.engine_gpu_bytes)
-        record.epoch = batch.epoch
-        record.rows = list(batch.rows)
+        record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
+
+    def _engine_gpu_bytes(self) -> int:
+        if self.parts.settled.device != "cuda":
+            return 0
+        return sum(
+            item["bytes"] for item in self.engine.plan["items"] if item["tier"] == "device" and not item.get("torch")
+        )
+
+    # ------------------------------------------------------------------------------------------- after a step
+
+    def _after(self, step: int) -> bool:
+        """What is due after a step; returns whether the run ends early."""
+        ended = self.new_best = False
+        evaluation, samples = self.config.eval, self.config.eval.samples
+        last = step == self.total
+        due = evaluation.every is not None and step % evaluation.every == 0
+        if self.parts.eval_loader is not None and (due or last) and not self.stop.requested:
+            ended = self._evaluate(step)
+        if samples.every is not None and (step % samples.every == 0 or last) and not self.stop.requested:
+            self._sample(step)
+        # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
+        self._write_pending()
+        if self._save_is_due(step) or (self.new_best and self.config.eval.keep_best):
+            self._save()
+        if step % 10 == 0 or last:
+            self._status("training")
+        self.throughput.restart()
+        return ended
+
+    def _first_evaluation(self) -> None:
+        if self.parts.eval_loader is None or not self.config.eval.at_start or self.position.step > 0:
+            return
+        self._status("evaluating")
+        loss = self._held_out_loss(0)
+        if loss is not None:
+            self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = loss
+            self.position.best_step = 0
+            self.before = {"eval_loss_before": loss}
+        self.throughput.restart()
+
+    def _evaluate(self, step: int) -> bool:
+        """Held-out loss after a step; returns whether it has stopped falling (early_stop)."""
+        position, settings = self.position, self.config.eval
+        loss = self._held_out_loss(step)
+        if loss is None:
+            return False
+        position.eval_loss = loss
+        if position.first_eval_loss is None:
+            position.first_eval_loss = loss
+        if self.pending is not None:
+            self.pending.extra["eval_loss"] = loss
+        if position.best_loss is None or loss < position.best_loss:
+            position.best_loss, position.best_step, position.stale_evals = loss, step, 0
+            self.new_best = True
+        else:
+            position.stale_evals += 1
+        if settings.early_stop is not None and position.stale_evals >= settings.early_stop:
+            log.info(
+                "held-out loss has not fallen below %.4f (step %s) for %d evaluations: stopping early",
+                position.best_loss,
+                position.best_step,
+                position.stale_evals,
+            )
+            return True
+        return False
+
+    def _held_out_loss(self, step: int) -> float | None:
+        """Mean over supervised tokens; None when a stop request came in between."""
+        assert self.parts.eval_loader is not None
+        loss, tokens = evaluate(self.engine, self.parts.eval_loader, self.stop)
+        if loss is not None:
+            self.display.evaluation(step, loss, tokens)
+        return loss
+
+    def _sample(self, step: int) -> None:
+        from megatrain.generate import sample
+
+        settings = self.config.eval.samples
+        texts = []
+        for prompt in settings.prompts:
+            if self.stop.requested:
+                return
+            assert self.parts.blueprint.tokenizer is not None
+            text = sample(
+                self.engine,
+                self.parts.blueprint.tokenizer,
+                prompt,
+                settings.max_new_tokens,
+                max_length=self.config.data.seq_len,
+            )
+            texts.append(prompt + text)
+            self.display.sample(step, prompt, text)
+        if self.pending is not None:
+            self.pending.extra["samples"] = texts
+
+    def _write_pending(self) -> None:
+        if self.pending is not None:
+            record, self.pending = self.pending, None
+            self.folder.write_metrics(record)
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def _save_is_due(self, step: int) -> bool:
+        every = self.config.output.save_every
+        if isinstance(every, Duration):
+            return time.monotonic() - self.saved_at >= every.seconds
+        return every is not None and step % every == 0
+
+    def _save_if_new(self) -> None:
+        if self.position.step != self.saved_step and self.position.step > 0:
+            self._save()
+
+    def _save(self) -> None:
+        step = self.position.step
+        if step == self.saved_step:
+            return
+        self._status("saving")
+        state = {
+            "position": dataclasses.asdict(self.position),
+            "config": self.config.to_dict(),
+            "numerics": self.engine.numerics(),
+        }
+        start = time.monotonic()
+        self.engine.save(self.folder.checkpoint(step), state, step=step)
+        self.saved_step, self.saved_at = step, time.monotonic()
+        best = self.position.best_step
+        always = {best} if self.config.eval.keep_best and best is not None else set()
+        self.folder.retain(self.config.output.keep, always | {step})
+        log.info("step %d: checkpoint saved in %.1f s", step, self.saved_at - start)
+
+    def _export(self) -> Path | None:
+        wanted = self.config.output.export
+        if wanted == "never":
+            return None
+        self._status("exporting")
+        out = self.folder.export
+        self.engine.save_pretrained(out, dtype=wanted, overwrite=True)
+        log.info("exported to %s", out)
+        return out
+
+    def _last_good(self) -> str:
+        from megatrain import checkpoint
+
+        newest = checkpoint.latest_complete(self.folder.path)
+        return f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+
+    def _status(self, state: str) -> None:
+        self.folder.write_status(
+            state,
+            step=self.position.step,
+            total_steps=self.total,
+            loss=self.loss,
+            eval_loss=self.position.eval_loss,
+            best_step=self.position.best_step,
+            checkpoint=self.saved_step if self.saved_step > 0 else None,
+        )
+
+
+def evaluate(engine: Any, loader: Any, stop: Stop | None = None) -> tuple[float | None, int]:
+    """(mean loss per supervised token, supervised tokens) over a loader's held-out batches; the loss is None when a
+    stop was asked for before the end."""
+    total, tokens = 0.0, 0
+    for batch in loader.eval_batches():
+        if stop is not None and stop.requested:
+            return None, tokens
+        if batch.num_supervised:
+            total += engine.evaluate(batch.micro_batches) * batch.num_supervised
+            tokens += batch.num_supervised
+    return (total / tokens if tokens else math.nan), tokens

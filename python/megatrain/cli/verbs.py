@@ -3,9 +3,15 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatrain.cli.output import json_line, line, table
 from megatrain.errors import ConfigError
+from megatrain.stop import Stop
+
+if TYPE_CHECKING:
+    from megatrain.config import Config
+    from megatrain.machine import Machine
 
 DONE, REFUSED, STOPPED = 0, 2, 3
 
@@ -30,6 +36,137 @@ def run(args: argparse.Namespace) -> int:
         "report": _report,
     }[args.verb]
     return verb(args)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatrain.cli.signals import stopping
+    from megatrain.config import Config
+    from megatrain.progress import Display, mode_for
+
+    config = Config.load(args.config, args.settings)
+    config.require("data", "output")
+    _refuse_early(config)
+    display = Display(mode_for(sys.stdout, args.json))
+    if args.dry_run:
+        return _dry_run(config, args.json)
+    stop = Stop()
+    with stopping(stop):
+        from megatrain.trainer import Trainer
+
+        result = Trainer(config, stop=stop, display=display).fit()
+    answer = {
+        "step": result.step,
+        "total_steps": result.total_steps,
+        "loss": result.loss,
+        "eval_loss": result.eval_loss,
+        "stopped": result.stopped or None,
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "export": str(result.export) if result.export else None,
+    }
+    if args.json:
+        json_line(answer)
+    elif result.stopped:
+        line(
+            f"stopped by {result.stopped} after step {result.step} of {result.total_steps}; saved in {result.checkpoint}"
+        )
+        line("the same command goes on from there")
+    else:
+        held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+        loss = f"loss {result.loss:.4f}" if result.loss is not None else "no step was left to do"
+        line(f"done: {result.step} steps, {loss}{held_out}")
+        line(f"checkpoint {result.checkpoint}" + (f", export {result.export}" if result.export else ""))
+    return STOPPED if result.stopped else DONE
+
+
+def _refuse_early(config: "Config") -> None:
+    """What can be refused without torch is refused before it is loaded."""
+    from megatrain import machine as facts
+    from megatrain import planning
+
+    machine = facts.read()
+    device = planning.choose_device(config, machine)
+    planning.choose_precision(config, device, machine)
+
+
+def _dry_run(config: "Config", json: bool) -> int:
+    from megatrain.assembly import assemble
+    from megatrain.cli import show
+    from megatrain.data import view
+
+    assert config.output.dir is not None
+    parts = assemble(config, folder=Path(config.output.dir), dry=True)
+    try:
+        train = view.summary(parts.train)
+        held_out = view.summary(parts.held_out) if parts.held_out is not None else None
+        assert parts.blueprint.tokenizer is not None
+        first = view.batch(parts.loader.batch(0), parts.blueprint.tokenizer)
+        if json:
+            json_line(
+                {
+                    "config": config.to_dict(),
+                    "train": train.to_dict(),
+                    "eval": held_out.to_dict() if held_out is not None else None,
+                    "steps": parts.total_steps,
+                    "micro_batch": list(parts.settled.micro_batch),
+                    "micro_batches": parts.settled.micro_batches,
+                    "plan": parts.settled.plan,
+                    "first_batch": [[[token.id, token.text, token.supervised] for token in line] for line in first],
+                }
+            )
+            return DONE
+        line(config.to_yaml())
+        show.data("train", train)
+        if held_out is not None:
+            show.data("held-out", held_out)
+        show.items(parts.settled)
+        line(f"steps: {parts.total_steps}; the first micro-batch of the first one:")
+        for tokens in first:
+            show.tokens(tokens)
+    finally:
+        parts.close()
+    return DONE
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatrain import machine as facts
+    from megatrain import planning
+
+    config = _planned(args.target, args.settings)
+    machine = facts.read(Path.cwd()) if args.machine is None else _described(Path(args.machine))
+    device = planning.choose_device(config, machine)
+    planning.choose_precision(config, device, machine)
+    report = planning.report(config, machine)
+    if args.json:
+        json_line(report.to_dict())
+    else:
+        from megatrain.cli import show
+
+        show.plan(report)
+    return DONE
+
+
+def _planned(target: str, settings: list[str]) -> "Config":
+    """A configuration file, the name of a public shape, or a model's folder or id."""
+    from megatrain.config import Config
+    from megatrain.shapes import SHAPES
+
+    if target.endswith((".yaml", ".yml")):
+        return Config.load(target, settings)
+    if target.lower() in SHAPES and not Path(target).exists():
+        return Config.from_dict({"model": {"config": SHAPES[target.lower()].config()}}, settings)
+    return Config.from_dict({"model": {"path": target}}, settings)
+
+
+def _described(path: Path) -> "Machine":
+    from megatrain import machine as facts
+    from megatrain.config import yaml12
+
+    try:
+        return facts.from_description(yaml12.load(path.read_text(encoding="utf-8"), str(path)), str(path))
+    except OSError as error:
+        raise ConfigError(f"--machine {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--machine: {error}") from None
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -70,6 +207,192 @@ def _doctor(args: argparse.Namespace) -> int:
         table(("", "what", "found", "what to do"), [(one.status, one.what, one.value, one.advice) for one in findings])
         line("ready" if doctor.usable(findings) else "not ready: see the lines marked missing")
     return DONE if doctor.usable(findings) else REFUSED
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megatrain import checkpoint
+    from megatrain.errors import CheckpointError
+
+    run = Path(args.run)
+    folders = [run] if (run / "manifest.json").is_file() else checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ConfigError(f"{run} holds no checkpoint; give the folder of a run (output.dir) or one checkpoint")
+    found = {str(folder): checkpoint.verify(folder) for folder in folders}
+    if args.json:
+        json_line({"checkpoints": found, "whole": not any(found.values())})
+    else:
+        for folder, problems in found.items():
+            line(f"{folder}: " + ("; ".join(problems) if problems else "whole"))
+    if any(found.values()):
+        damaged = [folder for folder, problems in found.items() if problems]
+        raise CheckpointError(
+            f"{len(damaged)} of {len(found)} checkpoints are damaged: {', '.join(damaged)}; remove them"
+        )
+    return DONE
+
+
+def _data(args: argparse.Namespace) -> int:
+    from megatrain.cli import show
+    from megatrain.config import Config
+
+    config = Config.load(args.config, args.settings)
+    config.require("data")
+    if args.eval and not config.data.eval:
+        raise ConfigError("--eval shows held-out rows, and data.eval is not set")
+    from megatrain.assembly import run_tokenizer
+    from megatrain.data import prepare, view
+
+    tokenizer = run_tokenizer(config)
+    train, held_out = prepare(config, tokenizer)
+    chosen = held_out if args.eval and held_out is not None else train
+    rows = view.rows(chosen, tokenizer, args.rows)
+    if args.json:
+        json_line(
+            {
+                "train": view.summary(train).to_dict(),
+                "eval": view.summary(held_out).to_dict() if held_out is not None else None,
+                "rows": [row.to_dict() for row in rows],
+            }
+        )
+        return DONE
+    show.data("train", view.summary(train))
+    if held_out is not None:
+        show.data("held-out", view.summary(held_out))
+    for row in rows:
+        show.row(row)
+    return DONE
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from megatrain.config import yaml12
+
+    plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
+    for word in args.plan:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096")
+        plan[key] = yaml12.load(text, f"--set {key}")
+    settings: dict[str, Any] = {
+        "train": {
+            "update": args.update,
+            "max_grad_norm": args.max_grad_norm,
+            "precision": args.precision,
+            "lr": args.lr,
+            "seed": args.seed,
+        },
+        "memory": {"gpu": args.gpu_memory or "auto", "host": args.host_memory or "auto"},
+        "plan": {key: value for key, value in plan.items() if value is not None},
+        "device": args.device,
+    }
+    from megatrain import bench
+
+    answer = bench.run(
+        bench.Request(
+            model=args.model,
+            batch=args.batch,
+            seq=args.seq,
+            steps=args.steps,
+            warmup=args.warmup,
+            settings=settings,
+            trace=Path(args.trace) if args.trace else None,
+        )
+    )
+    json_line(answer)
+    return DONE
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from megatrain.cli.signals import stopping
+    from megatrain.config import Config
+    from megatrain.run_folder import is_run
+
+    target, resume = Path(args.target), None
+    if target.is_dir():
+        if not is_run(target):
+            raise ConfigError(f"{target} is a folder but no run; give a configuration or a run's folder (output.dir)")
+        from megatrain.generate import find_model
+
+        config = Config.load(target / "config.yaml", args.settings)
+        resume = find_model(target, _step(target, args.step) or "last")
+    else:
+        if args.step is not None:
+            raise ConfigError(f"--step chooses a checkpoint of a run, and {target} is a configuration; leave it out")
+        config = Config.load(target, args.settings)
+    config.require("data")
+    if not config.data.eval:
+        raise ConfigError("data.eval is not set; name held-out data, such as data.eval: 0.05")
+    _refuse_early(config)
+    stop = Stop()
+    with stopping(stop), stop.interruptible():
+        from megatrain.assembly import assemble
+        from megatrain.trainer import evaluate
+
+        parts = assemble(config, folder=None, resume=resume)
+        try:
+            loss, tokens = evaluate(parts.engine, parts.eval_loader)
+        finally:
+            parts.close()
+    answer = {"eval_loss": loss, "tokens": tokens, "checkpoint": str(resume) if resume else None}
+    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens")
+    return DONE
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatrain.generate import generate
+
+    pieces = generate(
+        args.source,
+        args.prompt,
+        step=_step(Path(args.source), args.step),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        raw=args.raw,
+    )
+    if args.json:
+        json_line({"prompt": args.prompt, "text": "".join(pieces)})
+        return DONE
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    line()
+    return DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatrain import checkpoint
+    from megatrain.export import export_checkpoint
+
+    run, step = Path(args.run), _step(Path(args.run), args.step)
+    if (run / "manifest.json").is_file():
+        source = run
+    elif step not in (None, "last"):
+        source = run / "checkpoints" / f"step-{step}"
+    else:
+        newest = checkpoint.latest_complete(run)
+        if newest is None:
+            raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
+        source = newest
+    export_checkpoint(source, args.out, dtype=args.dtype)
+    json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
+    return DONE
+
+
+def _step(run: Path, wanted: str | None) -> str | None:
+    """`--step` with `best` looked up: the step of the lowest held-out loss."""
+    from megatrain.run_folder import read_status
+
+    if wanted is None or wanted == "last" or wanted.isdecimal():
+        return wanted
+    if wanted != "best":
+        raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
+    best = read_status(run).get("best_step")
+    if not best or not (run / "checkpoints" / f"step-{best}").is_dir():
+        raise ConfigError(
+            f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
+        )
+    return str(best)
 
 
 def _report(args: argparse.Namespace) -> int:

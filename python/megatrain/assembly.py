@@ -1,0 +1,312 @@
+"""From a configuration to the parts of a run: tokenizer, model without storage, plan, data, engine. In that order, so
+that everything that can be refused is refused before the first weight is read.
+
+Training, evaluation and the dry run all start here.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatrain import machine as facts
+from megatrain import metrics, planning
+from megatrain.config import Config, TokenizerTraining
+from megatrain.data import Dataset, Loader, prepare
+from megatrain.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.initialize import initialize
+from megatrain.machine import Machine
+from megatrain.model import Decoder, load_config
+from megatrain.planning import Settled
+from megatrain.tokenizer import build_tokenizer, with_vocabulary
+from megatrain.weights import ModelFiles, Weights, load, match, open_weights, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("megatrain")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Blueprint:
+    """A model as it was asked for, without a byte of it: what a plan needs."""
+
+    config: Config
+    machine: Machine
+    device: Literal["cuda", "cpu"]
+    decoder: Decoder
+    tokenizer: "PreTrainedTokenizerBase | None"
+    files: ModelFiles | None
+    source: Weights | None
+    """The pretrained weights, opened and checked; None for a model that starts at random."""
+
+    @property
+    def count(self) -> metrics.ModelCount:
+        """What a token costs."""
+        decoder = self.decoder
+        tensors = [(t.name, t.unit, t.shape) for t in decoder.tensors.values() if not t.is_buffer]
+        return metrics.count_model(decoder.config, tensors, decoder.num_layers)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Parts:
+    """What a run consists of."""
+
+    blueprint: Blueprint
+    settled: Settled
+    train: Dataset
+    loader: Loader
+    held_out: Dataset | None
+    eval_loader: Loader | None
+    engine: Engine | None = None
+    """None in a dry run."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.loader.num_steps
+
+    def close(self) -> None:
+        """Gives back memory and threads."""
+        self.loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+        if self.engine is not None:
+            self.engine.close()
+
+
+def draw_up(
+    config: Config,
+    machine: Machine,
+    *,
+    need_weights: bool = True,
+    plan_only: bool = False,  # neither tokenizer nor weights are needed, and nothing is fetched but a configuration
+) -> Blueprint:
+    """The model without storage. Cheap refusals come first: device, precision, files, sequence length."""
+    device = planning.choose_device(config, machine)
+    precision = planning.choose_precision(config, device, machine)
+    files = _files(config, plan_only)
+    pretrained = files is not None and config.model.init == "pretrained"
+    source = None
+    if files is not None and pretrained and (need_weights or plan_only):
+        with contextlib.suppress(ConfigError) if plan_only else contextlib.nullcontext():
+            source = open_weights(files)
+    # Both read the same files, so that a hub id is looked up once.
+    tokenizer = None if plan_only else build_tokenizer(_located(config, files))
+    hf_config = _hf_config(config, files, tokenizer)
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    _check_length(config, text)
+    decoder = Decoder.from_config(
+        hf_config,
+        precision=precision,
+        freeze=config.model.freeze,
+        attention=config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
+    )
+    if source is not None:
+        match(source, decoder)
+    if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows; they do "
+            "not belong together (model.tokenizer)"
+        )
+    return Blueprint(
+        config=config, machine=machine, device=device, decoder=decoder, tokenizer=tokenizer, files=files, source=source
+    )
+
+
+def assemble(
+    config: Config,
+    *,
+    folder: Path | None,  # where the run will write; its disk must hold the checkpoints
+    existing: int = 0,  # checkpoints that are there
+    resume: Path | None = None,  # the checkpoint that weights and moments come from
+    numerics: dict[str, Any] | None = None,  # the numerics key it was computed under
+    dry: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,  # what, done, in all
+) -> Parts:
+    """All parts of a run, ready for the first step. `dry`: everything but the engine."""
+    config.require("data")
+    machine = facts.read(folder)
+    blueprint = draw_up(config, machine, need_weights=resume is None)
+    decoder, tokenizer = blueprint.decoder, blueprint.tokenizer
+    assert tokenizer is not None
+    _early_settle(config, blueprint, numerics)
+    if folder is not None:
+        needed = planning.disk_needed(config, decoder, decoder.precision)
+        planning.check_disk(needed, folder, existing, config)
+    train, held_out = prepare(
+        config,
+        tokenizer,
+        vocab_size=decoder.num_embeddings,
+        progress=(lambda what, rows: progress(f"tokenizing {what}", rows, 0)) if progress else None,
+    )
+    rows = most_rows(config, train, held_out)
+    settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=rows, saved=numerics)
+    size, pad = settled.micro_batch[0], _pad_id(tokenizer)
+    parts = Parts(
+        blueprint=blueprint,
+        settled=settled,
+        train=train,
+        loader=Loader(train, config, micro_batch=size, pad_id=pad),
+        held_out=held_out,
+        eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
+    )
+    if not dry:
+        try:
+            parts.engine = build_engine(blueprint, settled, resume, progress)
+        except BaseException:
+            parts.close()
+            raise
+    return parts
+
+
+def build_engine(
+    blueprint: Blueprint,
+    settled: Settled,
+    resume: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Engine:
+    """Allocates what was planned and fills it: from a checkpoint, from pretrained weights, or at random."""
+    config, decoder = blueprint.config, blueprint.decoder
+    train = config.train
+
+    def told(what: str) -> Callable[[int, int], None] | None:
+        return (lambda done, total: progress(what, done, total)) if progress else None
+
+    def fill(decoder: Decoder, core: Any) -> None:
+        if resume is not None:
+            return  # `Engine.load` does it, once there is an engine
+        if blueprint.source is not None:
+            load(blueprint.source, decoder, core, progress=told("reading weights"))
+        else:
+            initialize(decoder, core, train.seed, progress=told("drawing weights"))
+
+    engine = Engine(
+        decoder,
+        optimizer=planning.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
+        max_grad_norm=train.max_grad_norm,
+        grad_precision=str(train.grad_precision),
+        update=train.update,
+        device=settled.device,
+        label_smoothing=train.label_smoothing,
+        z_loss=train.z_loss,
+        deterministic=train.deterministic,
+        seed=train.seed,
+        load=fill,
+        tokenizer=blueprint.tokenizer,
+        tokenizer_dir=_tokenizer_folder(config, blueprint.files),
+        **settled.engine_options(),
+    )
+    if resume is not None:
+        try:
+            engine.load(resume)
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -> int:
+    """The most sequences that one step of the run has, evaluation included."""
+    if config.train.batch_size is not None:
+        return config.train.batch_size
+    assert config.train.batch_tokens is not None
+    if config.data.packing:
+        return max(1, config.train.batch_tokens // config.data.seq_len)
+    # Rows fill a step as far as they fit: no step has more than if it held the shortest rows alone.
+    most = 1
+    for dataset in (train, held_out):
+        if dataset is not None:
+            lengths = np.sort(np.concatenate([part.pieces.length for part in dataset.parts]))
+            most = max(most, int(np.searchsorted(np.cumsum(lengths), config.train.batch_tokens, side="right")))
+    return most
+
+
+def run_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
+    """The tokenizer alone."""
+    return build_tokenizer(_located(config, _files(config, plan_only=False)))
+
+
+def _early_settle(config: Config, blueprint: Blueprint, numerics: dict[str, Any] | None) -> None:
+    """Refuses what cannot fit before any data is tokenized: with the fewest rows a step can have."""
+    rows = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+    planning.settle(
+        config,
+        blueprint.decoder,
+        device=blueprint.device,
+        machine=blueprint.machine,
+        rows=rows,
+        saved=numerics,
+    )
+
+
+def _files(config: Config, plan_only: bool) -> ModelFiles | None:
+    path = config.model.path
+    if path is None or (plan_only and not path.startswith("python:") and not Path(path).exists()):
+        return None
+    return resolve(path, config.model.revision)
+
+
+def _hf_config(config: Config, files: ModelFiles | None, tokenizer: "PreTrainedTokenizerBase | None") -> Any:
+    if config.model.config is not None:
+        own = config.model.config
+        if tokenizer is not None:
+            return load_config(with_vocabulary(own, tokenizer))
+        trained = config.model.tokenizer
+        size = {"vocab_size": trained.vocab_size} if isinstance(trained, TokenizerTraining) else {}
+        return load_config(size | own)
+    from transformers import AutoConfig
+
+    if files is None:
+        return load_config(config.model.path, config.model.trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(
+            str(files.folder), trust_remote_code=config.model.trust_remote_code, **files.arguments()
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model.path: {config.model.path} has no config.json that can be used: {reason}") from None
+
+
+def _located(config: Config, files: ModelFiles | None) -> Config:
+    if files is None:
+        return config
+    model = dataclasses.replace(config.model, path=str(files.gguf or files.folder), revision=None)
+    return dataclasses.replace(config, model=model)
+
+
+def _check_length(config: Config, text: Any) -> None:
+    from megatrain.model import max_positions
+
+    limit = max_positions(text)
+    if limit is not None and config.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len is {config.data.seq_len} and the model has positions for {limit} tokens; lower data.seq_len"
+            + (", or raise model.config.max_position_embeddings" if config.model.config is not None else "")
+        )
+
+
+def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
+    """The folder whose tokenizer files are copied unchanged; None where the tokenizer has to be written anew."""
+    if config.model.chat_template is not None:
+        return None
+    if isinstance(config.model.tokenizer, str):
+        folder = Path(config.model.tokenizer)
+        return folder if folder.is_dir() else None
+    if config.model.tokenizer is None and files is not None and files.gguf is None:
+        return files.folder
+    return None
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    return 0

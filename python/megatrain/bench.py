@@ -1,0 +1,209 @@
+"""Timed steps on random weights and random tokens of a public shape; nothing is downloaded. One JSON line.
+
+    megatrain bench --model qwen2.5-3b --batch 32 --seq 1024 --gpu-memory 12GiB --update immediate
+
+The timed steps are one interval of wall time: it begins when everything before it has ended (updates drained, device
+idle) and ends when the last step's updates are done too. Nothing that a run would pay for is left out of it.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain import machine as facts
+from megatrain import metrics, planning
+from megatrain.assembly import Blueprint, build_engine, draw_up
+from megatrain.config import Config, ModelConfig
+from megatrain.engine import Engine
+from megatrain.errors import ConfigError, StorageError
+from megatrain.shapes import SHAPES
+
+log = logging.getLogger("megatrain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is timed."""
+
+    model: str
+    """A public shape, a `config.json`, or the folder of one."""
+    batch: int
+    """Rows a step."""
+    seq: int
+    """Tokens a row."""
+    steps: int = 10
+    """Timed steps."""
+    warmup: int = 2
+    """Steps before them."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sections of a configuration: train, memory, plan, device."""
+    trace: Path | None = None
+    """Where a trace of one more step goes."""
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Runs the steps and returns what was measured. Raises ConfigError or DoesNotFit before anything is allocated."""
+    if request.steps < 1 or request.warmup < 0:
+        raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
+    config = _config(request)
+    machine = facts.read()
+    blueprint = draw_up(config, machine, plan_only=True)
+    settled = planning.settle(config, blueprint.decoder, device=blueprint.device, machine=machine, rows=request.batch)
+    if request.trace is not None:
+        settled = dataclasses.replace(settled, options=settled.options | {"trace": True})
+    free_before = _free_device_bytes(settled.device)
+    engine = build_engine(blueprint, settled)
+    try:
+        timed = _timed(request, engine, settled)
+        answer = _answer(request, config, blueprint, settled, engine, timed)
+        answer["gpu_peak_gib"] = _gib(_gpu_peak(settled.device, free_before))
+        if request.trace is not None:
+            _trace(request, engine, settled)
+    finally:
+        engine.close()
+    return answer
+
+
+def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of `step`: (rows, seq) int64 random ids, every one of them supervised."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, vocab, (request.batch, request.seq), generator=generator)
+    return [{"input_ids": part, "labels": part} for part in ids.split(rows)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Timed:
+    seconds: float
+    losses: list[float]
+    norms: list[float]
+    lanes: dict[str, float]
+
+
+def _timed(request: Request, engine: Engine, settled: planning.Settled) -> _Timed:
+    vocab, rows = engine.decoder.num_embeddings, settled.micro_batch[0]
+    # Made before the clock starts: a loader's work is not what is timed, and it runs a step ahead in a real run.
+    prepared = [engine.prepare(batches(request, vocab, step, rows)) for step in range(request.warmup + request.steps)]
+    for step in range(request.warmup):
+        engine.step(prepared[step])
+    _settle_down(engine)
+    losses, norms = [], []
+    lanes: dict[str, float] = {}
+    start = time.perf_counter()
+    for step in range(request.warmup, request.warmup + request.steps):
+        out = engine.step(prepared[step])
+        losses.append(out.loss)
+        norms.append(out.grad_norm)
+        for lane, seconds in engine.stats().lanes.items():
+            lanes[lane] = lanes.get(lane, 0.0) + seconds
+    _settle_down(engine)
+    seconds = time.perf_counter() - start
+    return _Timed(seconds, losses, norms, {lane: total / request.steps for lane, total in lanes.items()})
+
+
+def _settle_down(engine: Engine) -> None:
+    """Waits for updates, copies and kernels."""
+    engine.drain()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _answer(
+    request: Request,
+    config: Config,
+    blueprint: Blueprint,
+    settled: planning.Settled,
+    engine: Engine,
+    timed: _Timed,
+) -> dict[str, Any]:
+    step_s = timed.seconds / request.steps
+    tokens = request.batch * request.seq
+    flops = blueprint.count.flops_per_token(request.seq) * tokens
+    planned = engine.plan
+    units = planned["units"]
+    return {
+        "model": request.model,
+        "device": settled.machine.gpu.name if settled.device == "cuda" and settled.machine.gpu else "cpu",
+        "precision": settled.precision,
+        "update": config.train.update,
+        "max_grad_norm": config.train.max_grad_norm,
+        "batch": request.batch,
+        "seq": request.seq,
+        "micro_batch": settled.micro_batch[0],
+        "steps": request.steps,
+        "step_s": round(step_s, 5),
+        "tokens_s": round(tokens / step_s, 1),
+        "model_tflops": round(flops / step_s / 1e12, 3),
+        "lanes_s": {lane: round(seconds, 5) for lane, seconds in timed.lanes.items()},
+        "loss": timed.losses[-1],
+        "first_loss": timed.losses[0],
+        "grad_norm": timed.norms[-1],
+        "parameters": blueprint.decoder.num_parameters,
+        "host_peak_gib": _gib(metrics.host_peak_bytes()),
+        "plan": {
+            **{key: planned.get(key) for key in ("slots", "slabs", "group", "micro_batches", "totals", "estimate")},
+            "state_on_device": sum(unit["state"] == "device" for unit in units),
+            "activations": {
+                kind: sum(unit["activation"] == kind for unit in units) for kind in ("keep", "offload", "recompute")
+            },
+            "inputs_on_host": sum(unit["input"] == "host" for unit in units),
+        },
+        "torch": torch.__version__,
+    }
+
+
+def _config(request: Request) -> Config:
+    model = request.model.lower()
+    if model in SHAPES and not Path(request.model).exists():
+        architecture = SHAPES[model].config()
+    else:
+        architecture = _read(Path(request.model))
+    sections = {key: dict(value) if isinstance(value, dict) else value for key, value in request.settings.items()}
+    train = sections.setdefault("train", {})
+    train |= {"batch_size": request.batch, "steps": request.steps + request.warmup}
+    return Config.from_dict({"model": {"config": architecture}, "data": {"seq_len": request.seq}, **sections})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The keys of a `config.json`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        keys: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--model is {str(path)!r}: neither a public shape ({', '.join(SHAPES)}) nor a readable config.json"
+        ) from None
+    ModelConfig(config=keys)
+    return keys
+
+
+def _free_device_bytes(device: str) -> int | None:
+    if device != "cuda":
+        return None
+    torch.cuda.init()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _gpu_peak(device: str, free_before: int | None) -> int:
+    """What the device lost since before the engine, caches of torch and context of the libraries included."""
+    if device != "cuda" or free_before is None:
+        return 0
+    return max(0, free_before - int(torch.cuda.mem_get_info()[0]))
+
+
+def _gib(size: int) -> float:
+    return round(size / facts.GIB, 3)
+
+
+def _trace(request: Request, engine: Engine, settled: planning.Settled) -> None:
+    assert request.trace is not None
+    engine.step(batches(request, engine.decoder.num_embeddings, request.warmup + request.steps, settled.micro_batch[0]))
+    _settle_down(engine)
+    try:
+        request.trace.write_text(engine.core.trace(), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--trace {request.trace} cannot be written: {error.strerror}") from None

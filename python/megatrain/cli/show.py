@@ -1,0 +1,98 @@
+"""Plans, data sets and configurations as tables and lines."""
+
+from typing import TYPE_CHECKING, Any
+
+from megatrain.cli.output import line, table
+from megatrain.machine import format_bytes
+
+if TYPE_CHECKING:
+    from megatrain.data.view import RowView, Summary, TokenView
+    from megatrain.planning import Report, Settled
+
+
+def plan(report: "Report") -> None:
+    """Everything `megatrain plan` says."""
+    settled = report.settled
+    machine = settled.machine
+    where = machine.gpu.name if settled.device == "cuda" and machine.gpu else f"{machine.cpus} processors"
+    line(f"{report.num_parameters:,} parameters, {report.num_trainable:,} trained, {settled.precision} on {where}")
+    items(settled)
+    rows, seq = settled.micro_batch
+    estimate = settled.plan["estimate"]
+    lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in estimate["lanes"].items())
+    line(
+        f"micro-batches: {settled.micro_batches} of up to {rows} x {seq} tokens; {report.largest_micro_batch} rows would fit"
+    )
+    line(
+        f"step: at least {report.step_s:.3g} s, {report.step_tokens / report.step_s:,.0f} tokens/s at most; bound by "
+        f"{estimate['bound']} ({lanes})"
+    )
+    if not settled.measured:
+        line("rates: assumed, fast enough for a lower bound; `megatrain probe` measures this machine")
+    if report.free_clipping_tokens is not None:
+        line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
+    line(
+        f"disk: {format_bytes(report.disk['checkpoint'])} a checkpoint, {format_bytes(report.disk['checkpoints'])} for all "
+        f"that exist at a time, {format_bytes(report.disk['export'])} for the export"
+    )
+    line("numerics key: " + ", ".join(f"{key} {_plain(value)}" for key, value in report.numerics.items()))
+    if settled.device == "cuda" and not report.numerics["deterministic"]:
+        line("without train.deterministic a repeated run on CUDA agrees closely, not bit for bit")
+
+
+def items(settled: "Settled") -> None:
+    """What goes where, line by line, with totals against budgets."""
+    from megatrain.planning import items_by_tier
+
+    rows: list[tuple[str, str, str]] = []
+    for tier, group, total in items_by_tier(settled.plan):
+        for item in group:
+            what = item["what"] + (" (pinned)" if item.get("pinned") else "")
+            rows.append((tier, what, format_bytes(item["bytes"])))
+        rows.append((tier, f"sum, of {format_bytes(settled.budget[tier])} allowed", format_bytes(total)))
+    table(("where", "what", ">size"), rows)
+
+
+def data(name: str, summary: "Summary") -> None:
+    """A data set in numbers."""
+    share = summary.num_supervised / summary.num_tokens if summary.num_tokens else 0.0
+    padding = f", {summary.padding:.1%} padding" if summary.padding else ""
+    lengths = summary.lengths
+    line(
+        f"{name}: {summary.num_rows:,} rows, {summary.num_tokens:,} tokens, {share:.0%} supervised, "
+        f"{summary.num_sequences:,} sequences of up to {summary.seq_len}{padding}"
+    )
+    line(
+        f"  row lengths: {lengths['min']} to {lengths['max']}, half of them up to {lengths['median']}, "
+        f"95 % up to {lengths['p95']}" + ("; from the cache" if summary.cached else "")
+    )
+    for note in summary.notes:
+        line(f"  note: {note}")
+
+
+def row(view: "RowView") -> None:
+    """One row, token by token."""
+    dropped = f", dropped: {view.dropped}" if view.dropped else ""
+    line(f"row {view.row} ({view.where}): {view.num_tokens} tokens, {view.num_supervised} supervised{dropped}")
+    tokens(view.tokens)
+
+
+def tokens(views: "tuple[TokenView, ...] | list[TokenView]", limit: int = 400) -> None:
+    """Tokens in the order of the text; what is learnt is in green on a terminal and in [brackets] elsewhere."""
+    import sys
+
+    terminal = sys.stdout.isatty()
+    parts: list[str] = []
+    learning = False
+    for view in views[:limit]:
+        if view.supervised != learning:
+            learning = view.supervised
+            parts.append(("\x1b[32m" if learning else "\x1b[0m") if terminal else ("[" if learning else "]"))
+        parts.append(view.text)
+    if learning:
+        parts.append("\x1b[0m" if terminal else "]")
+    line("".join(parts) + (f" … and {len(views) - limit} more tokens" if len(views) > limit else ""))
+
+
+def _plain(value: Any) -> str:
+    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,459 @@
+"""Before anything is allocated: budgets, the split into micro-batches, the plan, and whether it all fits.
+
+    megatrain plan CONFIG.yaml            what a run would do, on this machine
+    megatrain plan MODEL --machine FILE   or on one that was described
+
+`settle` is also what a run itself starts with, so that what `plan` prints is what is allocated. The split of a step
+into micro-batches follows from configuration, model and kind of device by a fixed rule, and shrinks only when the plan
+would not fit: it changes rounding, so it must depend neither on measured rates nor on what happens to be free.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatrain import machine as facts
+from megatrain import probe
+from megatrain.config import Config
+from megatrain.errors import ConfigError, DoesNotFit, StorageError
+from megatrain.machine import Machine, format_bytes
+
+if TYPE_CHECKING:
+    from megatrain.metrics import ModelCount
+    from megatrain.model import Decoder
+    from megatrain.optim import AdamW
+
+log = logging.getLogger("megatrain")
+
+MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 4096}
+"""Most tokens that are computed at a time, where nothing is asked for: enough to fill the device, and no more."""
+
+_LARGEST_SEARCHED = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """Everything about a run that is decided before it starts."""
+
+    device: Literal["cuda", "cpu"]
+    precision: Literal["bf16", "fp32"]
+    machine: Machine
+    micro_batch: tuple[int, int]
+    """(rows, tokens a row) of the largest micro-batch."""
+    micro_batches: int
+    """Most micro-batches of a step."""
+    budget: dict[str, int]
+    """Bytes: device, host."""
+    rates: dict[str, float]
+    measured: bool
+    """Whether the rates were measured; else they are assumed, fast enough for the step time to stay a lower bound."""
+    plan: dict[str, Any]
+    """As the core made it."""
+    options: dict[str, Any]
+    """`plan` of the engine: numbers asked for, switches, threads."""
+
+    def engine_options(self) -> dict[str, Any]:
+        """Keywords for `Engine`."""
+        return {
+            "memory": {"gpu": self.budget["device"], "host": self.budget["host"]},
+            "plan": self.options,
+            "micro_batch": self.micro_batch,
+            "micro_batches": self.micro_batches,
+            "rates": self.rates,
+        }
+
+
+def choose_device(config: Config, machine: Machine) -> Literal["cuda", "cpu"]:
+    """`device` of the configuration on this machine. Raises ConfigError when there is no usable card."""
+    if config.device == "cpu":
+        return "cpu"
+    if machine.gpu is not None:
+        return "cuda"
+    if config.device == "cuda":
+        raise ConfigError(
+            f"device is cuda and there is no usable card: {machine.gpu_reason}. See `megatrain doctor`, or write "
+            "device: cpu"
+        )
+    return "cpu"
+
+
+def choose_precision(config: Config, device: str, machine: Machine) -> Literal["bf16", "fp32"]:
+    """`train.precision` on this device. Raises ConfigError when the card has no native bf16."""
+    asked = config.train.precision
+    if device == "cpu":
+        return "fp32" if asked == "auto" else asked
+    native = machine.gpu is not None and machine.gpu.capability >= (8, 0)
+    if asked == "fp32" or native:
+        return "bf16" if asked == "auto" else asked
+    name = machine.gpu.name if machine.gpu else "the card"
+    raise ConfigError(
+        f"train.precision is {asked} and {name} has no native bf16 (compute capability 8.0); write train.precision: "
+        "fp32, or device: cpu"
+    )
+
+
+def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
+    """Bytes that a run may use: device, host. On the CPU both come out of the same memory."""
+    host = machine.host_budget() if config.memory.host == "auto" else config.memory.host
+    if device == "cpu":
+        gpu = host if config.memory.gpu == "auto" else config.memory.gpu
+    else:
+        gpu = machine.gpu_budget() if config.memory.gpu == "auto" else config.memory.gpu
+    return {"device": gpu, "host": host}
+
+
+def optimizer_for(config: Config, names: list[str]) -> "AdamW":
+    """AdamW with one group for each setting that occurs among the trainable parameters `names`. Raises ConfigError for
+    a pattern that matches none."""
+    from megatrain.optim import AdamW, match
+
+    train = config.train
+    patterns = [(f"train.no_decay: {p!r}", p) for p in train.no_decay]
+    patterns += [(f"train.groups.{i}.params: {p!r}", p) for i, group in enumerate(train.groups) for p in group.params]
+    for where, pattern in patterns:
+        if not any(match(pattern, name) for name in names):
+            raise ConfigError(f"{where} matches no trained parameter; names look like {names[0]}")
+    default = (train.lr, train.betas, train.eps, train.weight_decay)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        lr, betas, eps, decay = default
+        if any(match(pattern, name) for pattern in train.no_decay):
+            decay = 0.0
+        own = next((group for group in train.groups if any(match(p, name) for p in group.params)), None)
+        if own is not None:
+            lr = own.lr if own.lr is not None else lr
+            betas = own.betas if own.betas is not None else betas
+            eps = own.eps if own.eps is not None else eps
+            decay = own.weight_decay if own.weight_decay is not None else decay
+        groups.setdefault((lr, betas, eps, decay), []).append(name)
+    return AdamW(
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        groups=[
+            {
+                "params": [_literal(name) for name in members],
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": decay,
+            }
+            for (lr, betas, eps, decay), members in groups.items()
+            if (lr, betas, eps, decay) != default
+        ],
+    )
+
+
+def _literal(name: str) -> str:
+    import glob
+
+    return glob.escape(name)
+
+
+def settle(
+    config: Config,
+    decoder: "Decoder",
+    *,
+    device: Literal["cuda", "cpu"],
+    machine: Machine,
+    rows: int,  # most sequences of a step
+    saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
+) -> Settled:
+    """Decides the micro-batches and makes the plan. Raises DoesNotFit with the sum when even one row at a time does
+    not fit."""
+    optimizer = optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"])
+    rates, measured = probe.rates(machine, device)
+    budget = budgets(config, device, machine)
+    options = engine_plan(config, device, machine)
+    first = _first_split(config, device, rows, saved)
+    fixed = config.plan.micro_batch is not None
+    size = first
+    while True:
+        count = -(-rows // size)
+        try:
+            budget, plan = _fit(config, decoder, device, budget, rates, options, optimizer, (size, count))
+            break
+        except DoesNotFit as error:
+            if fixed or size == 1:
+                raise _explained(error, config, device, machine) from None
+            size = -(-size // 2)
+    if size != first:
+        log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
+    return Settled(
+        device=device,
+        precision=decoder.precision,  # type: ignore[arg-type]
+        machine=machine,
+        micro_batch=(size, config.data.seq_len),
+        micro_batches=-(-rows // size),
+        budget=budget,
+        rates=rates,
+        measured=measured,
+        plan=plan,
+        options=options,
+    )
+
+
+def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
+    """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
+    plan = config.plan
+    asked = {"slots": plan.slots, "slabs": plan.slabs, "keep": plan.keep, "loss_chunk": plan.loss_chunk}
+    asked |= {"synchronous": plan.synchronous, "poison": plan.poison, "huge_pages": plan.huge_pages}
+    # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.
+    asked["threads"] = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def largest_micro_batch(config: Config, decoder: "Decoder", settled: Settled) -> int:
+    """The most rows that could be computed at a time, by trying."""
+    optimizer = optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"])
+
+    def fits(rows: int) -> bool:
+        budget = budgets(config, settled.device, settled.machine)
+        with contextlib.suppress(DoesNotFit):
+            _fit(config, decoder, settled.device, budget, settled.rates, settled.options, optimizer, (rows, 1))
+            return True
+        return False
+
+    low = settled.micro_batch[0] if fits(settled.micro_batch[0]) else 1
+    high = low * 2
+    while high < _LARGEST_SEARCHED and fits(high):
+        low, high = high, high * 2
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str, int]:
+    """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
+    export."""
+    sizes = [(_numel(t.shape), t.role == "trainable", t.dtype.itemsize) for t in decoder.tensors.values()]
+    weights = sum(count * item for count, _, item in sizes)
+    trained = sum(count for count, trainable, _ in sizes if trainable)
+    residual = 2 * trained if precision == "bf16" else 0
+    checkpoint = weights + residual + 8 * trained
+    kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
+    item = {"bf16": 2, "fp32": 4, "auto": 2 if precision == "bf16" else 4, "never": 0}[config.output.export]
+    export = item * sum(count for count, _, _ in sizes)
+    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": export}
+
+
+def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config) -> None:
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written. `existing`: checkpoints
+    that are there already."""
+    free = facts.READERS.disk_free(folder)
+    total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
+    if free is not None and total > free:
+        raise StorageError(
+            f"output.dir {folder} needs {format_bytes(total)} for {config.output.keep + 1} checkpoints of "
+            f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
+            f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
+        )
+
+
+def clipping_is_free_from(settled: Settled, decoder: "Decoder", count: "ModelCount") -> int | None:
+    """Tokens a step from which the host's updates hide beneath the next forward, so that clipping costs nothing."""
+    states = {unit["name"]: unit["state"] for unit in settled.plan["units"]}
+    trained = sum(
+        _numel(t.shape)
+        for unit in decoder.units
+        for t in unit.tensors
+        if t.role == "trainable" and states.get(unit.name) == "host"
+    )
+    speed, arithmetic = settled.rates.get("adamw_gparams"), settled.rates.get("matmul_tflops")
+    if not trained or not speed or not arithmetic:
+        return None
+    forward = count.flops_per_token(settled.micro_batch[1]) / 3 / (arithmetic * 1e12)
+    return round(trained / (speed * 1e9) / forward)
+
+
+def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None) -> int:
+    """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else even parts of a step."""
+    asked = config.plan.micro_batch
+    before = (saved or {}).get("micro_batch")
+    if asked is not None:
+        if before and before[0] != asked:
+            log.info("plan.micro_batch: %d → %d: results agree closely from here on, not bit for bit", before[0], asked)
+        return min(asked, rows)
+    if before:
+        return min(int(before[0]), rows)
+    most = max(1, MICRO_BATCH_TOKENS[device] // config.data.seq_len)
+    return -(-rows // -(-rows // most))
+
+
+def _fit(
+    config: Config,
+    decoder: "Decoder",
+    device: str,
+    budget: dict[str, int],
+    rates: dict[str, float],
+    options: dict[str, Any],
+    optimizer: "AdamW",
+    split: tuple[int, int],  # rows of a micro-batch, micro-batches
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """(budget, plan). On the CPU device and host share one memory: what the host needs is taken off the device."""
+    from megatrain import _core
+    from megatrain.request import plan_request
+
+    rows, count = split
+
+    def make(budget: dict[str, int]) -> dict[str, Any]:
+        request = plan_request(
+            decoder,
+            micro_batch=(rows, config.data.seq_len),
+            micro_batches=count,
+            grad_precision=str(config.train.grad_precision),
+            update=config.train.update,
+            budget=budget,
+            device=device,
+            optimizer=optimizer,
+            requests=options,
+            rates=rates,
+            loss_chunk=config.plan.loss_chunk,
+        )
+        plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+        return plan
+
+    plan = make(budget)
+    whole = budget["host"]
+    if device == "cpu" and plan["totals"]["device"] + plan["totals"]["host"] > whole:
+        with contextlib.suppress(DoesNotFit):
+            tight = budget | {"device": min(budget["device"], max(1, whole - plan["totals"]["host"]))}
+            again = make(tight)
+            if again["totals"]["device"] + again["totals"]["host"] <= whole:
+                return tight, again
+        needed = plan["totals"]["device"] + plan["totals"]["host"]
+        error = DoesNotFit(f"memory: {format_bytes(needed)} needed, {format_bytes(whole)} allowed")
+        error.items = plan["items"]
+        raise error
+    return budget, plan
+
+
+def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine) -> DoesNotFit:
+    """The same with the sum line by line, where the budgets come from, and what to do."""
+    budget = budgets(config, device, machine)
+    lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
+    host = (
+        f"host memory: {format_bytes(budget['host'])} of {format_bytes(machine.memory_available)} available "
+        f"({machine.memory_source}, limit {format_bytes(machine.memory_limit)})"
+        if config.memory.host == "auto"
+        else f"host memory: {format_bytes(budget['host'])} (memory.host)"
+    )
+    card = []
+    if device == "cuda" and machine.gpu is not None:
+        source = f"of {machine.gpu.name}" if config.memory.gpu == "auto" else "(memory.gpu)"
+        card = [f"device memory: {format_bytes(budget['device'])} {source}"]
+    advice = "Use a smaller model, data.seq_len or train batch, freeze parameters, or give more memory"
+    explained = DoesNotFit("\n".join([f"this does not fit. {error}", *lines, host, *card, advice]))
+    explained.items = error.items
+    return explained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What `plan` answers."""
+
+    settled: Settled
+    num_parameters: int
+    num_trainable: int
+    largest_micro_batch: int
+    numerics: dict[str, Any]
+    disk: dict[str, int]
+    flops_per_token: float
+    step_tokens: int
+    free_clipping_tokens: int | None
+
+    @property
+    def step_s(self) -> float:
+        """Lower bound of a step's seconds: the busiest lane, and never less than its arithmetic at the matmul rate."""
+        arithmetic = self.flops_per_token * self.step_tokens / (self.settled.rates["matmul_tflops"] * 1e12)
+        return max(float(self.settled.plan["estimate"]["step_s"]), arithmetic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        settled = self.settled
+        return {
+            "device": settled.device,
+            "machine": settled.machine.name,
+            "parameters": self.num_parameters,
+            "trainable": self.num_trainable,
+            "precision": settled.precision,
+            "micro_batch": list(settled.micro_batch),
+            "micro_batches": settled.micro_batches,
+            "largest_micro_batch": self.largest_micro_batch,
+            "budget": settled.budget,
+            "plan": settled.plan,
+            "step_s": self.step_s,
+            "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
+            "bound": settled.plan["estimate"]["bound"],
+            "rates": settled.rates,
+            "rates_measured": settled.measured,
+            "free_clipping_tokens": self.free_clipping_tokens,
+            "numerics": self.numerics,
+            "disk": self.disk,
+        }
+
+
+def report(config: Config, machine: Machine) -> Report:
+    """Plans a run without its data and its weights. Raises DoesNotFit with the sum."""
+    from megatrain.assembly import draw_up
+
+    blueprint = draw_up(config, machine, plan_only=True)
+    decoder, count = blueprint.decoder, blueprint.count
+    rows = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+    settled = settle(config, decoder, device=blueprint.device, machine=machine, rows=rows)
+    return Report(
+        settled=settled,
+        num_parameters=decoder.num_parameters,
+        num_trainable=decoder.num_trainable,
+        largest_micro_batch=largest_micro_batch(config, decoder, settled),
+        numerics=numerics_key(config, decoder, settled),
+        disk=disk_needed(config, decoder, settled.precision),
+        flops_per_token=count.flops_per_token(config.data.seq_len),
+        step_tokens=rows * config.data.seq_len,
+        free_clipping_tokens=clipping_is_free_from(settled, decoder, count),
+    )
+
+
+def numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[str, Any]:
+    """The numerics key of a run that was planned, its card named whether or not it is here."""
+    import torch
+
+    from megatrain import numerics
+
+    cuda = settled.device == "cuda"
+    key = numerics.key(
+        decoder,
+        torch.device("cpu"),
+        micro_batch=settled.micro_batch,
+        micro_batches=settled.micro_batches,
+        grad_precision="fp32" if settled.precision == "fp32" else str(config.train.grad_precision),
+        loss_chunk=config.plan.loss_chunk,
+        compiled=cuda,
+        deterministic=config.train.deterministic,
+    )
+    if cuda:
+        from megatrain.loss import default_chunk
+
+        key["device"] = settled.machine.gpu.name if settled.machine.gpu else "cuda"
+        key["threads"] = None
+        key["loss_chunk"] = config.plan.loss_chunk or default_chunk(decoder.vocab_size, "cuda")
+    return key
+
+
+def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:
+    """(tier, items, total) of a plan."""
+    for tier in ("device", "host"):
+        yield tier, [item for item in plan["items"] if item["tier"] == tier], plan["totals"][tier]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

@@ -1,0 +1,120 @@
+"""Where a run begins: at step 0, or where a checkpoint left off, under settings that may have changed meanwhile."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config, diff
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint import Checkpoint
+
+log = logging.getLogger("megatrain")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Position:
+    """How far a run is. Saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones among them. The data follow from it."""
+    tokens: int = 0
+    """Real tokens seen."""
+    nonfinite: int = 0
+    """Steps in a row whose gradients were not finite."""
+    first_eval_loss: float | None = None
+    eval_loss: float | None = None
+    """The latest held-out loss."""
+    best_loss: float | None = None
+    """The lowest held-out loss, and the step it was measured after."""
+    best_step: int | None = None
+    stale_evals: int = 0
+    """Evaluations since the lowest."""
+    seconds: float = 0.0
+    """Wall time in steps, over all parts of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    position: Position
+    numerics: dict[str, Any]
+    """The numerics key it was computed under (see `planning`)."""
+    from_elsewhere: bool
+    """Whether it lies in another run's folder."""
+
+
+def take_up(config: Config, folder: RunFolder) -> Origin | None:
+    """The checkpoint that `output.resume` means, checked against `config`; None: the run begins at step 0. Raises
+    ConfigError with the list when the run it belongs to is another one."""
+    wanted = config.output.resume
+    own = folder.steps() or (folder.path / "metrics.jsonl").exists()
+    if wanted == "never":
+        if own:
+            raise ConfigError(
+                f"output.resume is never and {folder.path} holds a run already; remove it, name another output.dir, or "
+                "write output.resume: auto to go on with it"
+            )
+        return None
+    found = _latest(folder.path)
+    elsewhere = False
+    if found is None and wanted not in ("auto", "required"):
+        found, elsewhere = _named(Path(wanted)), True
+    if found is None:
+        if wanted == "required":
+            raise ConfigError(f"output.resume is required and {folder.path} holds no complete checkpoint")
+        return None
+    origin = _origin(found, config, elsewhere)
+    log.info("going on from %s, after step %d", found.folder, origin.position.step)
+    return origin
+
+
+def _latest(run: Path) -> "Checkpoint | None":
+    if not (run / "checkpoints").is_dir():
+        return None
+    # Only now: a run that begins at step 0 is refused or planned before torch is loaded.
+    from megatrain import checkpoint
+
+    newest = checkpoint.latest_complete(run)
+    return None if newest is None else checkpoint.Checkpoint.open(newest)
+
+
+def _named(path: Path) -> "Checkpoint":
+    from megatrain.checkpoint import Checkpoint
+
+    if (path / "manifest.json").is_file():
+        return Checkpoint.open(path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"output.resume is {str(path)!r}, and there is no such folder; name a run or a checkpoint, or write auto, "
+            "never or required"
+        )
+    found = _latest(path)
+    if found is None:
+        raise ConfigError(f"output.resume is {str(path)!r}, which holds no complete checkpoint; name another run")
+    return found
+
+
+def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> Origin:
+    try:
+        state = found.state()["state"]["run"]
+        position = Position(**state["position"])
+        before = Config.from_dict(state["config"])
+        numerics = dict(state["numerics"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None
+    identity, course, _ = diff(before, config)
+    if identity:
+        raise ConfigError(
+            f"{found.folder} belongs to another run, since these settings differ: "
+            + "; ".join(str(change) for change in identity)
+            + ". Put them back to go on with it, or name another output.dir to start anew"
+        )
+    for change in course:
+        log.info("from here on, %s", change)
+    return Origin(folder=found.folder, position=position, numerics=numerics, from_elsewhere=elsewhere)

@@ -209,6 +209,3 @@ impl Clock {
         Estimate { step_s: first_computation(2) - origin, lanes, bound: busiest, spans: spans.collect() }
     }
 }
-
-#[cfg(test)]
-mod tests;

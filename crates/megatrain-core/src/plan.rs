@@ -154,6 +154,3 @@ pub fn plan(request: &Request) -> Result<Plan> {
     plan.estimate = crate::estimate::forecast(request, &plan)?;
     Ok(plan)
 }
-
-#[cfg(test)]
-mod tests;

@@ -195,6 +195,3 @@ impl Schedule {
         Ok((Arc::new(first), Arc::new(second)))
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,37 +1,437 @@
 //! The engine on the adversarial device: whatever the plan, seed and delays, bit-equal to one operation at a time.
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
-use megatrain_core::plan::{Request, plan};
-use megatrain_core::stream::{Engine, Options};
+use megatrain_core::error::Tier;
+use megatrain_core::layout::Precision;
+use megatrain_core::plan::{Activation, Count, Place, Plan, Request, UpdateMode, plan};
+use megatrain_core::schedule::Pass;
+use megatrain_core::store::Plane;
+use megatrain_core::stream::{Engine, Options, PlaneName};
 
 mod support;
-use support::{Toy, request};
+use support::{FOREVER, GROUPS, Toy, ready, request};
 
 fn options() -> Options {
     Options { threads: Some(1), huge_pages: false, ..Options::default() }
 }
 
-/// Trains `steps` steps and returns every bit of the state.
-fn train(request: &Request, seed: Option<u64>, faults: Faults, options: &Options, steps: u64) -> Vec<Vec<u8>> {
-    let device = SimDevice::new(seed, faults).queueing_compute();
+struct Run {
+    toy: Toy,
+    engine: Engine,
+    plan: Plan,
+}
+
+fn start(request: &Request, device: SimDevice, options: &Options) -> Run {
     let plan = plan(request).unwrap();
     let engine = Engine::new(Arc::new(device.clone()), request, &plan, options).unwrap();
     let toy = Toy::new(device, request.clone());
     toy.fill(&engine).unwrap();
+    Run { toy, engine, plan }
+}
+
+/// Trains `steps` steps and returns every bit of the state after each.
+fn train(request: &Request, device: SimDevice, options: &Options, steps: u64, clip: Option<f64>) -> Vec<Vec<Vec<u8>>> {
+    let run = start(request, device, options);
+    let after = |step| {
+        run.toy.step(&run.engine, step, clip).unwrap();
+        run.toy.state(&run.engine).unwrap()
+    };
+    (0..steps).map(after).collect()
+}
+
+/// Trains without reading anything in between, so that updates run beneath the next step.
+fn train_through(
+    request: &Request,
+    device: SimDevice,
+    options: &Options,
+    steps: u64,
+    clip: Option<f64>,
+) -> Vec<Vec<u8>> {
+    let run = start(request, device, options);
     for step in 0..steps {
-        toy.step(&engine, step, Some(0.5)).unwrap();
+        run.toy.step(&run.engine, step, clip).unwrap();
     }
-    toy.state(&engine).unwrap()
+    run.toy.state(&run.engine).unwrap()
+}
+
+fn queueing(seed: u64) -> SimDevice {
+    SimDevice::new(Some(seed), Faults::default()).queueing_compute()
+}
+
+fn delayed(seed: u64, streams: &[&str]) -> SimDevice {
+    let delay_ms: BTreeMap<String, f64> = streams.iter().map(|s| ((*s).to_owned(), 5.0)).collect();
+    SimDevice::new(Some(seed), Faults { delay_ms, ..Faults::default() }).queueing_compute()
+}
+
+fn synchronous() -> Options {
+    Options { synchronous: true, ..options() }
+}
+
+/// The plan does not show: every request here differs in placement and order only.
+fn placements(base: &Request) -> Vec<(String, Request)> {
+    let mut all = Vec::new();
+    let mut add = |name: &str, change: &dyn Fn(&mut Request)| {
+        let mut request = base.clone();
+        change(&mut request);
+        all.push((name.to_owned(), request));
+    };
+    add("smallest", &|_| {});
+    add("three slots", &|r| r.requests.slots = Some(3));
+    add("all slots", &|r| r.requests.slots = Some(99));
+    add("groups of one", &|r| r.requests.group = Some(1));
+    add("groups of two", &|r| (r.requests.group, r.requests.slots) = (Some(2), Some(3)));
+    add("inputs on the host", &|r| r.requests.inputs = Some(Place::Host));
+    add("inputs on the host in groups", &|r| {
+        (r.requests.inputs, r.requests.group, r.requests.stage_buffers) = (Some(Place::Host), Some(2), Some(2));
+    });
+    add("offloaded", &|r| (r.requests.keep, r.requests.activation) = (Some(2), Some(Activation::Offload)));
+    for units in [1, 2, 4, 7] {
+        add(&format!("state of {units} units on the device"), &|r| {
+            r.requests.state_on_device = Some(Count::Units(units));
+        });
+    }
+    if base.update == UpdateMode::Immediate {
+        add("one slab", &|r| r.requests.slabs = Some(1));
+    }
+    all
+}
+
+fn precisions(base: &Request) -> [(&'static str, Request); 3] {
+    let of = |precision, grad_precision| Request { precision, grad_precision, ..base.clone() };
+    [
+        ("fp32", of(Precision::Fp32, Precision::Fp32)),
+        ("bf16", of(Precision::Bf16, Precision::Bf16)),
+        ("bf16 with fp32 gradients", of(Precision::Bf16, Precision::Fp32)),
+    ]
 }
 
 #[test]
-fn a_streamed_step_equals_the_synchronous_one() {
+fn no_placement_order_or_seed_shows_in_the_numbers() {
+    for tied in [false, true] {
+        for (name, base) in precisions(&Request { tied, ..request(5, 3) }) {
+            let reference = train_through(&base, queueing(0), &synchronous(), 3, Some(0.5));
+            for (placement, request) in placements(&base) {
+                for seed in 0..4 {
+                    let poison = Options { poison: seed % 2 == 1, ..options() };
+                    let found = train_through(&request, queueing(seed), &poison, 3, Some(0.5));
+                    assert!(found == reference, "{name}, tied {tied}, {placement}, seed {seed}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn immediate_updates_equal_unclipped_ones_just_in_time() {
+    for (name, base) in precisions(&request(5, 3)) {
+        let reference = train_through(&base, queueing(0), &synchronous(), 3, None);
+        let immediate = Request { update: UpdateMode::Immediate, ..base };
+        for (placement, request) in placements(&immediate) {
+            for seed in 0..4 {
+                let poison = Options { poison: seed % 2 == 1, ..options() };
+                let found = train_through(&request, queueing(seed), &poison, 3, None);
+                assert!(found == reference, "{name}, {placement}, seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gradient_copy_that_comes_late_is_never_read_early() {
+    // H13: a long delay before every copy to the host, the optimizer starting as early as it can, compared every step.
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request = Request { update, ..request(4, 3) };
+        request.requests.slabs = (update == UpdateMode::Immediate).then_some(1);
+        let reference = train(&request, queueing(0), &synchronous(), 50, None);
+        let found = train(&request, delayed(1, &["download"]), &options(), 50, None);
+        assert!(found == reference, "{update:?}");
+    }
+}
+
+#[test]
+fn buffers_that_are_used_again_never_mix_under_any_delay() {
+    // H14: the fewest buffers, delays on each stream alone and together, many seeds.
+    let mut smallest = request(4, 3);
+    smallest.requests.inputs = Some(Place::Host);
+    smallest.requests.stage_buffers = Some(2);
+    let reference = train_through(&smallest, queueing(0), &synchronous(), 20, Some(0.5));
+    let streams: [&[&str]; 4] = [&["compute"], &["upload"], &["download"], &["compute", "upload", "download"]];
+    for seed in 0..20 {
+        let device = delayed(seed, streams[seed as usize % streams.len()]);
+        let poison = Options { poison: seed % 2 == 1, ..options() };
+        let found = train_through(&smallest, device, &poison, 20, Some(0.5));
+        assert!(found == reference, "seed {seed}");
+    }
+}
+
+#[test]
+fn computing_on_the_host_gives_the_same_numbers() {
+    let mut request = request(5, 3);
+    request.requests.inputs = Some(Place::Host);
+    let reference = train_through(&request, queueing(0), &synchronous(), 3, Some(0.5));
+    for seed in [None, Some(1), Some(2)] {
+        for poison in [false, true] {
+            let device = SimDevice::new(seed, Faults::default());
+            let found = train_through(&request, device, &Options { poison, ..options() }, 3, Some(0.5));
+            assert!(found == reference, "seed {seed:?}, poison {poison}");
+        }
+    }
+}
+
+#[test]
+fn thread_counts_do_not_show() {
+    let request = request(4, 3);
+    let one = train_through(&request, queueing(0), &options(), 3, Some(0.5));
+    let three = train_through(&request, queueing(0), &Options { threads: Some(3), ..options() }, 3, Some(0.5));
+    assert!(one == three);
+}
+
+#[test]
+fn less_memory_to_pin_changes_one_warning_and_no_bit() {
+    // H11: pinning stops after some bytes, after few, and at once.
     let request = request(5, 3);
-    let synchronous = Options { synchronous: true, ..options() };
-    let reference = train(&request, None, Faults::default(), &synchronous, 4);
-    for seed in 0..10 {
-        let streamed = train(&request, Some(seed), Faults::default(), &options(), 4);
-        assert!(streamed == reference, "seed {seed} differs");
+    let reference = train_through(&request, queueing(0), &options(), 3, Some(0.5));
+    for limit in [150_000, 20_000, 0] {
+        let faults = Faults { pin_limit_bytes: Some(limit), ..Faults::default() };
+        let run = start(&request, SimDevice::new(Some(3), faults).queueing_compute(), &options());
+        let warnings = run.engine.warnings();
+        assert_eq!(warnings.iter().filter(|w| w.contains("pinned")).count(), 1, "{warnings:?}");
+        for step in 0..3 {
+            run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+        }
+        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}");
+    }
+}
+
+#[test]
+fn what_is_allocated_is_what_the_plan_lists() {
+    for base in [request(5, 3), Request { update: UpdateMode::Immediate, ..request(5, 3) }] {
+        for (_, base) in precisions(&base) {
+            for (name, request) in placements(&base) {
+                let device = queueing(0);
+                let run = start(&request, device.clone(), &options());
+                let torch = |what: &str| what.ends_with("(torch)");
+                let planned: Vec<_> = run.plan.items.iter().filter(|i| !torch(&i.what)).cloned().collect();
+                let mut allocated = run.engine.allocated();
+                allocated.sort_by_key(|i| planned.iter().position(|p| p.what == i.what && p.tier == i.tier));
+                assert_eq!(allocated, planned, "{name}");
+                let sum = |tier| planned.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum::<u64>();
+                assert_eq!(device.allocated_bytes().0, sum(Tier::Device), "{name}");
+                assert_eq!(run.engine.mapped_bytes(), sum(Tier::Host), "{name}");
+                // After warm-up a step allocates nothing on the device.
+                run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
+                assert_eq!(device.allocated_bytes().1, sum(Tier::Device), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn fewer_micro_batches_than_planned_are_a_step_too() {
+    let base = request(4, 4);
+    let run = |options: &Options, seed| {
+        let run = start(&base, queueing(seed), options);
+        for (step, micro_batches) in [4, 1, 3, 4, 2].into_iter().enumerate() {
+            run.toy.begin(&run.engine, Pass::Train, micro_batches, false).unwrap();
+            run.toy.compute(&run.engine, step as u64).unwrap();
+            run.toy.apply(&run.engine, Some(0.5)).unwrap();
+        }
+        let more = run.toy.begin(&run.engine, Pass::Train, 5, false).unwrap_err().to_string();
+        assert!(more.contains("5 micro-batches"), "{more}");
+        run.toy.state(&run.engine).unwrap()
+    };
+    let reference = run(&synchronous(), 0);
+    for seed in 0..5 {
+        assert!(run(&options(), seed) == reference, "seed {seed}");
+    }
+}
+
+#[test]
+fn evaluations_change_nothing_wherever_they_come() {
+    let base = request(4, 3);
+    let reference = train_through(&base, queueing(0), &synchronous(), 3, Some(0.5));
+    for seed in 0..5 {
+        let run = start(&base, queueing(seed), &options());
+        for step in 0..3 {
+            run.toy.begin(&run.engine, Pass::Train, 3, false).unwrap();
+            run.toy.compute(&run.engine, step).unwrap();
+            // Gradients wait meanwhile.
+            for micro_batches in [2, 1] {
+                run.toy.begin(&run.engine, Pass::Eval, micro_batches, false).unwrap();
+                run.toy.compute(&run.engine, 77).unwrap();
+            }
+            run.toy.apply(&run.engine, Some(0.5)).unwrap();
+            run.toy.begin(&run.engine, Pass::Eval, 3, false).unwrap();
+            run.toy.compute(&run.engine, 78).unwrap();
+        }
+        assert!(run.toy.state(&run.engine).unwrap() == reference, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_pass_that_is_abandoned_leaves_no_trace() {
+    let base = request(4, 3);
+    let reference = train_through(&base, queueing(0), &synchronous(), 3, Some(0.5));
+    for stop_after in [0, 1, 7, 20, 29, usize::MAX] {
+        for held in [false, true] {
+            let run = start(&base, queueing(stop_after as u64), &options());
+            for step in 0..3 {
+                run.toy.begin(&run.engine, Pass::Train, 3, false).unwrap();
+                for _ in 0..stop_after.min(1000) {
+                    let Some(op) = run.engine.next(FOREVER).map(ready).unwrap() else { break };
+                    run.toy.launch(&run.engine, &op, 99);
+                    run.engine.finish(op.id).unwrap();
+                }
+                if held && let Some(op) = run.engine.next(FOREVER).map(ready).unwrap() {
+                    run.toy.launch(&run.engine, &op, 99);
+                }
+                run.engine.abandon(FOREVER).map(ready).unwrap();
+                run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+            }
+            assert!(run.toy.state(&run.engine).unwrap() == reference, "after {stop_after}, held {held}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_several_passes_are_added_before_they_are_applied() {
+    let mut base = request(4, 3);
+    base.requests.accumulate = true;
+    for (name, base) in precisions(&base) {
+        let run = |options: &Options, seed: u64| {
+            let run = start(&base, queueing(seed), options);
+            let mut norms = Vec::new();
+            for step in 0..3 {
+                for pass in 0..3 {
+                    run.toy.begin(&run.engine, Pass::Train, 3, pass > 0).unwrap();
+                    run.toy.compute(&run.engine, 10 * step + pass).unwrap();
+                    norms.push(run.engine.gradient_norm(FOREVER).map(ready).unwrap());
+                }
+                run.toy.apply(&run.engine, Some(0.5)).unwrap();
+            }
+            (norms, run.toy.state(&run.engine).unwrap())
+        };
+        let reference = run(&synchronous(), 0);
+        assert!(reference.0[1] > reference.0[0], "{name}: {:?}", reference.0);
+        for seed in 0..4 {
+            assert!(run(&options(), seed) == reference, "{name}, seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_are_not_finite_change_nothing() {
+    let run = start(&request(4, 3), queueing(5), &options());
+    run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
+    let before = run.toy.state(&run.engine).unwrap();
+    run.toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
+    let outcome = run.toy.step(&run.engine, 1, Some(0.5)).unwrap();
+    assert!(outcome.skipped && !outcome.grad_norm.is_finite(), "{outcome:?}");
+    assert!(run.toy.state(&run.engine).unwrap() == before);
+    run.toy.spoil.store(false, std::sync::atomic::Ordering::Relaxed);
+    assert!(!run.toy.step(&run.engine, 2, Some(0.5)).unwrap().skipped);
+    assert_eq!(run.engine.step_count(1, 0).unwrap(), 2);
+}
+
+#[test]
+fn an_immediate_update_that_is_not_finite_breaks_the_engine() {
+    let base = Request { update: UpdateMode::Immediate, ..request(4, 3) };
+    let run = start(&base, queueing(5), &options());
+    run.toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
+    let error = run.toy.step(&run.engine, 0, None).unwrap_err().to_string();
+    assert!(error.contains("not finite") && error.contains("update"), "{error}");
+    assert!(run.engine.drain(FOREVER).unwrap_err().to_string().contains("broken"));
+}
+
+#[test]
+fn every_plane_is_read_and_written_wherever_it_lives() {
+    for (name, base) in precisions(&request(2, 1)) {
+        for units in [0, 4] {
+            let mut request = base.clone();
+            request.requests.state_on_device = Some(Count::Units(units));
+            let run = start(&request, queueing(1), &options());
+            run.toy.step(&run.engine, 0, None).unwrap();
+            let engine = &run.engine;
+            let mut master = vec![0; 4 * 1001 * 3];
+            engine.read(0, 0, PlaneName::State(Plane::Master), 0, &mut master).unwrap();
+            // A part of it, at an odd place.
+            let part = &master[4 * 7..4 * 20];
+            let mut found = vec![0; part.len()];
+            engine.read(0, 0, PlaneName::State(Plane::Master), 7, &mut found).unwrap();
+            assert_eq!(found, part, "{name}, {units}");
+            let values: Vec<u8> = (0..13).flat_map(|i| (i as f32 * 0.37 - 1.0).to_le_bytes()).collect();
+            for plane in [Plane::Master, Plane::ExpAvg, Plane::ExpAvgSq] {
+                engine.write(1, 0, PlaneName::State(plane), 100, megatrain_core::layout::Dtype::F32, &values).unwrap();
+                engine.read(1, 0, PlaneName::State(plane), 100, &mut found).unwrap();
+                assert_eq!(found, values, "{name}, {units}, {plane:?}");
+            }
+            let mut frozen = vec![0; 20];
+            engine.read(1, 1, PlaneName::State(Plane::Weights), 0, &mut frozen).unwrap();
+            assert!(frozen.iter().any(|&b| b != 0));
+            let mut grad = vec![0; 4 * 13];
+            engine.read(1, 0, PlaneName::Gradient, 3, &mut grad).unwrap();
+            assert!(grad.iter().any(|&b| b != 0), "{name}, {units}");
+            let error = engine.read(1, 1, PlaneName::Gradient, 0, &mut grad).unwrap_err().to_string();
+            assert!(error.contains("layers.0.scale is frozen"), "{error}");
+            let error = engine.read(0, 0, PlaneName::State(Plane::Master), 3000, &mut grad).unwrap_err().to_string();
+            assert!(error.contains("embed.weight"), "{error}");
+            let infinite = f32::INFINITY.to_le_bytes();
+            let dtype = megatrain_core::layout::Dtype::F32;
+            let error =
+                engine.write(1, 0, PlaneName::State(Plane::Master), 0, dtype, &infinite).unwrap_err().to_string();
+            assert!(error.contains("finite"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn calls_out_of_turn_are_refused_and_break_nothing() {
+    let run = start(&request(4, 3), queueing(0), &options());
+    let engine = &run.engine;
+    let refused = |result: megatrain_core::Result<()>, word: &str| {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains(word), "{text}");
+    };
+    refused(engine.next(FOREVER).map(|_| ()), "no pass has begun");
+    refused(engine.apply(&GROUPS, None, FOREVER).map(|_| ()), "no gradients wait");
+    refused(run.toy.begin(engine, Pass::Train, 3, true), "no gradients to accumulate");
+    run.toy.begin(engine, Pass::Train, 3, false).unwrap();
+    refused(run.toy.begin(engine, Pass::Train, 3, false), "under way");
+    let op = engine.next(FOREVER).map(ready).unwrap().unwrap();
+    refused(engine.next(FOREVER).map(|_| ()), "has not been finished");
+    refused(engine.finish(op.id + 1), "was not handed out");
+    run.toy.launch(engine, &op, 0);
+    engine.finish(op.id).unwrap();
+    refused(engine.apply(&GROUPS, None, FOREVER).map(|_| ()), "under way");
+    run.toy.compute(engine, 0).unwrap();
+    refused(run.toy.begin(engine, Pass::Train, 3, false), "neither applied nor abandoned");
+    refused(run.toy.begin(engine, Pass::Train, 3, true), "no store");
+    refused(engine.apply(&GROUPS[..1], None, FOREVER).map(|_| ()), "parameter group 1");
+    refused(engine.apply(&GROUPS, Some(f64::NAN), FOREVER).map(|_| ()), "max_grad_norm");
+    run.toy.apply(engine, Some(1.0)).unwrap();
+    run.toy.step(engine, 1, Some(1.0)).unwrap();
+    engine.close();
+    refused(run.toy.begin(engine, Pass::Train, 3, false), "closed");
+}
+
+#[test]
+fn statistics_and_trace_tell_of_every_lane() {
+    let mut base = request(4, 3);
+    base.requests.inputs = Some(Place::Host);
+    let run = start(&base, queueing(0), &Options { trace: true, ..options() });
+    for step in 0..3 {
+        run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+    }
+    let stats = run.engine.stats().unwrap();
+    let images: u64 = run.engine.layouts().iter().map(|l| l.image_bytes).sum();
+    assert!(stats.bytes_to_device > images && stats.bytes_to_host > 0 && stats.parameters_updated > 0, "{stats:?}");
+    assert!(stats.lanes["compute"] > 0.0 && stats.lanes["upload"] > 0.0, "{stats:?}");
+    run.engine.drain(FOREVER).map(ready).unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&run.engine.trace()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for name in ["forward layers.0", "load embed", "land head", "update layers.3", "save layers.1", "fetch layers.1"] {
+        assert!(events.iter().any(|e| e["name"] == name), "{name} is missing");
     }
 }

@@ -60,8 +60,8 @@ impl Shared {
                 core.decisions.insert(number, decision);
             }
         }
-        let undecided = core.undecided;
-        core.decisions.retain(|&pass, _| pass + 2 > number || Some(pass) == undecided);
+        let Core { decisions, progress, .. } = &mut *core;
+        decisions.retain(|&pass, _| progress.is_alive(pass));
         core.counters.pass_begun(begin.pass == Pass::Train);
         core.current = Some(Current { number, shape, computes: Arc::new(computes), finished: 0, held: None });
         drop(core);

@@ -251,6 +251,11 @@ impl<T: Clone> Progress<T> {
         self.passes.len()
     }
 
+    /// Whether this pass is.
+    pub(crate) fn is_alive(&self, pass: u64) -> bool {
+        self.find(pass).is_some()
+    }
+
     /// The newest pass's schedule.
     pub(crate) fn newest(&self) -> Option<(u64, Arc<Schedule>)> {
         self.passes.back().map(|p| (p.number, Arc::clone(&p.schedule)))

@@ -6,7 +6,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use megatrain_core::device::sim::{SimDevice, SimMemory};
-use megatrain_core::device::{DeviceMemory, Stream};
+use megatrain_core::device::{Device, DeviceMemory, Stream};
 use megatrain_core::error::Result;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{Budget, DeviceKind, Rates, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode};
@@ -74,6 +74,8 @@ type Activations = Arc<Mutex<HashMap<(u32, u32), Vec<f32>>>>;
 pub struct Toy {
     pub device: SimDevice,
     pub request: Request,
+    /// Makes the loss's gradient infinite.
+    pub spoil: Arc<std::sync::atomic::AtomicBool>,
     hidden: Activations,
     grads: Activations,
 }
@@ -105,7 +107,8 @@ fn put(memory: &mut SimMemory, at: &DeviceMemory, precision: Precision, values: 
 
 impl Toy {
     pub fn new(device: SimDevice, request: Request) -> Self {
-        Self { device, request, hidden: Activations::default(), grads: Activations::default() }
+        let spoil = Arc::default();
+        Self { device, request, spoil, hidden: Activations::default(), grads: Activations::default() }
     }
 
     /// Initial weights, the same whatever the plan.
@@ -174,6 +177,15 @@ impl Toy {
         let sum = op.accumulator.map(|o| plane(Region::Accumulators, o, 4));
         let input_bytes = (WIDTH * 4) as u64;
         let stage = op.stage.map(|o| engine.region(Region::Stage).slice(o, input_bytes));
+        let embed_plane = |region: Region, offset: u64, size: u64| {
+            engine.region(region).slice(offset, engine.layouts()[0].elements * size)
+        };
+        // The head's use of a tied weight is summed where the embedding will add its own.
+        let tied_sum = op.tied_accumulator.map(|o| (embed_plane(Region::Accumulators, o, 4), Precision::Fp32));
+        let tied_sum = tied_sum
+            .or(op.tied_grad.map(|o| (embed_plane(Region::Grads, o, sent.dtype().size()), sent)))
+            .filter(|_| op.phase == Phase::Loss);
+        let begun = self.request.tied && op.phase == Phase::EmbedBackward;
         let tied = op.tied_weights.map(|o| {
             let embed = &engine.layouts()[0];
             engine.region(Region::Weights).slice(o, embed.elements * precision.dtype().size())
@@ -181,6 +193,8 @@ impl Toy {
         let (hidden, grads) = (Arc::clone(&self.hidden), Arc::clone(&self.grads));
         let op = op.clone();
         let train = !matches!(op.phase, Phase::Loss) || op.grad.is_some();
+        let host = self.device.compute_is_host();
+        let spoil = self.spoil.load(std::sync::atomic::Ordering::Relaxed);
         self.device.launch(Stream::Compute, move |memory| {
             let (mut hidden, mut grads) = (hidden.lock().unwrap(), grads.lock().unwrap());
             let (unit, mb) = (op.unit, op.micro_batch);
@@ -214,6 +228,7 @@ impl Toy {
                     };
                     let y = apply(&x, &w);
                     let mut dy: Vec<f32> = match op.phase {
+                        Phase::Loss if spoil => vec![f32::INFINITY; WIDTH],
                         Phase::Loss => y.iter().map(|y| y - 0.25).collect(),
                         _ => grads[&(unit, mb)].clone(),
                     };
@@ -236,13 +251,35 @@ impl Toy {
                         let dx = (0..WIDTH).map(|i| dy[i] * w[first + (i * 11) % numel] + 0.01).collect();
                         grads.insert((below, mb), dx);
                     }
+                    if let Some((at, precision)) = &tied_sum {
+                        let mut total = floats(memory, at, *precision);
+                        for (j, t) in total[..WIDTH].iter_mut().enumerate() {
+                            *t = dy[j] * 0.5 + if op.first { 0.0 } else { *t };
+                        }
+                        if op.first {
+                            total[WIDTH..].fill(0.0);
+                        }
+                        put(memory, at, *precision, &total);
+                    }
                     let Some(grad) = &grad else { return };
                     let real = |j: usize| (first..first + numel).contains(&j) || (bias..bias + WIDTH).contains(&j);
                     let target = sum.as_ref().unwrap_or(grad);
                     let target_precision = if sum.is_some() { Precision::Fp32 } else { sent };
                     let mut total = floats(memory, target, target_precision);
+                    if begun {
+                        // Each use of a tied weight has a sum of its own, and the uses are added once.
+                        let own = grads.entry((u32::MAX, 0)).or_default();
+                        own.resize(dw.len(), 0.0);
+                        for j in (0..dw.len()).filter(|&j| real(j)) {
+                            own[j] = if op.first { dw[j] } else { own[j] + dw[j] };
+                        }
+                        if !op.last {
+                            return;
+                        }
+                        dw.clone_from(own);
+                    }
                     for j in (0..total.len()).filter(|&j| real(j)) {
-                        total[j] = if op.first { dw[j] } else { total[j] + dw[j] };
+                        total[j] = if op.first && !begun { dw[j] } else { total[j] + dw[j] };
                     }
                     put(memory, target, target_precision, &total);
                     if op.last && sum.is_some() {
@@ -251,5 +288,9 @@ impl Toy {
                 }
             }
         });
+        if host {
+            let event = self.device.record(Stream::Compute).unwrap();
+            self.device.synchronize(&event).unwrap();
+        }
     }
 }

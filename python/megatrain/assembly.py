@@ -113,8 +113,8 @@ def draw_up(
         match(source, decoder)
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows; they do "
-            "not belong together (model.tokenizer)"
+            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows; they "
+            "do not belong together (model.tokenizer)"
         )
     return Blueprint(
         config=config, machine=machine, device=device, decoder=decoder, tokenizer=tokenizer, files=files, source=source

@@ -21,7 +21,8 @@ def plan(report: "Report") -> None:
     estimate = settled.plan["estimate"]
     lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in estimate["lanes"].items())
     line(
-        f"micro-batches: {settled.micro_batches} of up to {rows} x {seq} tokens; {report.largest_micro_batch} rows would fit"
+        f"micro-batches: {settled.micro_batches} of up to {rows} x {seq} tokens; "
+        f"{report.largest_micro_batch} rows would fit"
     )
     line(
         f"step: at least {report.step_s:.3g} s, {report.step_tokens / report.step_s:,.0f} tokens/s at most; bound by "
@@ -32,8 +33,8 @@ def plan(report: "Report") -> None:
     if report.free_clipping_tokens is not None:
         line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
     line(
-        f"disk: {format_bytes(report.disk['checkpoint'])} a checkpoint, {format_bytes(report.disk['checkpoints'])} for all "
-        f"that exist at a time, {format_bytes(report.disk['export'])} for the export"
+        f"disk: {format_bytes(report.disk['checkpoint'])} a checkpoint, {format_bytes(report.disk['checkpoints'])} for "
+        f"all that exist at a time, {format_bytes(report.disk['export'])} for the export"
     )
     line("numerics key: " + ", ".join(f"{key} {_plain(value)}" for key, value in report.numerics.items()))
     if settled.device == "cuda" and not report.numerics["deterministic"]:

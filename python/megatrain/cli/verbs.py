@@ -66,9 +66,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.json:
         json_line(answer)
     elif result.stopped:
-        line(
-            f"stopped by {result.stopped} after step {result.step} of {result.total_steps}; saved in {result.checkpoint}"
-        )
+        line(f"stopped by {result.stopped} after step {result.step} of {result.total_steps}")
+        line(f"saved in {result.checkpoint}")
         line("the same command goes on from there")
     else:
         held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""

@@ -26,7 +26,7 @@ def numbered(count):
 def epochs_of(loader):
     """Row ids of every step, an epoch each."""
     epochs = {}
-    for step in range(1, loader.num_steps + 1):
+    for step in range(loader.num_steps):
         batch = loader.batch(step)
         epochs.setdefault(batch.epoch, []).append(batch.row_ids)
     return epochs
@@ -39,11 +39,11 @@ def test_a_run_that_goes_on_meets_the_rows_it_would_have_met(tmp_path, packing, 
         tmp_path, numbered(20), data={"packing": packing, "seq_len": 8}, train={"batch_size": batch_size, "epochs": 3}
     )
     with Loader(train, config, micro_batch=2) as loader:
-        whole = [loader.batch(step).row_ids for step in range(1, loader.num_steps + 1)]
+        whole = [loader.batch(step).row_ids for step in range(loader.num_steps)]
         per_epoch = loader.steps_per_epoch
     for stop in (1, per_epoch - 1, per_epoch, per_epoch + 2, 2 * per_epoch + 1):
         with Loader(train, config, micro_batch=1) as loader:
-            rest = [loader.batch(step).row_ids for step in range(stop + 1, loader.num_steps + 1)]
+            rest = [loader.batch(step).row_ids for step in range(stop, loader.num_steps)]
         assert [sorted(ids) for ids in whole[stop:]] == [sorted(ids) for ids in rest]
 
 
@@ -64,7 +64,7 @@ def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
 def test_without_shuffling_rows_come_in_order(tmp_path):
     (train, _), config = dataset(tmp_path, numbered(5), data={"shuffle": False}, train={"batch_size": 1, "epochs": 2})
     with Loader(train, config) as loader:
-        assert [loader.batch(step).row_ids for step in range(1, 11)] == [(n % 5,) for n in range(10)]
+        assert [loader.batch(step).row_ids for step in range(10)] == [(n % 5,) for n in range(10)]
 
 
 def test_steps_and_parts_of_epochs_are_counted(tmp_path):
@@ -72,16 +72,16 @@ def test_steps_and_parts_of_epochs_are_counted(tmp_path):
         (train, _), config = dataset(tmp_path, numbered(10), train={"batch_size": 2, **settings})
         with Loader(train, config) as loader:
             assert loader.num_steps == steps
-            assert loader.batch(loader.num_steps).step == loader.num_steps
-            with pytest.raises(ValueError, match="steps count from 1"):
-                loader.batch(0)
+            assert loader.batch(loader.num_steps - 1).step == loader.num_steps - 1
+            with pytest.raises(ValueError, match="steps count from 0"):
+                loader.batch(-1)
 
 
 def test_the_batch_made_ahead_is_the_batch(tmp_path):
     (train, _), config = dataset(tmp_path, numbered(20), train={"batch_size": 4, "epochs": 2})
     before = threading.active_count()
     with Loader(train, config) as ahead:
-        straight = [ahead.batch(step) for step in range(1, 11)]
+        straight = [ahead.batch(step) for step in range(10)]
     for batch in reversed(straight):
         with Loader(train, config) as fresh:
             again = fresh.batch(batch.step)
@@ -96,7 +96,7 @@ def test_batch_tokens_counts_windows_and_the_last_step_takes_what_is_left(tmp_pa
         tmp_path, numbered(40), data={"packing": True, "seq_len": 16}, train={"batch_tokens": 64, "epochs": 2}
     )
     with Loader(train, config, micro_batch=3) as loader:
-        steps = [loader.batch(step) for step in range(1, loader.num_steps + 1)]
+        steps = [loader.batch(step) for step in range(loader.num_steps)]
     windows = [sum(len(micro["input_ids"]) for micro in batch.micro_batches) for batch in steps[: len(steps) // 2]]
     assert windows[:-1] == [4] * (len(windows) - 1)
     assert sum(windows) == train.num_sequences
@@ -109,7 +109,7 @@ def test_without_packing_batch_tokens_bounds_the_tokens_of_a_step(tmp_path):
     (train, _), config = dataset(tmp_path, rows, train={"batch_tokens": 60, "epochs": 2})
     with Loader(train, config) as loader:
         epochs = epochs_of(loader)
-        for step in range(1, loader.num_steps + 1):
+        for step in range(loader.num_steps):
             batch = loader.batch(step)
             assert batch.num_tokens <= 60 or len(batch.row_ids) == 1
             assert batch.num_tokens == sum(batch.lengths)
@@ -124,7 +124,7 @@ def test_padding_is_neither_supervised_nor_attended_to_and_like_lengths_go_toget
     rows = [{"text": "hello " * count} for count in (1, 9, 2, 8)]
     (train, _), config = dataset(tmp_path, rows, train={"batch_size": 4})
     with Loader(train, config, micro_batch=2, pad_id=1) as loader:
-        batch = loader.batch(1)
+        batch = loader.batch(0)
     assert batch.row_ids == (1, 3, 2, 0)
     for micro in batch.micro_batches:
         assert micro.keys() == {"input_ids", "labels", "attention_mask"}
@@ -151,7 +151,7 @@ def test_the_end_token_is_learnt_although_it_pads(tmp_path):
     ]
     (train, _), config = dataset(tmp_path, rows, tokenizer, train={"batch_size": 2})
     with Loader(train, config, pad_id=tokenizer.pad_token_id) as loader:
-        batch = loader.batch(1)
+        batch = loader.batch(0)
     (micro,) = batch.micro_batches
     assert (micro["labels"] == tokenizer.eos_token_id).sum(dim=1).tolist() == [1, 1]
     for line, answer in enumerate(reversed(answers)):

@@ -126,7 +126,7 @@ def test_orders_are_the_same_for_ever():
 def test_positions_restart_and_labels_never_cross_rows_in_a_window(tmp_path):
     train, config = texts(tmp_path, 9, 14, 5)
     with Loader(train, config, pad_id=3) as loader:
-        batch = loader.batch(1)
+        batch = loader.batch(0)
     (micro_batch,) = batch.micro_batches
     assert micro_batch.keys() == {"input_ids", "labels", "position_ids"}
     ids, labels, positions = (micro_batch[name][0] for name in ("input_ids", "labels", "position_ids"))
@@ -149,7 +149,7 @@ def test_a_packed_row_gives_the_logits_that_it_gives_alone(tmp_path):
 
     train, config = texts(tmp_path, 9, 14, 5)
     with Loader(train, config) as loader:
-        (micro_batch,) = loader.batch(1).micro_batches
+        (micro_batch,) = loader.batch(0).micro_batches
     ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
     torch.manual_seed(0)
     for attention in ("eager", "sdpa"):
@@ -170,4 +170,4 @@ def test_a_packed_row_gives_the_logits_that_it_gives_alone(tmp_path):
 def test_short_windows_are_cut_to_a_multiple_of_128(tmp_path):
     train, config = texts(tmp_path, 100, 60, seq_len=512)
     with Loader(train, config) as loader:
-        assert loader.batch(1).micro_batches[0]["input_ids"].shape == (1, 256)
+        assert loader.batch(0).micro_batches[0]["input_ids"].shape == (1, 256)

@@ -2,7 +2,7 @@
 
     train, held_out = prepare(config, tokenizer)
     loader = Loader(train, config, micro_batch=4)
-    for step in range(1, loader.num_steps + 1):
+    for step in range(loader.num_steps):
         batch = loader.batch(step)
 
 `cache` keeps tokens on disk, `view` shows rows and batches as the model sees them.

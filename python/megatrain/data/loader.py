@@ -36,7 +36,7 @@ class StepBatch:
     """The data of one optimizer step."""
 
     step: int
-    """From 1."""
+    """From 0."""
     epoch: int
     """From 0."""
     micro_batches: list["dict[str, torch.Tensor]"]
@@ -103,12 +103,12 @@ class Loader:
         return max(1, steps)
 
     def batch(self, step: int) -> StepBatch:
-        """The data of step `step`, counted from 1."""
-        if step < 1:
-            raise ValueError(f"steps count from 1; there is no step {step}")
+        """The data of step `step`, counted from 0."""
+        if step < 0:
+            raise ValueError(f"steps count from 0; there is no step {step}")
         batch = self._next[1].result() if self._next is not None and self._next[0] == step else self._build(step)
         self._next = None
-        if step < self.num_steps:
+        if step + 1 < self.num_steps:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="megatrain-data")
             self._next = (step + 1, self._pool.submit(self._build, step + 1))
@@ -125,7 +125,7 @@ class Loader:
         if self._max_eval_batches is not None:
             stop = min(stop, self._max_eval_batches)
         for index in range(stop):
-            yield self._assemble(everything[bounds[index] : bounds[index + 1]], index + 1, 0)
+            yield self._assemble(everything[bounds[index] : bounds[index + 1]], index, 0)
 
     def close(self) -> None:
         """Stops the thread that works ahead."""
@@ -205,13 +205,13 @@ class Loader:
 
     def _build(self, step: int) -> StepBatch:
         if self._per_step is not None:
-            epoch = (step - 1) // self._num_epoch_steps(0)
+            epoch = step // self._num_epoch_steps(0)
         else:
             epoch = 0
-            while self._steps_before(epoch + 1) < step:
+            while self._steps_before(epoch + 1) <= step:
                 epoch += 1
         sequences, bounds = self._epoch(epoch)
-        index = step - 1 - self._steps_before(epoch)
+        index = step - self._steps_before(epoch)
         return self._assemble(sequences[bounds[index] : bounds[index + 1]], step, epoch)
 
     def _assemble(self, sequences: np.ndarray, step: int, epoch: int) -> StepBatch:

@@ -1,6 +1,6 @@
 //! [`CudaDevice`]: the core's device over one GPU.
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
 use megatrain_core::device::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
@@ -29,7 +29,6 @@ pub struct CudaDevice {
     update: OwnedStream,
     kernels: Kernels,
     events: Arc<EventPool>,
-    timing: AtomicBool,
 }
 
 impl CudaDevice {
@@ -67,7 +66,6 @@ impl CudaDevice {
             update: OwnedStream::new(&context)?,
             kernels: Kernels::assemble(&context, multiprocessors.unsigned_abs())?,
             events: Arc::default(),
-            timing: AtomicBool::new(false),
             context,
         })
     }
@@ -172,7 +170,7 @@ impl Device for CudaDevice {
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        let event = self.events.take(&self.context, self.timing.load(Ordering::Relaxed))?;
+        let event = self.events.take(&self.context)?;
         event.raw().record(self.stream(stream))?;
         Ok(Event(Arc::new(event)))
     }
@@ -190,8 +188,7 @@ impl Device for CudaDevice {
     }
 
     fn elapsed_ms(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
-        let (from, to) = (raw(from)?, raw(to)?);
-        if from.timed && to.timed { Ok(Some(f64::from(from.elapsed_ms(to)?))) } else { Ok(None) }
+        Ok(Some(f64::from(raw(from)?.elapsed_ms(raw(to)?)?)))
     }
 }
 
@@ -202,20 +199,19 @@ fn same_length(call: &str, src: u64, dst: u64) -> Result<()> {
 /// Events that were recorded before and may be recorded again: creating one costs more than the record itself.
 #[derive(Default)]
 struct EventPool {
-    plain: Mutex<Vec<RawEvent>>,
-    timed: Mutex<Vec<RawEvent>>,
+    free: Mutex<Vec<RawEvent>>,
 }
 
 impl EventPool {
-    fn of(&self, timed: bool) -> &Mutex<Vec<RawEvent>> {
-        if timed { &self.timed } else { &self.plain }
+    fn free(&self) -> MutexGuard<'_, Vec<RawEvent>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(self: &Arc<Self>, context: &Arc<Context>, timed: bool) -> Result<PooledEvent> {
-        let free = self.of(timed).lock().unwrap_or_else(PoisonError::into_inner).pop();
+    fn take(self: &Arc<Self>, context: &Arc<Context>) -> Result<PooledEvent> {
+        let free = self.free().pop();
         let raw = match free {
             Some(raw) => raw,
-            None => RawEvent::new(context, timed)?,
+            None => RawEvent::new(context)?,
         };
         Ok(PooledEvent { raw: Some(raw), pool: Arc::clone(self) })
     }
@@ -237,7 +233,7 @@ impl PooledEvent {
 impl Drop for PooledEvent {
     fn drop(&mut self) {
         if let Some(raw) = self.raw.take() {
-            self.pool.of(raw.timed).lock().unwrap_or_else(PoisonError::into_inner).push(raw);
+            self.pool.free().push(raw);
         }
     }
 }

@@ -7,7 +7,7 @@ use megatrain_cuda::CudaDevice;
 use pyo3::prelude::*;
 
 use crate::buffer::Buffer;
-use crate::error::detached;
+use crate::error::{detached, interruptible};
 
 /// Where layers are computed.
 #[pyclass(frozen, module = "megatrain._core")]
@@ -18,6 +18,15 @@ pub(crate) struct Device {
 }
 
 impl Device {
+    pub(crate) fn core(&self) -> &Arc<dyn CoreDevice> {
+        &self.device
+    }
+
+    /// The CUDA device's number.
+    pub(crate) fn cuda_ordinal(&self) -> Option<u32> {
+        self.cuda
+    }
+
     fn facts(&self, py: Python<'_>) -> PyResult<DeviceFacts> {
         detached(py, || self.device.facts())
     }
@@ -35,7 +44,7 @@ impl Device {
     #[staticmethod]
     #[pyo3(name = "cuda", signature = (ordinal = 0))]
     fn open_cuda(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
-        let device = detached(py, || CudaDevice::new(ordinal))?;
+        let device = interruptible(py, "megatrain-cuda", move || CudaDevice::new(ordinal))?;
         Ok(Self { device: Arc::new(device), cuda: Some(ordinal) })
     }
 

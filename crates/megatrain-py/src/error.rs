@@ -1,7 +1,9 @@
 //! The exception tree, and the only mapping from the core's errors and from panics to it.
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::time::Duration;
 
-use megatrain_core::{Error, Item, Tier};
+use megatrain_core::{Error, Item, Result, Tier};
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -79,23 +81,57 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Runs `work` with the interpreter released, so that other threads of Python go on. A panic in it is a bug of ours and
-/// becomes an ordinary exception that names it: PyO3's own would pass every `except Exception`.
-pub(crate) fn detached<T: Send>(
+/// Runs `work` with the interpreter released, so that other threads of Python go on.
+pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    let outcome = py.detach(|| caught(work));
+    settle(py, outcome)
+}
+
+/// Runs long `work` on a thread of its own and looks after signals meanwhile. Once one raises, the exception is passed
+/// on at once; the work ends by itself and what it made is dropped there.
+pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
-    work: impl FnOnce() -> megatrain_core::Result<T> + Send,
+    name: &str,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
-    let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
-    match outcome {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => Err(to_python(py, &error)),
-        Err(panic) => {
-            let words = panic
-                .downcast_ref::<&str>()
-                .copied()
-                .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-                .unwrap_or("(a panic without words)");
-            Err(EngineBroken::new_err(format!("a bug in the native core: {words}; please report it")))
+    let (sender, receiver) = mpsc::channel();
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        // Nobody listens any more after an interrupt.
+        let _ = sender.send(caught(work));
+    });
+    thread.map_err(|e| EngineBroken::new_err(format!("the thread {name} could not be started: {e}")))?;
+    let receiver = Mutex::new(receiver);
+    loop {
+        let answer = py.detach(|| receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SLICE));
+        match answer {
+            Ok(outcome) => return settle(py, outcome),
+            Err(mpsc::RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(EngineBroken::new_err(format!("the thread {name} ended without an answer")));
+            }
         }
+    }
+}
+
+/// How long a wait lasts before signals are looked after.
+pub(crate) const SLICE: Duration = Duration::from_millis(50);
+
+/// What came of a call: its result, or the words of a panic.
+type Outcome<T> = std::result::Result<Result<T>, String>;
+
+fn caught<T>(work: impl FnOnce() -> Result<T>) -> Outcome<T> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let words = panic.downcast_ref::<&str>().copied();
+        let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        words.unwrap_or("a panic without words").to_owned()
+    })
+}
+
+/// A panic is a bug of ours and becomes an ordinary exception that says so: PyO3's own for it would pass every
+/// `except Exception`.
+fn settle<T>(py: Python<'_>, outcome: Outcome<T>) -> PyResult<T> {
+    match outcome {
+        Ok(result) => result.map_err(|error| to_python(py, &error)),
+        Err(words) => Err(EngineBroken::new_err(format!("a bug in the native core: {words}; please report it"))),
     }
 }

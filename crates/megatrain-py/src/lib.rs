@@ -5,8 +5,11 @@ mod buffer;
 mod device;
 #[expect(unsafe_code, reason = "DLPack's C structs and capsules")]
 mod dlpack;
+mod engine;
 mod error;
 mod kernels;
+mod op;
+mod plan;
 mod probe;
 
 #[pymodule]
@@ -15,9 +18,18 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     module.add_class::<device::Device>()?;
     module.add_class::<buffer::Buffer>()?;
+    module.add_class::<op::ComputeOp>()?;
+    module.add_class::<op::Outcome>()?;
+    module.add_class::<engine::Engine>()?;
+    module.add_function(wrap_pyfunction!(plan::make_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::schedule, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::adamw, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::split, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::isa, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::run_conformance, module)?)?;
     module.add_function(wrap_pyfunction!(probe::cuda_status, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_host, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_device, module)?)?;
     Ok(())
 }

@@ -1,8 +1,24 @@
 //! What this machine has and how fast it is.
+use std::sync::Arc;
+use std::time::Instant;
+
+use megatrain_core::device::{AdamwScalars, Device as CoreDevice, Stream, conformance};
+use megatrain_core::layout::Dtype;
+use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool, TensorUpdate};
+use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan};
+use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde_json::json;
 
-use crate::error::detached;
+use crate::device::Device;
+use crate::error::{detached, interruptible};
+
+/// Timed runs of each measurement; the fastest counts, since everything else that runs only adds.
+const RUNS: usize = 3;
+/// Bytes an element of a split master with its moments and bf16 gradient.
+const STATE_BYTES: u64 = 14;
+/// The least that is measured: less would measure the clock.
+const LEAST_BYTES: u64 = 1 << 20;
 
 /// JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver.
 #[pyfunction]
@@ -20,4 +36,118 @@ pub(crate) fn cuda_status(py: Python<'_>) -> PyResult<String> {
         "devices": devices,
     });
     Ok(answer.to_string())
+}
+
+/// Runs the suite that every device passes.
+#[pyfunction(name = "conformance")]
+pub(crate) fn run_conformance(py: Python<'_>, device: &Device) -> PyResult<()> {
+    let device = Arc::clone(device.core());
+    interruptible(py, "megatrain-conformance", move || conformance::conformance(device.as_ref()))
+}
+
+/// JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`.
+#[pyfunction]
+pub(crate) fn probe_host(py: Python<'_>, bytes: u64, threads: usize) -> PyResult<String> {
+    interruptible(py, "megatrain-probe", move || {
+        let bytes = enough(bytes)?;
+        let pool = Pool::new(Some(threads), &Affinity::Free)?;
+        let (touch_s, arena) = timed(|| Arena::new(bytes, ArenaOptions { huge_pages: true, pool: Some(&pool) }))?;
+        let copy_s = fastest(|| copy(&pool, arena.span()))?;
+        drop(arena);
+        let (numel, adamw_s) = adamw(&pool, bytes / STATE_BYTES)?;
+        let rates = json!({
+            "touch_gbs": bytes as f64 / touch_s / 1e9,
+            // Read and written: each byte of a half is counted once, as for a link.
+            "copy_gbs": (bytes / 2) as f64 / copy_s / 1e9,
+            "adamw_params_per_s": numel as f64 / adamw_s,
+        });
+        Ok(rates.to_string())
+    })
+}
+
+/// JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`.
+#[pyfunction]
+pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyResult<String> {
+    let device = Arc::clone(device.core());
+    interruptible(py, "megatrain-probe", move || {
+        let bytes = enough(bytes)?;
+        let host = Arena::new(2 * bytes, ArenaOptions { huge_pages: true, pool: None })?;
+        let half = usize::try_from(bytes).map_err(|e| Error::Invalid(e.to_string()))?;
+        let (up, down) = (host.span().slice(0, half), host.span().slice(half, half));
+        let (pin_s, pins) = timed(|| Ok((device.pin(&up)?, device.pin(&down)?)))?;
+        let (source, target) = (device.allocate(bytes)?, device.allocate(bytes)?);
+        let wait = |streams: &[Stream]| -> Result<()> {
+            streams.iter().try_for_each(|&stream| device.synchronize(&device.record(stream)?))
+        };
+        let upload = || device.copy_to_device(Stream::Upload, &up, &target);
+        let download = || device.copy_to_host(Stream::Download, &source, &down);
+        let h2d_s = fastest(|| upload().and_then(|()| wait(&[Stream::Upload])))?;
+        let d2h_s = fastest(|| download().and_then(|()| wait(&[Stream::Download])))?;
+        let both_s = fastest(|| {
+            upload()?;
+            download()?;
+            wait(&[Stream::Upload, Stream::Download])
+        })?;
+        drop(pins);
+        let gbs = |bytes: u64, seconds: f64| bytes as f64 / seconds / 1e9;
+        let rates = json!({
+            "h2d_gbs": gbs(bytes, h2d_s),
+            "d2h_gbs": gbs(bytes, d2h_s),
+            "bidirectional_gbs": gbs(2 * bytes, both_s),
+            "pin_gbs": gbs(2 * bytes, pin_s),
+        });
+        Ok(rates.to_string())
+    })
+}
+
+fn enough(bytes: u64) -> Result<u64> {
+    if bytes < LEAST_BYTES {
+        return Err(Error::Invalid(format!("bytes must be at least {LEAST_BYTES} to measure anything, not {bytes}")));
+    }
+    Ok(bytes & !8191)
+}
+
+fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
+    let start = Instant::now();
+    let value = work()?;
+    Ok((start.elapsed().as_secs_f64().max(1e-9), value))
+}
+
+fn fastest(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    (0..=RUNS)
+        .map(|_| timed(&mut work).map(|(seconds, ())| seconds))
+        .try_fold(f64::INFINITY, |least, s| Ok(least.min(s?)))
+}
+
+/// Copies the first half of the span onto the second, a part each thread.
+fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
+    let half = span.len() / 2;
+    let part = half.div_ceil(pool.threads()).next_multiple_of(4096);
+    pool.run(pool.threads(), &|index| {
+        let start = (index * part).min(half);
+        let len = part.min(half - start) as u64;
+        let from = span.elements::<u8>(start as u64, len);
+        span.elements::<u8>((half + start) as u64, len).copy_from_slice(&from);
+    })
+}
+
+/// Seconds of an update of about `numel` elements of split masters with bf16 gradients, and how many it was.
+fn adamw(pool: &Pool, numel: u64) -> Result<(u64, f64)> {
+    let numel = numel & !4095;
+    let mut arena = Arena::new(numel * STATE_BYTES, ArenaOptions { huge_pages: true, pool: Some(pool) })?;
+    let mut carve = |size: u64| arena.carve(numel * size, 4096);
+    let update = TensorUpdate {
+        weights: carve(2)?,
+        residual: Some(carve(2)?),
+        exp_avg: carve(4)?,
+        exp_avg_sq: carve(4)?,
+        grad: carve(2)?,
+        grad_dtype: Dtype::Bf16,
+        numel,
+        scalars: AdamwScalars::new(1e-4, (0.9, 0.999), 1e-8, 0.0, 1, 1.0)?,
+    };
+    // 1.0 everywhere: ordinary numbers in, ordinary numbers out.
+    update.grad.elements::<u16>(0, numel).fill(0x3f80);
+    let adamw = Adamw::new(Isa::select(None)?);
+    Ok((numel, fastest(|| adamw.update(pool, std::slice::from_ref(&update)))?))
 }

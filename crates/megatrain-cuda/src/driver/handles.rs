@@ -20,8 +20,6 @@ const NON_BLOCKING: u32 = 1;
 const PORTABLE: u32 = 1;
 /// `CU_EVENT_BLOCKING_SYNC`: a waiting thread sleeps.
 const BLOCKING_SYNC: u32 = 1;
-/// `CU_EVENT_DISABLE_TIMING`
-const DISABLE_TIMING: u32 = 2;
 
 /// A stream, ours or PyTorch's, by its handle.
 #[derive(Clone, Copy)]
@@ -127,11 +125,10 @@ impl Context {
     }
 }
 
-/// An event.
+/// An event. It keeps time: every step reports how long each lane was busy.
 pub(crate) struct RawEvent {
     context: Arc<Context>,
     handle: CUevent,
-    pub(crate) timed: bool,
 }
 
 // SAFETY: the driver's calls on events may be made from any thread; recording is serialised by ownership (device.rs).
@@ -140,14 +137,13 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
-    pub(crate) fn new(context: &Arc<Context>, timed: bool) -> Result<Self, CudaError> {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let _bound = context.bind()?;
-        let flags = if timed { BLOCKING_SYNC } else { BLOCKING_SYNC | DISABLE_TIMING };
         let mut handle = std::ptr::null_mut();
         // SAFETY: the pointer is to a live handle and the context is current.
-        let code = unsafe { (context.api.cuEventCreate)(&raw mut handle, flags) };
+        let code = unsafe { (context.api.cuEventCreate)(&raw mut handle, BLOCKING_SYNC) };
         check("cuEventCreate", code)?;
-        Ok(Self { context: Arc::clone(context), handle, timed })
+        Ok(Self { context: Arc::clone(context), handle })
     }
 
     pub(crate) fn record(&self, stream: StreamHandle) -> Result<(), CudaError> {
@@ -172,7 +168,7 @@ impl RawEvent {
         check("cuEventSynchronize", unsafe { (self.context.api.cuEventSynchronize)(self.handle) })
     }
 
-    /// Milliseconds from `self` to `later`; both timed and passed.
+    /// Milliseconds from `self` to `later`; both have passed.
     pub(crate) fn elapsed_ms(&self, later: &Self) -> Result<f32, CudaError> {
         let _bound = self.context.bind()?;
         let mut ms = 0.0;

@@ -201,6 +201,26 @@ impl Array {
         self.data.addr()..self.data.addr() + self.numel * self.element.size()
     }
 
+    /// The elements' bytes, to read.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let len = self.numel * self.element.size();
+        if len == 0 {
+            return &[];
+        }
+        // SAFETY: as in `slice`, byte by byte.
+        unsafe { std::slice::from_raw_parts(self.data, len) }
+    }
+
+    /// The elements' bytes, to write.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let len = self.numel * self.element.size();
+        if len == 0 {
+            return &mut [];
+        }
+        // SAFETY: as in `slice_mut`, byte by byte.
+        unsafe { std::slice::from_raw_parts_mut(self.data, len) }
+    }
+
     /// The elements, to read.
     ///
     /// # Panics
@@ -231,12 +251,8 @@ impl Array {
 
 /// Numbers of which any bytes are a value.
 pub(crate) trait Number: Copy {}
-impl Number for u8 {}
 impl Number for u16 {}
-impl Number for u32 {}
-impl Number for u64 {}
 impl Number for f32 {}
-impl Number for f64 {}
 
 /// Asks the array for a capsule, with and (for producers older than DLPack 1.0) without the version keyword.
 fn request_capsule<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {

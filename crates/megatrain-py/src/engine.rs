@@ -1,0 +1,266 @@
+//! The stream engine: its calls, with waiting cut into slices.
+use std::str::FromStr;
+use std::sync::Arc;
+use std::task::Poll;
+
+use megatrain_core::layout::{Dtype, Role};
+use megatrain_core::plan::{Region, Request};
+use megatrain_core::schedule::Pass;
+use megatrain_core::store::Plane;
+use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName};
+use megatrain_core::{Error, Result};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::buffer::Buffer;
+use crate::device::Device;
+use crate::dlpack::{Array, Element};
+use crate::error::{SLICE, detached, interruptible, to_python};
+use crate::op::{ComputeOp, Outcome};
+use crate::plan::{read, read_plan, write};
+
+/// Bytes of a plane that are read between two looks at signals.
+const READ_BYTES: usize = 256 << 20;
+
+/// `(lr, beta1, beta2, eps, weight_decay)`
+type GroupTuple = (f64, f64, f64, f64, f64);
+
+/// The stream engine over one model's units.
+#[pyclass(frozen, module = "megatrain._core")]
+pub(crate) struct Engine {
+    engine: Arc<CoreEngine>,
+    cuda: Option<u32>,
+}
+
+impl Engine {
+    /// Calls `poll` until it is ready, with the interpreter released, and looks after signals in between.
+    fn wait<T: Send>(&self, py: Python<'_>, poll: impl Fn(&CoreEngine) -> Result<Poll<T>> + Sync) -> PyResult<T> {
+        loop {
+            if let Poll::Ready(value) = detached(py, || poll(&self.engine))? {
+                return Ok(value);
+            }
+            py.check_signals()?;
+        }
+    }
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[pyo3(signature = (device, request, plan, options = "{}"))]
+    fn new(py: Python<'_>, device: &Device, request: &str, plan: &str, options: &str) -> PyResult<Self> {
+        let core = Arc::clone(device.core());
+        let (request, plan, options) = (request.to_owned(), plan.to_owned(), options.to_owned());
+        let engine = interruptible(py, "megatrain-setup", move || {
+            let options: Options = read("options", &options)?;
+            CoreEngine::new(core, &Request::from_json(&request)?, &read_plan(&plan)?, &options)
+        })?;
+        Ok(Self { engine: Arc::new(engine), cuda: device.cuda_ordinal() })
+    }
+
+    fn layout(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || write("the layout", &self.engine.layouts()))
+    }
+
+    fn allocated(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || write("the items", &self.engine.allocated()))
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        self.engine.warnings()
+    }
+
+    fn region(&self, name: &str) -> PyResult<Buffer> {
+        let region = match name {
+            "weights" => Region::Weights,
+            "grads" => Region::Grads,
+            "accumulators" => Region::Accumulators,
+            "stage" => Region::Stage,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "there is no region {other:?}, only weights, grads, accumulators and stage"
+                )));
+            }
+        };
+        Ok(Buffer::on_device(self.engine.region(region), self.cuda))
+    }
+
+    fn weights_offset(&self, unit: usize) -> Option<u64> {
+        self.engine.weights_offset(unit)
+    }
+
+    #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false))]
+    fn begin(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        micro_batches: u32,
+        compute_stream: u64,
+        groups: Option<Vec<GroupTuple>>,
+        accumulate: bool,
+    ) -> PyResult<()> {
+        let pass = match kind {
+            "train" => Pass::Train,
+            "eval" => Pass::Eval,
+            other => return Err(PyValueError::new_err(format!("a pass is of kind train or eval, not {other:?}"))),
+        };
+        let groups = groups.map(|g| g.into_iter().map(group).collect());
+        let begin = Begin { pass, micro_batches, compute_stream, groups, accumulate };
+        self.wait(py, |engine| engine.begin(&begin, SLICE))
+    }
+
+    fn next(&self, py: Python<'_>) -> PyResult<Option<ComputeOp>> {
+        Ok(self.wait(py, |engine| engine.next(SLICE))?.map(ComputeOp::from))
+    }
+
+    fn finish(&self, py: Python<'_>, op: &ComputeOp) -> PyResult<()> {
+        let id = op.id();
+        detached(py, || self.engine.finish(id))
+    }
+
+    fn gradient_norm(&self, py: Python<'_>) -> PyResult<f64> {
+        self.wait(py, |engine| engine.gradient_norm(SLICE))
+    }
+
+    #[pyo3(signature = (groups, max_grad_norm))]
+    fn apply(&self, py: Python<'_>, groups: Vec<GroupTuple>, max_grad_norm: Option<f64>) -> PyResult<Outcome> {
+        let groups: Vec<Group> = groups.into_iter().map(group).collect();
+        Ok(self.wait(py, |engine| engine.apply(&groups, max_grad_norm, SLICE))?.into())
+    }
+
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait(py, |engine| engine.abandon(SLICE))
+    }
+
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait(py, |engine| engine.drain(SLICE))
+    }
+
+    #[pyo3(signature = (unit, tensor, plane, out, start = 0))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        tensor: usize,
+        plane: &str,
+        out: &Bound<'_, PyAny>,
+        start: u64,
+    ) -> PyResult<()> {
+        let plane = PlaneName::from_str(plane).map_err(|e| to_python(py, &e))?;
+        let mut out = Array::write("out", out)?;
+        let dtype = self.plane_dtype(unit, tensor, plane).map_err(|e| to_python(py, &e))?;
+        if dtype_of(out.element()) != dtype {
+            return Err(PyValueError::new_err(format!(
+                "out: {} is needed for that plane, {} was given",
+                name_of(dtype),
+                out.element().name()
+            )));
+        }
+        self.drain(py)?;
+        let size = out.element().size();
+        let mut first = start;
+        for part in out.bytes_mut().chunks_mut(READ_BYTES) {
+            py.check_signals()?;
+            let elements = (part.len() / size) as u64;
+            detached(py, || self.engine.read(unit, tensor, plane, first, part))?;
+            first += elements;
+        }
+        Ok(())
+    }
+
+    #[pyo3(signature = (unit, tensor, plane, source, start = 0))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        tensor: usize,
+        plane: &str,
+        source: &Bound<'_, PyAny>,
+        start: u64,
+    ) -> PyResult<()> {
+        let plane = PlaneName::from_str(plane).map_err(|e| to_python(py, &e))?;
+        let source = Array::read("source", source)?;
+        self.drain(py)?;
+        // In one call, so that a value which is refused leaves nothing written before it.
+        detached(py, || self.engine.write(unit, tensor, plane, start, dtype_of(source.element()), source.bytes()))
+    }
+
+    fn step_count(&self, py: Python<'_>, unit: usize, tensor: usize) -> PyResult<u64> {
+        self.drain(py)?;
+        detached(py, || self.engine.step_count(unit, tensor))
+    }
+
+    fn set_step_count(&self, py: Python<'_>, unit: usize, tensor: usize, count: u64) -> PyResult<()> {
+        self.drain(py)?;
+        detached(py, || self.engine.set_step_count(unit, tensor, count))
+    }
+
+    fn stats(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || write("the figures", &self.engine.stats()?))
+    }
+
+    fn trace(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || Ok(self.engine.trace()))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || {
+            self.engine.close();
+            Ok(())
+        })
+    }
+}
+
+impl Engine {
+    /// The dtype in which a plane of a tensor is read.
+    fn plane_dtype(&self, unit: usize, tensor: usize, plane: PlaneName) -> Result<Dtype> {
+        let layouts = self.engine.layouts();
+        let unit = layouts
+            .get(unit)
+            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", layouts.len())))?;
+        let found = unit.tensors.get(tensor).ok_or_else(|| {
+            Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", unit.name, unit.tensors.len()))
+        })?;
+        Ok(match plane {
+            PlaneName::State(Plane::Weights) if found.spec.role == Role::Frozen => found.spec.dtype,
+            PlaneName::State(Plane::Weights) => unit.precision.dtype(),
+            PlaneName::State(Plane::Residual) => Dtype::I16,
+            PlaneName::State(Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq) | PlaneName::Gradient => Dtype::F32,
+        })
+    }
+}
+
+fn group((lr, beta1, beta2, eps, weight_decay): GroupTuple) -> Group {
+    Group { lr, beta1, beta2, eps, weight_decay }
+}
+
+/// The core's dtype; residuals may be given as either kind of 16-bit integer.
+fn dtype_of(element: Element) -> Dtype {
+    match element {
+        Element::Bf16 => Dtype::Bf16,
+        Element::F16 => Dtype::F16,
+        Element::F32 => Dtype::F32,
+        Element::F64 => Dtype::F64,
+        Element::I64 => Dtype::I64,
+        Element::I32 => Dtype::I32,
+        Element::I16 | Element::U16 => Dtype::I16,
+        Element::I8 => Dtype::I8,
+        Element::U8 => Dtype::U8,
+        Element::Bool => Dtype::Bool,
+    }
+}
+
+fn name_of(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bf16 => Element::Bf16.name(),
+        Dtype::F16 => Element::F16.name(),
+        Dtype::F32 => Element::F32.name(),
+        Dtype::F64 => Element::F64.name(),
+        Dtype::I64 => Element::I64.name(),
+        Dtype::I32 => Element::I32.name(),
+        Dtype::I16 => Element::I16.name(),
+        Dtype::I8 => Element::I8.name(),
+        Dtype::U8 => Element::U8.name(),
+        Dtype::Bool => Element::Bool.name(),
+    }
+}

@@ -269,7 +269,7 @@ def test_samples_during_training_are_the_likeliest_continuation() -> None:
 def test_what_cannot_be_sampled_is_refused_with_a_reason(run: Path, tmp_path: Path) -> None:
     for source, step, words in (
         (tmp_path / "nowhere", None, "no folder"),
-        (run, "many", "a number, last or best"),
+        (run, "many", "a number or last"),
         (run / "checkpoints" / "step-1", "1", "not a run"),
     ):
         with pytest.raises(ConfigError, match=words):

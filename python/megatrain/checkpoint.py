@@ -248,29 +248,16 @@ def _is_complete(folder: Path) -> bool:
 
 
 def choose(run: str | Path, which: str) -> Path:
-    """The complete checkpoint of a run that is meant: a step's number, `last`, or `best` (lowest held-out loss). Raises
-    ConfigError for another word, CheckpointError when it is not there or not complete."""
-    parent = Path(run) / "checkpoints"
+    """The complete checkpoint of a run that is meant: a step's number, or `last`. Raises ConfigError for another word,
+    CheckpointError when it is not there or not complete."""
     if which.isdecimal():
-        return Checkpoint.open(parent / f"step-{int(which)}").folder
-    if which not in ("last", "best"):
-        raise ConfigError(f"the step asked for is {which!r}; it is a number, last or best")
+        return Checkpoint.open(Path(run) / "checkpoints" / f"step-{int(which)}").folder
+    if which != "last":
+        raise ConfigError(f"the step asked for is {which!r}; it is a number or last")
     newest = latest_complete(run)
     if newest is None:
         raise CheckpointError(f"{run} holds no complete checkpoint; train first, or name another run")
-    if which == "last":
-        return newest
-    state = Checkpoint.open(newest).state()["state"]
-    best = (state.get("run", state).get("position") or {}).get("best_step")
-    if best is None:
-        raise CheckpointError(
-            f"{run} has not measured a held-out loss, so it has no best step; set eval.every and data.eval"
-        )
-    if not (parent / f"step-{best}").is_dir():
-        raise CheckpointError(
-            f"step {best} of {run} was the best, and its checkpoint is not kept; set eval.keep_best, or ask for last"
-        )
-    return Checkpoint.open(parent / f"step-{best}").folder
+    return newest
 
 
 # ------------------------------------------------------------------------------------------------------- loading

@@ -22,7 +22,7 @@ def generate(
     source: str | Path,  # a run, a checkpoint, an export, or any Hugging Face folder
     prompt: str,
     *,
-    step: str | None = None,  # of a run: a number, `best` or `last`; None: the export, else the last checkpoint
+    step: str | None = None,  # of a run: a number or `last`; None: the export, else the last checkpoint
     max_new_tokens: int = 64,
     temperature: float = 0.8,  # 0 takes the likeliest token
     top_p: float = 0.95,
@@ -54,8 +54,8 @@ def generate(
 
 
 def find_model(source: Path, step: str | None = None) -> Path:
-    """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number, `best` or
-    `last`), by default its export or, without one, its last checkpoint. Raises ConfigError or CheckpointError."""
+    """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number or `last`), by
+    default its export or, without one, its last checkpoint. Raises ConfigError or CheckpointError."""
     if not source.is_dir():
         raise ConfigError(f"there is no folder {str(source)!r}; name a run, a checkpoint or a Hugging Face folder")
     if (source / "config.json").is_file():

@@ -308,6 +308,10 @@ def test_a_value_out_of_range_is_named(sections, message):
             {"data": {"train": [{"path": "a", "split": 0.97}], "eval": [{"path": "a", "split": 0.05}]}},
             r"data\.train and data\.eval share rows of .*split 0\.97 and split 0\.05",
         ),
+        (
+            {"data": {"train": [{"path": "a", "split": "train"}], "eval": 0.05}},
+            r"data\.eval: 0\.05 cannot .*split 'train'",
+        ),
         ({"memory": {"nvme": {"path": "d", "size": "4GiB"}}}, r"memory\.nvme is not supported yet"),
         ({"train": {"moments": "8bit"}}, r"train\.moments: 8bit is not supported yet"),
         ({"model": {"path": "a", "config": {"model_type": "llama"}}}, r"model\.path and model\.config are both given"),

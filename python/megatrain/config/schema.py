@@ -113,9 +113,16 @@ def _spread(tree: dict[str, Any]) -> dict[str, Any]:
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("eval"), float) and isinstance(data.get("train"), list):
         fraction = data["eval"]
-        sources = [{**source, "split": fraction} for source in data["train"] if isinstance(source, dict)]
-        for source in sources:
-            source.pop("weight", None)
+        sources = []
+        for source in data["train"]:
+            if not isinstance(source, dict):
+                continue
+            if isinstance(source.get("split"), str):
+                raise ConfigError(
+                    f"data.eval: {fraction} cannot hold rows of split {source['split']!r} of {source.get('path')} out; "
+                    "name another split of it in data.eval"
+                )
+            sources.append({name: value for name, value in source.items() if name != "weight"} | {"split": fraction})
         data["eval"] = sources
     if "model" not in tree:
         raise ConfigError("model is missing; write `model: PATH` with a folder or hub id")

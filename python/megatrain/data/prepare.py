@@ -117,6 +117,10 @@ def prepare(
     config.require("data")
     train = _dataset(config, config.data.train, tokenizer, vocab_size, progress, train=True)
     held_out = _dataset(config, config.data.eval, tokenizer, vocab_size, progress, train=False)
+    seen = {source.path for source in config.data.train}
+    for source in config.data.eval:
+        if source.split is None and source.path in seen:
+            _log.warning("data.eval: %s is trained on too, so its loss is not a held-out one", source.path)
     for name, dataset in (("data.train", train), ("data.eval", held_out)):
         for note in dataset.notes():
             _log.warning("%s: %s", name, note)

@@ -6,6 +6,7 @@ the documentation as answer. Both depend on nothing but the version of Python.
 """
 
 import ast
+import functools
 import inspect
 import pydoc_data.topics
 import sys
@@ -27,6 +28,7 @@ _QUESTIONS = (
 )
 
 
+@functools.cache
 def documents(path: str) -> tuple[tuple[str, Any], ...]:
     """(name, text) or (name, messages) of every row, in a fixed order. Raises ConfigError for another path."""
     if path == "python:stdlib":

@@ -14,6 +14,8 @@ pub const UNIT_ALIGN: u64 = 2048;
 /// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are gathered
 /// into units does not change the norm.
 pub const NORM_BLOCK: u64 = 65536;
+/// Elements of the largest unit, so that no sum of bytes over its planes overflows.
+const MOST_ELEMENTS: u64 = 1 << 59;
 
 /// Element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -130,17 +132,22 @@ impl UnitLayout {
     /// Lays out a unit's tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when two tensors share a name or a size overflows 63 bits.
+    /// [`Error::Invalid`] when two tensors share a name, or the unit has more than 2^59 elements.
     pub fn new(name: impl Into<String>, specs: Vec<TensorSpec>, precision: Precision) -> Result<Self> {
         let name = name.into();
         let mut seen = std::collections::HashSet::new();
+        let mut total = 0u64;
         for spec in &specs {
             if !seen.insert(spec.name.as_str()) {
                 return Err(Error::Invalid(format!("unit {name} declares the tensor {} twice", spec.name)));
             }
-            let numel = spec.shape.iter().try_fold(1u64, |a, &d| a.checked_mul(d));
-            if numel.is_none_or(|n| n > (i64::MAX as u64) / 16) {
-                return Err(Error::Invalid(format!("tensor {} of shape {:?} is too large", spec.name, spec.shape)));
+            let numel = spec.shape.iter().try_fold(1u64, |a, &d| a.checked_mul(d)).filter(|&n| n <= MOST_ELEMENTS);
+            total = numel.map_or(u64::MAX, |n| total.saturating_add(n.next_multiple_of(UNIT_ALIGN)));
+            if total > MOST_ELEMENTS {
+                return Err(Error::Invalid(format!(
+                    "tensor {} of shape {:?} makes unit {name} larger than 2^59 elements",
+                    spec.name, spec.shape
+                )));
             }
         }
         let mut element = 0u64;
@@ -200,5 +207,83 @@ impl UnitLayout {
             }
         }
         blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn spec(name: String, shape: Vec<u64>, dtype: Dtype, role: Role) -> TensorSpec {
+        TensorSpec { name, shape, dtype, role, group: 0 }
+    }
+
+    proptest! {
+        #[test]
+        fn tensors_are_aligned_in_order_and_never_overlap(
+            tensors in prop::collection::vec((prop::collection::vec(0u64..40, 0..4), any::<bool>(), 0usize..5), 0..12),
+            full in any::<bool>(),
+        ) {
+            let precision = if full { Precision::Fp32 } else { Precision::Bf16 };
+            let dtypes = [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::I64, Dtype::Bool];
+            let specs = tensors.into_iter().enumerate().map(|(i, (shape, trainable, dtype))| {
+                let role = if trainable { Role::Trainable } else { Role::Frozen };
+                spec(format!("t{i}"), shape, dtypes[dtype], role)
+            });
+            let layout = UnitLayout::new("u", specs.collect(), precision).unwrap();
+            let size = precision.dtype().size();
+            let mut ranges: Vec<(u64, u64)> = Vec::new();
+            for tensor in &layout.tensors {
+                prop_assert!(tensor.byte.is_multiple_of(256));
+                let bytes = match tensor.spec.role {
+                    Role::Trainable => {
+                        prop_assert_eq!(tensor.byte, tensor.element * size);
+                        prop_assert!(tensor.element + tensor.spec.numel() <= layout.elements);
+                        tensor.spec.numel() * size
+                    }
+                    Role::Frozen => {
+                        prop_assert!(tensor.byte >= layout.elements * size);
+                        tensor.spec.numel() * tensor.spec.dtype.size()
+                    }
+                };
+                ranges.push((tensor.byte, tensor.byte + bytes));
+            }
+            ranges.retain(|range| range.0 < range.1);
+            ranges.sort_unstable();
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+            prop_assert!(ranges.last().is_none_or(|range| range.1 <= layout.image_bytes));
+            prop_assert!(layout.image_bytes.is_multiple_of(4096));
+            prop_assert!(layout.residual_bytes().is_multiple_of(4096) && layout.moment_bytes().is_multiple_of(4096));
+            let in_blocks: u64 = layout.norm_blocks().iter().map(|block| block.1).sum();
+            prop_assert_eq!(in_blocks, layout.num_trainable());
+        }
+    }
+
+    #[test]
+    fn norm_blocks_are_those_of_each_parameter_whatever_unit_it_is_in() {
+        let specs = |names: &[&str]| -> Vec<TensorSpec> {
+            names.iter().map(|n| spec((*n).into(), vec![NORM_BLOCK * 2 + 10], Dtype::F32, Role::Trainable)).collect()
+        };
+        let lengths = |layout: &UnitLayout| -> Vec<u64> { layout.norm_blocks().iter().map(|b| b.1).collect() };
+        let together = UnitLayout::new("u", specs(&["a", "b"]), Precision::Bf16).unwrap();
+        let apart = ["a", "b"].map(|n| UnitLayout::new(n, specs(&[n]), Precision::Bf16).unwrap());
+        assert_eq!(lengths(&together), [lengths(&apart[0]), lengths(&apart[1])].concat());
+        assert_eq!(lengths(&apart[0]), [NORM_BLOCK, NORM_BLOCK, 10]);
+    }
+
+    #[test]
+    fn doubled_names_and_impossible_sizes_are_refused() {
+        let twice = vec![spec("w".into(), vec![2], Dtype::F32, Role::Trainable); 2];
+        let error = UnitLayout::new("u", twice, Precision::Bf16).unwrap_err().to_string();
+        assert!(error.contains("declares the tensor w twice"), "{error}");
+        let huge = |n: usize, shape: Vec<u64>| -> Vec<TensorSpec> {
+            (0..n).map(|i| spec(format!("w{i}"), shape.clone(), Dtype::F32, Role::Frozen)).collect()
+        };
+        assert!(UnitLayout::new("u", huge(1, vec![u64::MAX, 2]), Precision::Fp32).is_err());
+        assert!(UnitLayout::new("u", huge(1, vec![u64::MAX]), Precision::Fp32).is_err());
+        assert!(UnitLayout::new("u", huge(40, vec![1 << 58]), Precision::Fp32).is_err());
+        assert!(UnitLayout::new("u", huge(1, vec![1 << 58]), Precision::Fp32).is_ok());
     }
 }

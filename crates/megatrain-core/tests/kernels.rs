@@ -447,3 +447,27 @@ fn an_instruction_set_can_be_asked_for_and_unknown_ones_are_refused() {
     let error = Isa::select(Some("sse9")).unwrap_err().to_string();
     assert!(error.contains("sse9") && error.contains("avx512"), "{error}");
 }
+
+#[test]
+fn the_environment_selects_the_bodies_of_a_process() {
+    const CHILD: &str = "MEGATRAIN_TEST_EXPECTED_ISA";
+    if let Ok(expected) = std::env::var(CHILD) {
+        match Isa::select(None) {
+            Ok(isa) => assert_eq!((isa.name(), Isa::preferred().name()), (expected.as_str(), expected.as_str())),
+            Err(error) => assert!(error.to_string().starts_with(kernel::ISA_VARIABLE) && expected == "refused"),
+        }
+        assert_eq!(Isa::select(Some("auto")).unwrap(), Isa::best(), "an argument goes before the environment");
+        return;
+    }
+    let asked = [("auto", Isa::best().name()), ("", Isa::best().name()), ("scalar", "scalar"), ("mmx", "refused")];
+    let narrower = Isa::Avx2.available().then_some(("avx2", "avx2"));
+    for (value, expected) in asked.into_iter().chain(narrower) {
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "the_environment_selects_the_bodies_of_a_process"])
+            .env(kernel::ISA_VARIABLE, value)
+            .env(CHILD, expected)
+            .output()
+            .unwrap();
+        assert!(status.status.success(), "{value}: {}", String::from_utf8_lossy(&status.stdout));
+    }
+}

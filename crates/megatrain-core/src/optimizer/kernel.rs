@@ -208,6 +208,14 @@ impl Isa {
         Ok(isa)
     }
 
+    /// What the environment asks for, else the best; where it asks for what there is not, [`Isa::select`] says so and
+    /// this is the best. For the conversions, whose results do not depend on it.
+    #[must_use]
+    pub fn preferred() -> Self {
+        static PREFERRED: OnceLock<Isa> = OnceLock::new();
+        *PREFERRED.get_or_init(|| Self::select(None).unwrap_or_else(|_| Self::best()))
+    }
+
     /// Stops a safe function from reaching instructions that the processor does not have.
     fn assert_available(self) {
         assert!(self <= Self::best(), "this processor lacks {}", self.name());

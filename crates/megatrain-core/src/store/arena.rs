@@ -203,14 +203,19 @@ impl HostSpan {
             Ok(()) => Ok(()),
             // Kernels before 5.14 do not know the advice.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => {
-                let mut bytes = self.elements::<u8>(0, self.len as u64);
-                for page in bytes.chunks_mut(PAGE) {
-                    // The memory is fresh, hence zero; the write must happen although it changes nothing.
-                    *std::hint::black_box(&mut page[0]) = 0;
-                }
+                self.touch_each_page();
                 Ok(())
             }
             Err(source) => Err(Error::HostMemory { call: "madvise(MADV_POPULATE_WRITE)", bytes: self.len, source }),
+        }
+    }
+
+    /// The same by hand, for memory that is fresh, hence zero.
+    fn touch_each_page(&self) {
+        let mut bytes = self.elements::<u8>(0, self.len as u64);
+        for page in bytes.chunks_mut(PAGE) {
+            // The write must happen although it changes nothing.
+            *std::hint::black_box(&mut page[0]) = 0;
         }
     }
 
@@ -493,4 +498,58 @@ fn listed(text: &str) -> Vec<usize> {
         }
     }
     numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_lists_are_read() {
+        assert_eq!(listed("0\n"), [0]);
+        assert_eq!(listed("0-2,5\n"), [0, 1, 2, 5]);
+        assert_eq!(listed(""), [0usize; 0]);
+    }
+
+    #[test]
+    fn pieces_are_gathered_up_to_the_bound_and_across_gaps_only_where_they_fit() {
+        let page = PAGE as u64;
+        let pieces = [0..page, page..3 * page, 4 * page..5 * page, 5 * page..9 * page];
+        assert_eq!(chunks(&pieces, 3 * page), [0..3 * page, 4 * page..5 * page, 5 * page..9 * page]);
+        assert_eq!(chunks(&pieces, u64::MAX), [Range { start: 0, end: 9 * page }]);
+        assert_eq!(chunks(&pieces, 1), pieces);
+        assert_eq!(chunks(&[], 1), [0u64..0; 0]);
+    }
+
+    #[test]
+    fn pages_are_touched_on_kernels_that_cannot_populate() {
+        let span = HostSpan::map(10 * PAGE + 1).unwrap();
+        let resident = |span: &HostSpan| {
+            let mut pages = vec![0u8; span.len().div_ceil(PAGE)];
+            // SAFETY: the range is mapped, and the vector has a byte for each of its pages.
+            let answer = unsafe { libc::mincore(span.address().cast(), span.len(), pages.as_mut_ptr()) };
+            assert_eq!(answer, 0);
+            pages.iter().filter(|&&page| page & 1 == 1).count()
+        };
+        assert_eq!(resident(&span), 0);
+        span.touch_each_page();
+        assert_eq!(resident(&span), 11);
+        assert!(span.elements::<u8>(0, span.len() as u64).iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn an_arena_asked_for_huge_pages_starts_on_one_and_is_as_long_as_asked() {
+        let arena = Arena::new(5 << 20, ArenaOptions { huge_pages: true, pool: None }).unwrap();
+        assert!(arena.span().address().addr().is_multiple_of(HUGE_PAGE));
+        assert_eq!(arena.bytes(), 5 << 20);
+    }
+
+    #[test]
+    fn spreading_over_nodes_leaves_the_memory_usable() {
+        let span = HostSpan::map(4 * PAGE).unwrap();
+        // Refused where the container forbids it; either way the memory must work.
+        let _ = span.interleave(&[0]);
+        span.populate().unwrap();
+        span.fill(7);
+    }
 }

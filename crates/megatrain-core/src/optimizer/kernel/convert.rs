@@ -1,5 +1,5 @@
 //! Number formats: the split master, bf16, fp16 and f64.
-use super::{Isa, ieee};
+use super::ieee;
 
 /// The upper and the residual half of an fp32 pattern. `hi` is the bf16 nearest to it, ties away from zero; the
 /// residual is the low 16 bits, to be read as a signed number. Exact for every pattern: see [`join_bits`].
@@ -48,7 +48,7 @@ const fn widen_f16(bits: u16) -> f32 {
     f32::from_bits(sign | value)
 }
 
-/// Compiles an element-wise loop for the baseline and for AVX2, and picks one by the processor.
+/// Compiles an element-wise loop for the baseline and for AVX2, and picks one by the processor and the environment.
 macro_rules! elementwise {
     ($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)? $body:block) => {
         $(#[$doc])*
@@ -64,8 +64,8 @@ macro_rules! elementwise {
 
             ieee(|| {
                 #[cfg(target_arch = "x86_64")]
-                if Isa::best() >= Isa::Avx2 {
-                    // SAFETY: the processor has AVX2, as just asked.
+                if super::Isa::preferred() >= super::Isa::Avx2 {
+                    // SAFETY: what is preferred is available, and from AVX2 on includes it.
                     return unsafe { avx2($($arg),*) };
                 }
                 body($($arg),*)

@@ -231,3 +231,44 @@ def test_prompts_and_completions_use_the_template_unless_told_otherwise():
     raw = Encoder(tokenizer, form="completion").encode([row], ["rows:1"])[0]
     assert tokenizer.decode(raw.ids) == "<s>what is the capital? paris</s>"
     assert learnt(tokenizer, raw)[0].strip() == "paris</s>"
+
+
+def _word_tokenizer(kind):
+    """Tokenizers that mark blanks as sentencepiece does, and one whose offsets leave blanks out."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from tiny_tokenizer import TEXT
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    alphabet = []
+    if kind == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace()
+    elif kind == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *SPECIALS],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT, "SYSTEM USER ASSISTANT: <>[]/INST\n"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "normalizer", "trimmed"])
+def test_spans_do_not_depend_on_how_a_tokenizer_counts_characters(kind):
+    tokenizer = _word_tokenizer(kind)
+    for template, end in ((CHATML, "<|im_end|>"), (HEADERS, "<|eot|>"), (BRACKETS, " </s>")):
+        tokenizer.chat_template = template
+        encoded = Encoder(tokenizer).encode([Row(kind="chat", file=0, number=1, messages=TALK)], ["rows:1"])[0]
+        contents = ("how are you?", "i am fine, thank you.", "paris")
+        assert [text.strip() for text in learnt(tokenizer, encoded)] == [(text + end).strip() for text in contents]
+        assert encoded.ids.tolist() == stock_ids(tokenizer)

@@ -183,7 +183,10 @@ def write_model_files(
     write_file(folder / "config.json", json_bytes(_with_dtype(described, str(dtype).removeprefix("torch."))))
     copied: list[str] = []
     if tokenizer_dir is not None:
-        copied = copy_files(Path(tokenizer_dir), folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+        patterns: tuple[str, ...] = (*TOKENIZER_FILES, "generation_config.json")
+        if getattr(config, "auto_map", None):
+            patterns = (*patterns, "*.py")  # the model's own code, which its configuration names
+        copied = copy_files(Path(tokenizer_dir), folder, patterns)
     try:
         if "generation_config.json" not in copied:
             from transformers import GenerationConfig

@@ -3,6 +3,7 @@
 for piece in generate("runs/quickstart", "def main", max_new_tokens=64): print(piece, end="")
 """
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,12 +129,27 @@ def _load(folder: Path, device: str) -> tuple[Any, "PreTrainedTokenizerBase"]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{folder} has no tokenizer that transformers can read: {_first_line(error)}") from None
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
+        with _without_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
     except MegatrainError:
         raise
     except Exception as error:  # whatever transformers or safetensors say about a folder that is not ours
         raise ConfigError(f"{folder} holds no model that transformers can read: {_first_line(error)}") from None
     return model.to(device).eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within, transformers shows no progress: the text is all that is to be seen."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, options: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,154 @@
+"""The real engine through its checkpoints (H16, H18): bit-equal to never having stopped, under any placement."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatrain import AdamW, Engine
+from megatrain.errors import CheckpointError, StorageError
+from megatrain.model import Decoder
+from memory_core import llama
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "two slots": {"plan": {"slots": 2}},
+    "as many slots as layers": {"plan": {"slots": 3}},
+    "state on the device": {"plan": {"state_on_device": 2}},
+    "recomputed activations": {"plan": {"activation": "recompute", "inputs": "host"}},
+    "a micro-batch at a time": {"plan": {"group": 1}},
+    "immediate updates": {"update": "immediate", "max_grad_norm": None},
+}
+
+
+def batches(step: int, accumulation: int) -> list[dict[str, Tensor]]:
+    """Rows of a step; the same for the same step."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for _ in range(accumulation):
+        ids = torch.randint(96, (2, 12), generator=generator)
+        labels = ids.clone()
+        labels[torch.rand(2, 12, generator=generator) < 0.3] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def started(precision: str, tied: bool, seed: int = 0, accumulation: int = 3, **options: Any) -> Engine:
+    return Engine(
+        Decoder.from_config(llama(tied), precision=precision),
+        optimizer=AdamW(**OPTIMIZER),
+        **{
+            "max_grad_norm": 0.5,
+            "device": "cpu",
+            "seed": seed,
+            "micro_batch": (2, 12),
+            "micro_batches": accumulation,
+            "memory": {"gpu": "1GiB", "host": "1GiB"},
+            **options,
+        },
+    )
+
+
+def state(engine: Engine) -> dict[str, Any]:
+    """Every bit that training left."""
+    found: dict[str, Any] = dict(engine.state_dict())
+    for name, ref in engine.decoder.tensors.items():
+        if ref.role == "trainable":
+            found |= {f"{name}/{key}": value for key, value in engine.optimizer_state(name).items()}
+    return found
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key] for key in a
+    )
+
+
+@pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+@pytest.mark.parametrize(
+    ("precision", "tied", "accumulation"), [("fp32", False, 3), ("fp32", True, 1), ("bf16", True, 3)]
+)
+def test_a_stopped_and_resumed_run_equals_one_that_never_stopped(
+    tmp_path: Path, options: dict[str, Any], precision: str, tied: bool, accumulation: int
+) -> None:
+    mode = {key: options[key] for key in ("update", "max_grad_norm") if key in options}
+    straight = started(precision, tied, accumulation=accumulation, **mode)
+    losses = [straight.step(batches(step, accumulation)).loss for step in range(6)]
+    first = started(precision, tied, accumulation=accumulation, **mode)
+    for step in range(3):
+        first.step(batches(step, accumulation))
+    first.save(tmp_path / "step-3", {"note": 1}, step=3)
+    first.close()
+    second = started(precision, tied, seed=77, accumulation=accumulation, **options)
+    assert second.load(tmp_path / "step-3") == {"note": 1}
+    resumed = [second.step(batches(step, accumulation)).loss for step in range(3, 6)]
+    assert resumed == losses[3:]
+    assert same(state(second), state(straight))
+    straight.close()
+    second.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_stock_transformers_computes_the_trained_models_logits_from_export_and_checkpoint(
+    tmp_path: Path, precision: str, tied: bool
+) -> None:
+    engine = started(precision, tied)
+    for step in range(2):
+        engine.step(batches(step, 3))
+    ids = batches(9, 1)[0]["input_ids"][:1]
+    ours = engine.logits(ids)
+    engine.save_pretrained(tmp_path / "export")
+    engine.save(tmp_path / "step-2", step=2)
+    weights = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.close()
+    for folder in ("export", "step-2"):
+        model, told = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto", output_loading_info=True)
+        assert not any(told.values())
+        with torch.no_grad():
+            theirs = model.eval()(ids).logits[:, -1].float()
+        bound = 1e-5 if precision == "fp32" else 2e-2
+        assert torch.allclose(ours, theirs, rtol=bound, atol=bound)
+        assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
+        if precision == "fp32":
+            assert all(torch.equal(value, model.state_dict()[name]) for name, value in weights.items())
+
+
+def test_a_model_saved_and_loaded_starts_where_it_ended(tmp_path: Path) -> None:
+    engine = started("fp32", True)
+    engine.step(batches(0, 3))
+    engine.save_pretrained(tmp_path / "out")
+    before = engine.evaluate(batches(5, 1))
+    again = Engine.from_pretrained(str(tmp_path / "out"), device="cpu", memory={"gpu": "1GiB", "host": "1GiB"})
+    assert again.evaluate(batches(5, 1)) == before
+    assert all(torch.equal(value, engine.state_dict()[name]) for name, value in again.state_dict().items())
+    engine.close()
+    again.close()
+
+
+def test_another_models_checkpoint_leaves_the_engine_usable(tmp_path: Path) -> None:
+    engine, other = started("fp32", False), started("fp32", True)
+    other.save(tmp_path / "step-0", step=0)
+    before = state(engine)
+    with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight"):
+        engine.load(tmp_path / "step-0")
+    assert same(state(engine), before)
+    engine.step(batches(0, 3))
+    engine.close()
+    other.close()
+
+
+def test_a_save_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started("fp32", False)
+    engine.step(batches(0, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.staging.free_bytes", lambda _: 10)
+        with pytest.raises(StorageError, match="10 are free"):
+            engine.save(tmp_path / "step-1", step=1)
+    assert not list(tmp_path.iterdir())
+    engine.step(batches(1, 3))
+    engine.save(tmp_path / "step-2", step=2)
+    engine.close()

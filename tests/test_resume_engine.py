@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from megatrain import AdamW, Engine
 from megatrain.errors import CheckpointError, StorageError
 from megatrain.model import Decoder
 from memory_core import llama
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -130,7 +130,13 @@ impl Device for CudaDevice {
     }
 
     fn set_compute_stream(&self, handle: u64) -> Result<()> {
-        self.compute.store(handle, Ordering::Release);
+        let before = self.compute.swap(handle, Ordering::AcqRel);
+        if before != handle {
+            // One stream in the engine's eyes: what it queues on the new one comes after what it queued on the old.
+            let event = self.events.take(&self.context)?;
+            event.raw().record(StreamHandle(before))?;
+            self.context.wait(StreamHandle(handle), event.raw())?;
+        }
         Ok(())
     }
 

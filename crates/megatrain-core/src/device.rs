@@ -189,6 +189,8 @@ pub trait Device: Send + Sync {
     fn query(&self, event: &Event) -> Result<bool>;
     /// Blocks until `event` has passed.
     fn synchronize(&self, event: &Event) -> Result<()>;
+    /// Whether events recorded from now on keep their time, for [`Device::elapsed_ms`].
+    fn keep_times(&self, _on: bool) {}
     /// Milliseconds between two events, for the trace; `None` where the device keeps no time.
     fn elapsed_ms(&self, from: &Event, to: &Event) -> Result<Option<f64>>;
 }

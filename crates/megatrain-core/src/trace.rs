@@ -25,6 +25,8 @@ pub(crate) struct Trace {
 
 impl Trace {
     pub(crate) fn new(device: &dyn Device, on: bool) -> Result<Self> {
+        // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
+        device.keep_times(true);
         let mut origin = Instant::now();
         let mut device_origin = None;
         if on {

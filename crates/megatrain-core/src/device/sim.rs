@@ -7,13 +7,14 @@
 //! A virtual clock moves with the work (bytes at 10 GB/s, plus delays asked for); [`Device::elapsed_ms`] reads it.
 //! Faults are asked for in JSON, see [`Faults`].
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Deserialize;
 
 mod planes;
 
-use self::planes::Planes;
+use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
 use crate::layout::Dtype;
@@ -49,7 +50,16 @@ pub struct FailedCall {
 pub struct SimDevice {
     shared: Arc<Mutex<State>>,
     faults: Arc<Faults>,
+    allocated: Arc<Allocated>,
     queued_compute: bool,
+}
+
+/// Bytes allocated now, and at most so far. Apart from the state, since queued work may hold the last claim to some
+/// memory and give it up while the state is locked.
+#[derive(Default)]
+struct Allocated {
+    now: AtomicU64,
+    peak: AtomicU64,
 }
 
 struct State {
@@ -59,8 +69,6 @@ struct State {
     random: Option<SplitMix>,
     calls: HashMap<&'static str, u64>,
     pinned: Vec<(usize, usize)>,
-    allocated: u64,
-    peak: u64,
 }
 
 enum Work {
@@ -71,11 +79,11 @@ enum Work {
 
 /// A recorded point; the time is virtual nanoseconds plus one, zero until it has passed.
 #[derive(Default)]
-struct Moment(std::sync::atomic::AtomicU64);
+struct Moment(AtomicU64);
 
 impl Moment {
     fn passed(&self) -> Option<u64> {
-        match self.0.load(std::sync::atomic::Ordering::Acquire) {
+        match self.0.load(Ordering::Acquire) {
             0 => None,
             time => Some(time - 1),
         }
@@ -84,12 +92,12 @@ impl Moment {
 
 struct Allocation {
     span: HostSpan,
-    shared: Arc<Mutex<State>>,
+    allocated: Arc<Allocated>,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        lock(&self.shared).allocated -= self.span.len() as u64;
+        self.allocated.now.fetch_sub(self.span.len() as u64, Ordering::AcqRel);
     }
 }
 
@@ -174,10 +182,9 @@ impl SimDevice {
             random: seed.map(SplitMix),
             calls: HashMap::new(),
             pinned: Vec::new(),
-            allocated: 0,
-            peak: 0,
         };
-        Self { shared: Arc::new(Mutex::new(state)), faults: Arc::new(faults), queued_compute: false }
+        let (shared, faults) = (Arc::new(Mutex::new(state)), Arc::new(faults));
+        Self { shared, faults, allocated: Arc::default(), queued_compute: false }
     }
 
     /// The same with `faults` as JSON.
@@ -208,8 +215,7 @@ impl SimDevice {
     /// Bytes allocated now, and at most so far.
     #[must_use]
     pub fn allocated_bytes(&self) -> (u64, u64) {
-        let state = lock(&self.shared);
-        (state.allocated, state.peak)
+        (self.allocated.now.load(Ordering::Acquire), self.allocated.peak.load(Ordering::Acquire))
     }
 
     /// Bytes pinned now.
@@ -267,7 +273,7 @@ impl State {
                 self.clocks[stream] += cost_ns;
                 run(&mut SimMemory(()));
             }
-            Work::Record(moment) => moment.0.store(self.clocks[stream] + 1, std::sync::atomic::Ordering::Release),
+            Work::Record(moment) => moment.0.store(self.clocks[stream] + 1, Ordering::Release),
             Work::Wait(moment) => {
                 let time = moment.passed().expect("a wait is ready once its event has passed");
                 self.clocks[stream] = self.clocks[stream].max(time);
@@ -316,17 +322,6 @@ fn host_mut(span: &HostSpan) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(span.address(), span.len()) }
 }
 
-/// The sum of squares of one block, element after element in f64.
-fn block_sum(bytes: &[u8], dtype: Dtype) -> f64 {
-    let square = |x: f32| f64::from(x) * f64::from(x);
-    if dtype == Dtype::Bf16 {
-        let value = |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-        bytes.chunks_exact(2).map(|b| square(value(b))).sum()
-    } else {
-        bytes.chunks_exact(4).map(|b| square(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).sum()
-    }
-}
-
 /// Total and available memory of the machine, as the kernel tells; zeros where it does not.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -354,9 +349,9 @@ fn moment(event: &Event) -> Result<Arc<Moment>> {
 
 impl Device for SimDevice {
     fn facts(&self) -> Result<DeviceFacts> {
-        let state = self.enter("facts")?;
+        drop(self.enter("facts")?);
         let (total, free) = match self.faults.memory_bytes {
-            Some(bytes) => (bytes, bytes.saturating_sub(state.allocated)),
+            Some(bytes) => (bytes, bytes.saturating_sub(self.allocated_bytes().0)),
             None => machine_memory(),
         };
         Ok(DeviceFacts {
@@ -373,20 +368,21 @@ impl Device for SimDevice {
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
-        let mut state = self.enter("allocate")?;
+        let _state = self.enter("allocate")?;
+        let in_use = self.allocated.now.load(Ordering::Acquire);
         if let Some(limit) = self.faults.memory_bytes
-            && state.allocated + bytes > limit
+            && in_use + bytes > limit
         {
-            let detail = format!("{bytes} bytes asked, {} of {limit} in use", state.allocated);
+            let detail = format!("{bytes} bytes asked, {in_use} of {limit} in use");
             return Err(Error::Device { call: "allocate", code: 2, detail });
         }
         let len =
             usize::try_from(bytes).map_err(|_| Error::Invalid(format!("{bytes} bytes exceed the address space")))?;
         let span = HostSpan::map(len)?;
-        state.allocated += bytes;
-        state.peak = state.peak.max(state.allocated);
+        self.allocated.now.fetch_add(bytes, Ordering::AcqRel);
+        self.allocated.peak.fetch_max(in_use + bytes, Ordering::AcqRel);
         let address = span.address() as u64;
-        let owner = Arc::new(Allocation { span, shared: Arc::clone(&self.shared) });
+        let owner = Arc::new(Allocation { span, allocated: Arc::clone(&self.allocated) });
         Ok(DeviceMemory { owner, address, len: bytes })
     }
 
@@ -470,7 +466,7 @@ impl Device for SimDevice {
                 .map(|b| {
                     let block = memory.bytes(&blocks);
                     let at = usize::try_from(b * 16).expect("a table inside memory");
-                    let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|k| block[at + i * 8 + k]));
+                    let word = |i: usize| u64::from_ne_bytes(std::array::from_fn(|k| block[at + i * 8 + k]));
                     let (first, len) = (word(0), word(1));
                     let bytes = src.slice(first * dtype.size(), len * dtype.size());
                     block_sum(memory.bytes(&bytes), dtype)
@@ -478,7 +474,7 @@ impl Device for SimDevice {
                 .collect();
             let out = memory.bytes_mut(&out);
             for (to, sum) in out.chunks_exact_mut(8).zip(sums) {
-                to.copy_from_slice(&sum.to_le_bytes());
+                to.copy_from_slice(&sum.to_ne_bytes());
             }
         });
         Ok(())

@@ -4,8 +4,8 @@ use super::request::{Auto, Count};
 use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
 
-/// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
-/// the next gradient while the link lags or leads by a few layers.
+/// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
+/// always finds the next gradient while the link lags or leads by a few layers.
 const SLABS: u32 = 6;
 /// One slot computes, one loads, and one is full already when the link is late.
 const SLOTS: u32 = 3;
@@ -26,6 +26,7 @@ pub(super) fn choose(request: &Request) -> Result<Plan> {
     choice.fit_inputs()?;
     choice.refuse_unless_it_fits()?;
     choice.grow_slots(SLOTS)?;
+    choice.grow_slabs()?;
     choice.place_state()?;
     choice.keep_activations()?;
     choice.grow_slots(u32::MAX)?;
@@ -92,7 +93,7 @@ impl Choice<'_> {
         plan.grad_buffers = GRAD_BUFFERS.min(host_layers);
         plan.slabs = match request.update {
             UpdateMode::JustInTime => host_layers,
-            UpdateMode::Immediate => r.slabs.unwrap_or(SLABS).min(host_layers),
+            UpdateMode::Immediate => r.slabs.unwrap_or(plan.slabs.max(SLABS)).min(host_layers),
         };
         plan.stage_bytes = layers.map(|u| staged_bytes(request, plan, u)).max().unwrap_or(0);
         plan.stage_buffers = if plan.stage_bytes > 0 { r.stage_buffers.unwrap_or(STAGE_BUFFERS) } else { 0 };
@@ -143,6 +144,33 @@ impl Choice<'_> {
         if self.request.requests.slots.is_none() && self.plan.slots < most.min(layers) {
             self.attempt(|plan| plan.slots = most.min(layers))?;
         }
+        Ok(())
+    }
+
+    /// Under immediate updates the gradients that wait when backward ends are all that the host has to do until the
+    /// next backward: as many as a forward takes, or the host idles meanwhile.
+    fn grow_slabs(&mut self) -> Result<()> {
+        let request = self.request;
+        if request.update != UpdateMode::Immediate || request.requests.slabs.is_some() {
+            return Ok(());
+        }
+        let (rates, layers) = (&request.rates, &request.units[1..=request.num_layers()]);
+        let layouts = request.layouts()?;
+        let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
+        for (unit, layout) in layers.iter().zip(&layouts[1..]) {
+            let compute = f64::from(self.plan.group) * unit.flops / (rates.matmul_tflops * 1e12);
+            let load = layout.image_bytes as f64 / (rates.h2d_gbs * 1e9);
+            forward += load.max(compute);
+            backward += load.max(2.0 * compute);
+            update += layout.num_trainable() as f64 / (rates.adamw_gparams * 1e9);
+        }
+        if update <= backward {
+            return Ok(());
+        }
+        // Of those that wait, the host consumes some while backward fills them; beside them, a few circulate.
+        let waiting = (forward / update * layers.len() as f64) / (1.0 - backward / update);
+        let wanted = waiting.ceil().min(layers.len() as f64) as u32 + SLABS;
+        self.attempt(|plan| plan.slabs = wanted)?;
         Ok(())
     }
 

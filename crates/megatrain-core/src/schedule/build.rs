@@ -4,6 +4,9 @@ use super::slots::{Turn, assign};
 use super::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
 use crate::error::{Error, Result};
 
+/// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
+const CIRCULATING_SLABS: usize = 4;
+
 struct Builder<'a> {
     facts: &'a Facts,
     shape: Shape,
@@ -55,7 +58,9 @@ impl Builder<'_> {
         }
         if train {
             self.push(Kind::Verdict, 0, 0, Lane::Caller, 0, |_| {});
-            if !self.facts.immediate {
+            if self.facts.immediate {
+                self.reuse_slabs_first();
+            } else {
                 for unit in 0..=self.facts.head() {
                     self.update(unit, self.facts.unit(unit).own_slab);
                 }
@@ -166,11 +171,7 @@ impl Builder<'_> {
             return;
         }
         let slab = match facts.own_slab {
-            None if !facts.on_device => {
-                let slabs = &self.facts.shared_slabs;
-                self.landed += 1;
-                Some(slabs[(self.landed - 1) % slabs.len()])
-            }
+            None if !facts.on_device => Some(self.next_slab()),
             own => own,
         };
         // What backward has just left behind is landed before anything that comes later.
@@ -183,6 +184,17 @@ impl Builder<'_> {
         }
     }
 
+    /// A shared slab. A few go round; the others are each used once, by the layers that land first, which are the last
+    /// ones that the next forward needs: so their updates can wait until the host would be idle, beneath that forward,
+    /// without holding up a landing.
+    fn next_slab(&mut self) -> u32 {
+        let slabs = &self.facts.shared_slabs;
+        let waiting = slabs.len().saturating_sub(CIRCULATING_SLABS);
+        let turn = self.landed;
+        self.landed += 1;
+        if turn < waiting { slabs[turn] } else { slabs[waiting + (turn - waiting) % (slabs.len() - waiting)] }
+    }
+
     fn update(&mut self, unit: u32, slab: Option<u32>) {
         let facts = self.facts.unit(unit);
         if !facts.trains {
@@ -190,8 +202,25 @@ impl Builder<'_> {
         }
         let (lane, grad) = if facts.on_device { (Lane::Update, facts.own_grad) } else { (Lane::Host, None) };
         let slab = slab.filter(|_| !self.facts.accumulate);
-        // The next forward meets the units in this order.
+        // The next forward meets the units in this order; see also `reuse_slabs_first`.
         self.push(Kind::Update, unit, 0, lane, unit, |op| (op.grad, op.slab) = (grad, slab));
+    }
+
+    /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of
+    /// landing: otherwise the gradient that landed first would wait longest, and hold up every landing behind it.
+    fn reuse_slabs_first(&mut self) {
+        let mut needed = std::collections::HashSet::new();
+        for op in self.ops.iter_mut().rev() {
+            match (op.kind, op.slab) {
+                (Kind::Land, Some(slab)) => {
+                    needed.insert(slab);
+                }
+                // Its own landing comes before it, so is not yet among those needed.
+                (Kind::Update, Some(slab)) if needed.contains(&slab) => op.priority = op.id,
+                (Kind::Update, _) => op.priority = u32::MAX / 2 + op.unit,
+                _ => {}
+            }
+        }
     }
 
     fn push(&mut self, kind: Kind, unit: u32, micro_batch: u32, lane: Lane, priority: u32, fill: impl FnOnce(&mut Op)) {

@@ -138,7 +138,7 @@ impl Memory {
         for (layout, norm) in placement.layouts.iter().zip(&placement.norm) {
             let Some(norm) = norm else { continue };
             let table: Vec<u8> =
-                layout.norm_blocks().iter().flat_map(|&(first, len)| [first, len]).flat_map(u64::to_le_bytes).collect();
+                layout.norm_blocks().iter().flat_map(|&(first, len)| [first, len]).flat_map(u64::to_ne_bytes).collect();
             let span = HostSpan::map(table.len())?;
             span.copy_from(&table);
             device.copy_to_device(Stream::Upload, &span, &self.at(norm.table).slice(0, table.len() as u64))?;

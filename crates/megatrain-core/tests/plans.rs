@@ -1,0 +1,243 @@
+//! Plans: what is chosen, what is refused and how, and what a step is predicted to take.
+use megatrain_core::error::{Error, Tier};
+use megatrain_core::estimate::estimate;
+use megatrain_core::layout::Precision;
+use megatrain_core::plan::{Activation, Auto, Count, DeviceKind, Place, Plan, Rates, Request, State, UpdateMode, plan};
+use megatrain_core::schedule::{Kind, Lane};
+
+mod support;
+use support::request;
+
+/// Layers of 2^20 parameters, so that sizes are round.
+fn model(layers: usize, micro_batches: u32) -> Request {
+    let mut request = request(layers, micro_batches);
+    for unit in &mut request.units {
+        unit.tensors.truncate(1);
+        unit.tensors[0].shape = vec![1 << 20];
+        (unit.kept_bytes, unit.input_bytes, unit.flops) = (40 << 20, 2 << 20, 2e9);
+    }
+    (request.precision, request.grad_precision) = (Precision::Bf16, Precision::Bf16);
+    request.requests = Default::default();
+    request.budget.device = 1 << 40;
+    request.budget.host = 1 << 40;
+    request
+}
+
+fn text(error: Error) -> String {
+    error.to_string()
+}
+
+#[test]
+fn twelve_bytes_a_parameter_on_the_host_and_two_more_while_gradients_wait() {
+    let mut request = model(30, 1);
+    request.requests.state_on_device = Some(Count::Units(0));
+    let parameters = 32 << 20;
+    let waiting = plan(&request).unwrap().totals.host;
+    request.update = UpdateMode::Immediate;
+    // With a slower optimizer, more gradients would wait to be consumed beneath the next forward.
+    request.rates.adamw_gparams = 1e6;
+    let immediate = plan(&request).unwrap().totals.host;
+    let slack = 1 << 20;
+    assert!((14 * parameters..14 * parameters + slack).contains(&waiting), "{waiting}");
+    // Six slabs for layers, and those of embed and head.
+    assert!((12 * parameters + (16 << 20)..12 * parameters + (16 << 20) + slack).contains(&immediate), "{immediate}");
+}
+
+#[test]
+fn a_plan_fits_every_budget_it_is_accepted_under() {
+    for device in [DeviceKind::Cpu, DeviceKind::Cuda] {
+        let base = Request { device, ..model(12, 4) };
+        let roomy = plan(&base).unwrap();
+        let mut accepted = 0;
+        for percent in (2..=100).step_by(2) {
+            let mut request = base.clone();
+            request.budget.device = roomy.totals.device * percent / 100;
+            match plan(&request) {
+                Ok(plan) => {
+                    accepted += 1;
+                    assert!(plan.totals.device <= request.budget.device);
+                    assert_eq!(Plan::sum(&plan.items), plan.totals);
+                    plan.matches(&request).unwrap();
+                }
+                Err(Error::DoesNotFit { tier: Tier::Device, needed, available, items }) => {
+                    assert_eq!(items.iter().filter(|i| i.tier == Tier::Device).map(|i| i.bytes).sum::<u64>(), needed);
+                    assert!(needed > available && available == request.budget.device);
+                    assert_eq!(accepted, 0, "a larger budget is refused after a smaller one was accepted");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert!(accepted > 10);
+    }
+}
+
+#[test]
+fn free_device_memory_goes_to_state_first_then_to_activations_then_to_slots() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
+    let everything = plan(&request).unwrap();
+    assert!(everything.units.iter().all(|u| u.state == State::Device && u.activation == Activation::Keep));
+    assert_eq!((everything.slots, everything.slabs), (0, 0));
+    // Two layers' state less than everything needs: later layers stay on the host, embed and head do not.
+    request.requests.state_on_device = Some(Count::Units(4));
+    request.requests.keep = Some(0);
+    let smaller = plan(&request).unwrap();
+    let states: Vec<State> = smaller.units.iter().map(|u| u.state).collect();
+    let (d, h) = (State::Device, State::Host);
+    assert_eq!(states, [d, d, d, h, h, h, h, d]);
+    assert_eq!(smaller.slots, 4, "what is left goes to a slot for every layer");
+    request.requests.state_on_device = Some(Count::Auto(Auto::Auto));
+    request.requests.keep = None;
+    request.budget.device = smaller.totals.device;
+    let chosen = plan(&request).unwrap();
+    assert!(chosen.units.iter().filter(|u| u.state == d).count() >= 4);
+    // On the CPU, moving state to the device would free nothing.
+    let cpu = plan(&Request { device: DeviceKind::Cpu, ..request }).unwrap();
+    assert!(cpu.units.iter().all(|u| u.state == h));
+}
+
+#[test]
+fn the_last_layers_are_kept_as_far_as_memory_goes_and_inputs_leave_when_it_does_not() {
+    let mut request = model(8, 2);
+    request.requests.slots = Some(2);
+    request.requests.keep = Some(3);
+    let three = plan(&request).unwrap();
+    let kept = |plan: &Plan| plan.units[1..9].iter().map(|u| u.activation == Activation::Keep).collect::<Vec<_>>();
+    assert_eq!(kept(&three), [false, false, false, false, false, true, true, true]);
+    request.requests.keep = None;
+    request.budget.device = three.totals.device;
+    assert_eq!(kept(&plan(&request).unwrap()), kept(&three));
+    request.requests.keep = Some(0);
+    let mut long = request.clone();
+    long.units.iter_mut().for_each(|u| u.input_bytes = 64 << 20);
+    long.budget.device = 1 << 40;
+    assert!(plan(&long).unwrap().units.iter().all(|u| u.input == Place::Device));
+    long.budget.device = plan(&long).unwrap().totals.device - 1;
+    let moved = plan(&long).unwrap();
+    assert!(moved.units[1..9].iter().all(|u| u.input == Place::Host));
+    assert!(moved.stage_buffers >= 2 && moved.items.iter().any(|i| i.what == "activations" && i.tier == Tier::Host));
+}
+
+#[test]
+fn requests_are_honoured_or_refused_by_name() {
+    let base = model(6, 4);
+    let of = |change: &dyn Fn(&mut Request)| {
+        let mut request = base.clone();
+        change(&mut request);
+        plan(&request)
+    };
+    assert_eq!(of(&|r| r.requests.slots = Some(4)).unwrap().slots, 4);
+    assert_eq!(of(&|r| r.requests.group = Some(2)).unwrap().group, 2);
+    assert_eq!(of(&|r| (r.update, r.requests.slabs) = (UpdateMode::Immediate, Some(3))).unwrap().slabs, 3);
+    let offloaded = of(&|r| (r.requests.activation, r.requests.stage_buffers) = (Some(Activation::Offload), Some(4)));
+    assert_eq!(offloaded.unwrap().stage_buffers, 4);
+    for (words, error) in [
+        ("plan.slots must be at least 2", of(&|r| r.requests.slots = Some(1))),
+        ("plan.slabs = 3 needs train.update: immediate", of(&|r| r.requests.slabs = Some(3))),
+        ("plan.group must lie between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
+        ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
+        ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
+        ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),
+        ("plan.stage_buffers must be at least 2", of(&|r| r.requests.stage_buffers = Some(1))),
+        ("cannot be accumulated", of(&|r| (r.update, r.requests.accumulate) = (UpdateMode::Immediate, true))),
+        ("micro_batches must be at least 1", of(&|r| r.micro_batches = 0)),
+        ("rates.h2d_gbs is 0", of(&|r| r.rates.h2d_gbs = 0.0)),
+        ("two units are called embed", of(&|r| r.units[1].name = "embed".to_owned())),
+        ("precision fp32 sends fp32 gradients", of(&|r| r.precision = Precision::Fp32)),
+    ] {
+        let error = text(error.unwrap_err());
+        assert!(error.contains(words), "{error}");
+    }
+    let error = text(Request::from_json(r#"{"units": [], "tide": true}"#).unwrap_err());
+    assert!(error.contains("tide"), "{error}");
+}
+
+#[test]
+fn a_request_and_its_plan_survive_json() {
+    let request = model(4, 2);
+    let text = serde_json::to_string(&request).unwrap();
+    assert_eq!(Request::from_json(&text).unwrap(), request);
+    let plan = plan(&request).unwrap();
+    assert_eq!(serde_json::from_str::<Plan>(&serde_json::to_string(&plan).unwrap()).unwrap(), plan);
+    let minimal = r#"{"units": [
+        {"name": "embed", "role": "embed", "tensors": [{"name": "e", "shape": [8, 4], "dtype": "f32", "role": "trainable"}]},
+        {"name": "layers.0", "role": "layer", "tensors": [{"name": "w", "shape": [4], "dtype": "bf16", "role": "trainable"}]},
+        {"name": "head", "role": "head", "tensors": [{"name": "n", "shape": [4], "dtype": "bf16", "role": "frozen"}]}],
+        "tied": true, "precision": "bf16", "grad_precision": "bf16", "micro_batches": 1,
+        "budget": {"device": 10000000, "host": 10000000}, "device": "cuda",
+        "requests": {"state_on_device": "auto", "activation": null}}"#;
+    megatrain_core::plan::plan(&Request::from_json(minimal).unwrap()).unwrap();
+}
+
+/// A model of equal layers where one layer's load, computation (forward and backward) and update take `load`, `compute`
+/// and `update` seconds.
+fn timed(layers: usize, load: f64, compute: f64, update: f64, mode: UpdateMode) -> Request {
+    let mut request = Request { update: mode, ..model(layers, 1) };
+    for unit in [0, layers + 1] {
+        request.units[unit].tensors[0].shape = vec![128];
+        (request.units[unit].flops, request.units[unit].input_bytes) = (0.0, 1);
+    }
+    request.units[1].input_bytes = 1;
+    let r = &mut request.requests;
+    (r.keep, r.slots, r.state_on_device) = (Some(0), Some(3), Some(Count::Units(0)));
+    let parameters = f64::from(1 << 20);
+    request.rates = Rates {
+        h2d_gbs: 2.0 * parameters / load / 1e9,
+        d2h_gbs: 2.0 * parameters / load / 1e9,
+        // Forward, then backward with recomputation: four times the forward's operations.
+        matmul_tflops: 4.0 * 2e9 / compute / 1e12,
+        adamw_gparams: parameters / update / 1e9,
+        hbm_gbs: 1e9,
+    };
+    request
+}
+
+#[test]
+fn copies_and_updates_hide_beneath_computing_when_each_takes_as_long() {
+    // H38: a layer's load, computation and update take about the same time.
+    let request = timed(32, 0.010, 0.020, 0.020, UpdateMode::JustInTime);
+    let plan = plan(&request).unwrap();
+    let found = estimate(&request, &plan, &request.rates).unwrap();
+    let phases: f64 = found.lanes.values().sum();
+    assert!(found.step_s <= 0.7 * phases, "{} of {phases}", found.step_s);
+    // What is left of the updates runs beneath the next forward: backward, then the longer of forward and optimizer.
+    let (computing, updating) = (found.lanes["compute"], found.lanes["host"]);
+    let predicted = 0.75 * computing + (0.25 * computing).max(updating);
+    assert!((found.step_s / predicted - 1.0).abs() < 0.05, "{} against {predicted}", found.step_s);
+    // Within a forward, computations follow each other without a gap as soon as updates are ahead.
+    let waits = gaps(&found.spans, Kind::Backward);
+    assert!(waits < 0.05 * found.step_s, "{waits} of {}", found.step_s);
+}
+
+/// Seconds without computing between the first and the last span of a kind in the measured step.
+fn gaps(spans: &[megatrain_core::estimate::Span], kind: Kind) -> f64 {
+    let mut turns: Vec<(f64, f64)> =
+        spans.iter().filter(|s| s.kind == kind && s.step == 1).map(|s| (s.start_s, s.end_s)).collect();
+    turns.sort_by(|a, b| a.0.total_cmp(&b.0));
+    turns.windows(2).map(|w| (w[1].0 - w[0].1).max(0.0)).sum()
+}
+
+#[test]
+fn immediate_updates_make_a_step_its_longest_lane() {
+    for (load, compute, update) in [(0.004, 0.020, 0.010), (0.004, 0.010, 0.020), (0.020, 0.010, 0.010)] {
+        let request = timed(64, load, compute, update, UpdateMode::Immediate);
+        let plan = plan(&request).unwrap();
+        let found = estimate(&request, &plan, &request.rates).unwrap();
+        let longest = found.lanes.values().copied().fold(0.0, f64::max);
+        let ratio = found.step_s / longest;
+        assert!((0.99..1.06).contains(&ratio), "{load} {compute} {update}: {ratio}, {:?}", found.lanes);
+    }
+}
+
+#[test]
+fn a_step_is_never_shorter_than_its_longest_lane() {
+    for mode in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        for layers in [1, 2, 9] {
+            let request = timed(layers, 0.01, 0.01, 0.01, mode);
+            let plan = plan(&request).unwrap();
+            let found = estimate(&request, &plan, &request.rates).unwrap();
+            assert!(found.lanes.values().all(|&busy| found.step_s >= busy * 0.999), "{found:?}");
+            assert_eq!(plan.estimate.step_s, found.step_s);
+            assert!(found.spans.iter().any(|s| s.lane == Lane::Host && s.kind == Kind::Update));
+        }
+    }
+}

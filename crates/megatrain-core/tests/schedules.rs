@@ -1,0 +1,206 @@
+//! Schedules: every one that a plan can ask for is accepted, and every one that has been tampered with is refused.
+use megatrain_core::layout::Precision;
+use megatrain_core::plan::{Activation, Count, Place, Request, UpdateMode, plan};
+use megatrain_core::schedule::{Edge, Facts, Kind, Lane, Op, Pass, Schedule, Shape, check};
+use proptest::prelude::*;
+
+mod support;
+use support::request;
+
+fn any_request() -> impl Strategy<Value = Request> {
+    let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
+    let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    (counts, choices, 0u32..4).prop_map(|((layers, micro_batches, slots, group, stage, slabs), choices, frozen)| {
+        let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
+        let mut request = request(layers, micro_batches);
+        request.tied = tied;
+        (request.precision, request.grad_precision) = match precision {
+            0 => (Precision::Fp32, Precision::Fp32),
+            1 => (Precision::Bf16, Precision::Bf16),
+            _ => (Precision::Bf16, Precision::Fp32),
+        };
+        request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
+        let r = &mut request.requests;
+        (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
+        r.slabs = immediate.then_some(slabs);
+        r.accumulate = accumulate && !immediate;
+        r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
+        r.inputs = host_inputs.then_some(Place::Host);
+        r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
+        r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
+        // Some units without anything to train.
+        for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
+            unit.tensors.iter_mut().for_each(|t| t.role = megatrain_core::layout::Role::Frozen);
+        }
+        if !request.units.iter().any(|u| u.tensors.iter().any(|t| t.role != megatrain_core::layout::Role::Frozen)) {
+            request.units[0].tensors[0].role = megatrain_core::layout::Role::Trainable;
+        }
+        request
+    })
+}
+
+fn facts(request: &Request) -> Facts {
+    Facts::new(request, &plan(request).unwrap()).unwrap()
+}
+
+fn train(micro_batches: u32) -> Shape {
+    Shape { pass: Pass::Train, micro_batches }
+}
+
+fn eval(micro_batches: u32) -> Shape {
+    Shape { pass: Pass::Eval, micro_batches }
+}
+
+/// Whether a path of dependencies leads from `first` to `second` of one schedule pair, without the edge in question.
+fn implied(previous: &Schedule, schedule: &Schedule, op: usize, skipped: usize) -> bool {
+    let target = schedule.ops[op].deps[skipped];
+    let mut stack: Vec<(bool, u32)> =
+        schedule.ops[op].deps.iter().enumerate().filter(|(i, _)| *i != skipped).map(|(_, d)| (d.prior, d.op)).collect();
+    let mut seen = std::collections::HashSet::new();
+    while let Some((prior, id)) = stack.pop() {
+        if (prior, id) == (target.prior, target.op) {
+            return true;
+        }
+        if seen.insert((prior, id)) {
+            let (ops, of_previous) = if prior { (&previous.ops, true) } else { (&schedule.ops, false) };
+            // What the previous pass waited for outside itself is past.
+            let deps = ops[id as usize].deps.iter().filter(|d| !(of_previous && d.prior));
+            stack.extend(deps.map(|d| (of_previous || d.prior, d.op)));
+        }
+    }
+    false
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_schedule_that_a_plan_can_ask_for_is_accepted(request in any_request(), fewer in 0u32..3) {
+        let facts = facts(&request);
+        let m = request.micro_batches;
+        let shapes = [train(m), train(m), eval(m), train(m.saturating_sub(fewer).max(1)), eval(1), eval(1), train(m)];
+        let mut previous: Option<Schedule> = None;
+        for shape in shapes {
+            let schedule = Schedule::new(&facts, shape, previous.as_ref()).unwrap();
+            prop_assert_eq!(check(&facts, &schedule, previous.as_ref()).map_err(|e| e.to_string()), Ok(()));
+            let alone = Schedule::new(&facts, shape, None).unwrap();
+            prop_assert_eq!(check(&facts, &alone, None).map_err(|e| e.to_string()), Ok(()));
+            previous = Some(schedule);
+        }
+    }
+
+    #[test]
+    fn no_dependency_can_be_left_out(request in any_request()) {
+        let facts = facts(&request);
+        let shape = train(request.micro_batches);
+        let previous = Schedule::new(&facts, shape, None).unwrap();
+        let schedule = Schedule::new(&facts, shape, Some(&previous)).unwrap();
+        for op in 0..schedule.ops.len() {
+            for dep in 0..schedule.ops[op].deps.len() {
+                if implied(&previous, &schedule, op, dep) {
+                    continue;
+                }
+                let mut mutated = schedule.clone();
+                let gone = mutated.ops[op].deps.remove(dep);
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} of unit {} without {:?}", schedule.ops[op].kind, schedule.ops[op].unit, gone);
+            }
+        }
+    }
+
+    #[test]
+    fn a_swapped_place_is_refused(request in any_request(), pick in any::<prop::sample::Index>()) {
+        let facts = facts(&request);
+        let schedule = Schedule::new(&facts, train(request.micro_batches), None).unwrap();
+        let change = |mutate: &dyn Fn(&mut Op) -> bool| {
+            let candidates: Vec<usize> =
+                (0..schedule.ops.len()).filter(|&i| mutate(&mut schedule.ops[i].clone())).collect();
+            if candidates.is_empty() {
+                return None;
+            }
+            let mut mutated = schedule.clone();
+            mutate(&mut mutated.ops[candidates[pick.index(candidates.len())]]);
+            Some(check(&facts, &mutated, None).is_err())
+        };
+        let other = |slot: &mut Option<u32>, of: u32| slot.as_mut().is_some_and(|s| { *s = (*s + 1) % of; of > 1 });
+        let slots = change(&|op| other(&mut op.slot, facts.slots));
+        prop_assert!(slots != Some(false), "another slot");
+        // (In backward, another buffer may still hold the same activations from forward, which is as good.)
+        let stages = change(&|op| op.lane != Lane::Upload && op.kind != Kind::Backward && other(&mut op.stage, facts.stage_buffers));
+        prop_assert!(stages != Some(false), "another staging buffer");
+        let landed = change(&|op| op.kind == Kind::Land && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
+        prop_assert!(landed != Some(false), "another gradient buffer");
+        let unit = change(&|op| { op.unit = (op.unit + 1) % (facts.head() + 1); op.kind == Kind::Update });
+        prop_assert!(unit != Some(false), "another unit's update");
+    }
+}
+
+#[test]
+fn an_event_cannot_order_the_host() {
+    let facts = facts(&request(3, 2));
+    let mut schedule = Schedule::new(&facts, train(2), None).unwrap();
+    let update = schedule.ops.iter_mut().rfind(|op| op.lane == Lane::Host).unwrap();
+    update.deps[0].edge = Edge::Issued;
+    let error = check(&facts, &schedule, None).unwrap_err().to_string();
+    assert!(error.contains("must wait until it is over"), "{error}");
+}
+
+#[test]
+fn each_rule_is_told_in_words() {
+    let facts = facts(&request(3, 2));
+    let good = Schedule::new(&facts, train(2), None).unwrap();
+    let rule = |mutate: &dyn Fn(&mut Vec<Op>)| {
+        let mut schedule = good.clone();
+        mutate(&mut schedule.ops);
+        check(&facts, &schedule, None).unwrap_err().to_string()
+    };
+    let forget = |ops: &mut Vec<Op>, kind: Kind, of: Kind| {
+        let ids: Vec<u32> = ops.iter().filter(|o| o.kind == of).map(|o| o.id).collect();
+        let op = ops.iter_mut().find(|o| o.kind == kind && o.deps.iter().any(|d| ids.contains(&d.op))).unwrap();
+        op.deps.retain(|d| !ids.contains(&d.op));
+    };
+    let cases: [(&str, Kind, Kind); 5] = [
+        ("weights are loaded before they are used", Kind::Forward, Kind::Load),
+        ("not overwritten before their last use", Kind::Load, Kind::Forward),
+        ("landed after backward has finished it", Kind::Land, Kind::Backward),
+        ("norm is taken after all gradients have landed", Kind::Verdict, Kind::Land),
+        ("an update follows the verdict", Kind::Update, Kind::Verdict),
+    ];
+    for (words, kind, of) in cases {
+        let error = rule(&|ops| forget(ops, kind, of));
+        assert!(error.contains(words), "{error}");
+    }
+    let error = rule(&|ops| ops.retain(|o| o.kind != Kind::Verdict));
+    assert!(error.contains("position in the list") || error.contains("verdict"), "{error}");
+    let error = rule(&|ops| {
+        let last = ops.last_mut().unwrap();
+        last.kind = Kind::Gather;
+    });
+    assert!(error.contains("occurs"), "{error}");
+    let error = rule(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Backward).for_each(|o| o.micro_batch ^= 1));
+    assert!(error.contains("in order"), "{error}");
+}
+
+#[test]
+fn layer_major_sends_each_weight_at_most_twice_however_many_micro_batches() {
+    let mut request = request(8, 16);
+    request.requests.slots = Some(3);
+    let facts = facts(&request);
+    let schedule = Schedule::new(&facts, train(16), None).unwrap();
+    let loads = |unit| schedule.ops.iter().filter(|o| o.kind == Kind::Load && o.unit == unit).count();
+    assert_eq!((0..10).map(loads).collect::<Vec<_>>(), [1, 2, 2, 2, 2, 2, 1, 1, 1, 1]);
+    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::Land).count();
+    assert_eq!(lands, 10);
+    // With a slot for every layer nothing is loaded for backward.
+    request.requests.slots = Some(8);
+    let schedule = Schedule::new(&self::facts(&request), train(16), None).unwrap();
+    assert_eq!(schedule.ops.iter().filter(|o| o.kind == Kind::Load).count(), 10);
+}
+
+#[test]
+fn a_schedule_survives_json() {
+    let facts = facts(&request(3, 2));
+    let (_, steady) = Schedule::steady(&facts, train(2)).unwrap();
+    let text = serde_json::to_string(&*steady).unwrap();
+    assert_eq!(serde_json::from_str::<Schedule>(&text).unwrap(), *steady);
+}

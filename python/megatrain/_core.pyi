@@ -12,6 +12,30 @@ class SupportsDlpack(Protocol):
     ) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+__all__ = [
+    "Buffer",
+    "ComputeOp",
+    "Device",
+    "DeviceError",
+    "DoesNotFit",
+    "Engine",
+    "EngineBroken",
+    "MegatrainError",
+    "Outcome",
+    "StorageError",
+    "__version__",
+    "adamw",
+    "conformance",
+    "cuda_status",
+    "isa",
+    "plan",
+    "probe_device",
+    "probe_host",
+    "schedule",
+    "simulate",
+    "split",
+]
+
 _Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
 
 __version__: str
@@ -135,7 +159,7 @@ class Outcome:
 class Engine:
     """The stream engine over one model's units."""
 
-    def __init__(self, device: Device, request: str, plan: str, options: str = "{}") -> None:
+    def __new__(cls, device: Device, request: str, plan: str, options: str = "{}") -> Engine:
         """`request` is what was given to `plan`, `plan` what it returned. `options` is JSON: `threads` (optimizer
         workers, default all permitted less two), `poison`, `synchronous`, `huge_pages`, `trace`, `isa`."""
     def layout(self) -> str:
@@ -155,7 +179,8 @@ class Engine:
         groups: list[tuple[float, float, float, float, float]] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Starts a pass. `groups` (lr, beta1, beta2, eps, weight_decay; one a group) only for immediate updates.
+        """Starts a pass. `compute_stream` is the `CUstream` that Python computes on (`torch.cuda.current_stream()
+        .cuda_stream`); it must outlive the engine's use of it. `groups` (lr, beta1, beta2, eps, weight_decay; one a group) only for immediate updates.
         `accumulate` adds this pass's gradients to those of the last one, which have not been applied."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has

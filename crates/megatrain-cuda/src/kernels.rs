@@ -105,6 +105,7 @@ impl Kernels {
         out: &DeviceMemory,
     ) -> Result<()> {
         let fp32 = is_fp32("the gradient norm's input", dtype)?;
+        expect_elements("the gradient norm's input", src, 0, dtype.size())?;
         expect_elements("norm blocks", blocks, num_blocks, 16)?;
         expect_elements("block sums", out, num_blocks, 8)?;
         if num_blocks == 0 {
@@ -132,7 +133,7 @@ fn expect_elements(what: &str, memory: &DeviceMemory, numel: u64, size: u64) -> 
         Ok(())
     } else {
         Err(Error::Invalid(format!(
-            "{what}: {numel} elements of {size} bytes need as many aligned bytes, but {} bytes at {:#x} were given",
+            "{what}: {numel} aligned elements of {size} bytes are needed, {} bytes at {:#x} were given",
             memory.len, memory.address
         )))
     }

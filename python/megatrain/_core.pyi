@@ -179,9 +179,12 @@ class Engine:
         groups: list[tuple[float, float, float, float, float]] | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Starts a pass. `compute_stream` is the `CUstream` that Python computes on (`torch.cuda.current_stream()
-        .cuda_stream`); it must outlive the engine's use of it. `groups` (lr, beta1, beta2, eps, weight_decay; one a group) only for immediate updates.
-        `accumulate` adds this pass's gradients to those of the last one, which have not been applied."""
+        """Starts a pass.
+
+        `compute_stream` is the handle of the stream that Python computes on
+        (`torch.cuda.current_stream().cuda_stream`); it must not be destroyed while the engine may use it. `groups` (lr,
+        beta1, beta2, eps, weight_decay; one a group) is given for immediate updates only. `accumulate` adds this pass's
+        gradients to those of the last one, which have not been applied."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
         no more."""

@@ -120,9 +120,10 @@ impl Device for CudaDevice {
             address = region.address().next_multiple_of(ALIGN);
         }
         // Waits for the zeros, so that no stream needs an order after them.
-        self.context.fill(self.upload.handle(), address, bytes, 0)?;
+        let memory = DeviceMemory { owner: Arc::new(region), address, len: bytes };
+        self.fill(Stream::Upload, &memory, 0)?;
         self.context.synchronize_stream(self.upload.handle())?;
-        Ok(DeviceMemory { owner: Arc::new(region), address, len: bytes })
+        Ok(memory)
     }
 
     fn pin(&self, span: &HostSpan) -> Result<Pin> {

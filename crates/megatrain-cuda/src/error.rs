@@ -80,3 +80,23 @@ impl From<CudaError> for Error {
 pub(crate) fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
     if code == 0 { Ok(()) } else { Err(CudaError { call, code }) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_names_its_call_its_code_and_what_to_do_without_a_driver() {
+        let error = CudaError { call: "cuInit", code: 803 };
+        assert!(error.to_string().starts_with("cuInit answered 803: "));
+        assert!(error.to_string().contains("reboot"));
+        let unknown = Error::from(CudaError { call: "cuInit", code: 12345 });
+        assert!(unknown.to_string().contains("12345"), "{unknown}");
+    }
+
+    #[test]
+    fn only_zero_is_success() {
+        assert!(check("cuInit", 0).is_ok());
+        assert_eq!(check("cuInit", -1), Err(CudaError { call: "cuInit", code: -1 }));
+    }
+}

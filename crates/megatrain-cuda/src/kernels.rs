@@ -14,6 +14,10 @@ const ADAMW_SPLIT: &str = include_str!("ptx/adamw_split.ptx");
 const ADAMW_FP32: &str = include_str!("ptx/adamw_fp32.ptx");
 const SUM_SQUARES: &str = include_str!("ptx/sum_squares.ptx");
 
+/// Arguments of both AdamW kernels.
+const ADAMW_ARGS: usize = 16;
+/// Arguments of `sum_squares`.
+const SUM_SQUARES_ARGS: usize = 4;
 /// Threads a block, in all three.
 const THREADS: u32 = 256;
 /// Elements that an AdamW thread takes at a time.
@@ -43,9 +47,9 @@ impl Kernels {
             Ok(Arc::new(module).function(name, num_args)?)
         };
         Ok(Self {
-            adamw_split: function(ADAMW_SPLIT, c"adamw_split", 16)?,
-            adamw_fp32: function(ADAMW_FP32, c"adamw_fp32", 16)?,
-            sum_squares: function(SUM_SQUARES, c"sum_squares", 4)?,
+            adamw_split: function(ADAMW_SPLIT, c"adamw_split", ADAMW_ARGS)?,
+            adamw_fp32: function(ADAMW_FP32, c"adamw_fp32", ADAMW_ARGS)?,
+            sum_squares: function(SUM_SQUARES, c"sum_squares", SUM_SQUARES_ARGS)?,
             max_blocks: u64::from(multiprocessors.max(1)) * BLOCKS_PER_MULTIPROCESSOR,
         })
     }
@@ -136,5 +140,39 @@ fn expect_elements(what: &str, memory: &DeviceMemory, numel: u64, size: u64) -> 
             "{what}: {numel} aligned elements of {size} bytes are needed, {} bytes at {:#x} were given",
             memory.len, memory.address
         )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kernel_declares_as_many_parameters_as_it_is_given() {
+        for (ptx, args) in [(ADAMW_SPLIT, ADAMW_ARGS), (ADAMW_FP32, ADAMW_ARGS), (SUM_SQUARES, SUM_SQUARES_ARGS)] {
+            assert_eq!(ptx.matches(".param .").count(), args);
+            assert!(ptx.contains(&format!(".maxntid {THREADS}, 1, 1")));
+        }
+    }
+
+    #[test]
+    fn both_adamw_kernels_take_the_same_parameters_in_the_same_order() {
+        let parameters = |ptx: &'static str| ptx.lines().filter(|l| l.contains(".param .")).collect::<Vec<_>>();
+        assert_eq!(parameters(ADAMW_SPLIT), parameters(ADAMW_FP32));
+    }
+
+    #[test]
+    fn texts_for_the_assembler_are_plain_ascii() {
+        assert!([ADAMW_SPLIT, ADAMW_FP32, SUM_SQUARES].iter().all(|ptx| ptx.is_ascii() && !ptx.contains('\0')));
+    }
+
+    #[test]
+    fn stretches_that_leave_their_memory_are_refused() {
+        let memory = |address, len| DeviceMemory { owner: Arc::new(()), address, len };
+        assert!(expect_elements("m", &memory(512, 40), 10, 4).is_ok());
+        assert!(expect_elements("m", &memory(512, 40), 11, 4).is_err());
+        assert!(expect_elements("m", &memory(514, 40), 10, 4).is_err());
+        assert!(expect_elements("m", &memory(512, 40), u64::MAX / 2, 4).is_err());
+        assert!(is_fp32("gradient", Dtype::F16).is_err());
     }
 }

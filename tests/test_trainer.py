@@ -1,0 +1,368 @@
+"""The loop: what a run leaves, how it goes on, when it stops itself, and what it refuses."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain import checkpoint
+from megatrain.engine import Engine, StepOutput
+from megatrain.errors import ConfigError, DoesNotFit, EngineBroken, StorageError
+from megatrain.progress import Display
+from megatrain.run_folder import read_metrics, read_status
+from megatrain.stop import RunStopped, Stop
+from megatrain.trainer import Result, Trainer
+from run_support import settings, write_rows
+
+
+class At(Display):
+    """Calls `act` when step `step` has finished, or a held-out batch of step `step` is about to be read."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        super().__init__("none")
+        self.when, self.act = step, act
+
+    def step(self, record: Any, left_s: float, every: int) -> None:
+        super().step(record, left_s, every)
+        if record.step == self.when:
+            self.act()
+
+
+def fit(config: dict[str, Any], **more: Any) -> Result:
+    return Trainer(config, **more).fit()
+
+
+def planes(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by plane and name."""
+    return {
+        f"{path.name}/{name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_bit_equal(left: Path, right: Path) -> None:
+    ours, theirs = planes(left), planes(right)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def losses(run: Path) -> list[Any]:
+    return [(record["step"], record["loss"], record["grad_norm"], record["rows"]) for record in read_metrics(run)]
+
+
+def test_a_run_leaves_its_whole_folder(tmp_path: Path) -> None:
+    config = settings(
+        tmp_path,
+        eval={"at_start": True, "every": 3, "samples": {"every": 3, "prompts": ["the "], "max_new_tokens": 4}},
+        output={"dir": str(tmp_path / "run"), "save_every": 3, "export": "auto"},
+    )
+    result = fit(config)
+    run = tmp_path / "run"
+    assert (result.step, result.total_steps, result.stopped) == (6, 6, "")
+    assert {entry.name for entry in run.iterdir()} == {
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "log.txt",
+        "status.json",
+        "lock",
+        "checkpoints",
+        "export",
+    }
+    records = read_metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6], "one object a step"
+    for record in records:
+        assert {"loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_tflops", "lanes", "host_peak_bytes"} <= set(
+            record
+        )
+        assert record["num_tokens"] > 0
+    assert records[0]["lr"] == pytest.approx(0.5e-2), "step 1 of 2 warm-up steps uses half of the rate"
+    assert records[0]["eval_loss_before"] > records[-1]["eval_loss"]
+    assert records[2]["samples"][0].startswith("the ")
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert checkpoint.verify(run / "checkpoints" / "step-6") == []
+    assert read_status(run)["state"] == "done"
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["totals"]["host"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == "host")
+
+
+def test_the_export_loads_in_stock_transformers_without_a_missing_key(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "export": "auto"}))
+    assert result.export is not None
+    model, info = AutoModelForCausalLM.from_pretrained(result.export, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    ids = tokenizer("the quick", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_a_stopped_run_goes_on_bit_equal_with_the_same_command(tmp_path: Path, stop_at: int) -> None:
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
+    fit(straight)
+    stop = Stop()
+    first = fit(parted, stop=stop, display=At(stop_at, lambda: stop.request("SIGINT")))
+    assert (first.step, first.stopped) == (stop_at, "SIGINT")
+    assert first.checkpoint == tmp_path / "parted" / "checkpoints" / f"step-{stop_at}"
+    assert read_status(tmp_path / "parted")["state"] == "stopped"
+    second = fit(parted)
+    assert (second.step, second.stopped) == (6, "")
+    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
+    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
+
+
+def test_a_second_half_under_another_placement_is_bit_equal(tmp_path: Path) -> None:
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    fit(straight)
+    stop = Stop()
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
+    fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT")))
+    fit(parted | {"plan": {"micro_batch": 2, "slots": 2, "keep": 0, "poison": True}})
+    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
+    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
+
+
+def test_a_run_that_was_killed_after_its_checkpoint_repeats_what_came_after(tmp_path: Path) -> None:
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
+
+    def killed() -> None:
+        raise MemoryError("as if the process had been killed")
+
+    with pytest.raises(MemoryError):
+        fit(config, display=At(5, killed))
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert fit(config).step == 6
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    fit(straight)
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def test_a_stop_during_evaluation_leaves_the_last_finished_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Stop()
+    evaluate = Engine.evaluate
+
+    def interrupted(self: Engine, batches: Any) -> float:
+        stop.request("SIGTERM")
+        return evaluate(self, batches)
+
+    monkeypatch.setattr(Engine, "evaluate", interrupted)
+    config = settings(tmp_path, train={"steps": 6, "batch_size": 2, "lr": 1e-2}, eval={"at_start": False, "every": 4})
+    result = fit(config, stop=stop)
+    assert (result.step, result.stopped, result.eval_loss) == (4, "SIGTERM", None)
+    assert checkpoint.verify(tmp_path / "run/checkpoints/step-4") == []
+
+
+def test_a_stop_while_saving_lets_the_save_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    save = Engine.save
+
+    def interrupted(self: Engine, *arguments: Any, **more: Any) -> None:
+        stop.request("SIGTERM")
+        save(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "save", interrupted)
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
+    result = fit(config, stop=stop)
+    assert (result.step, result.stopped) == (2, "SIGTERM")
+    assert checkpoint.verify(tmp_path / "run/checkpoints/step-2") == []
+
+
+def chat(*answers: str) -> str:
+    return "\n".join(
+        json.dumps({"prompt": "say it " + "x" * 300 if not answer else "say it", "completion": answer or "no room"})
+        for answer in answers
+    )
+
+
+def test_a_step_without_a_supervised_token_changes_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.data import Loader
+
+    build = Loader.batch
+
+    def bare(self: Loader, step: int) -> Any:
+        batch = build(self, step)
+        if step != 2:
+            return batch
+        for micro in batch.micro_batches:
+            micro["labels"].fill_(-100)
+        import dataclasses
+
+        return dataclasses.replace(batch, num_supervised=0)
+
+    monkeypatch.setattr(Loader, "batch", bare)
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 1, "keep": 9, "export": "never"})
+    with caplog.at_level(logging.WARNING, "megatrain"):
+        fit(config)
+    records = read_metrics(tmp_path / "run")
+    assert records[2]["loss"] is None
+    assert records[2]["num_tokens"] == 0
+    assert records[2]["unsupervised"] is True
+    assert any(
+        "has a supervised token" in record.message and "rows.jsonl" in record.message for record in caplog.records
+    )
+    assert_bit_equal(tmp_path / "run/checkpoints/step-2", tmp_path / "run/checkpoints/step-3")
+    assert records[3]["loss"] is not None
+
+
+def test_too_many_nonfinite_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+    seen = []
+
+    def broken(self: Engine, *arguments: Any, **more: Any) -> StepOutput:
+        seen.append(1)
+        if len(seen) in (2, 4, 5, 6):
+            return StepOutput(loss=1.0, grad_norm=float("inf"), num_tokens=8, skipped=True, reason="not finite")
+        return step(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "step", broken)
+    config = settings(
+        tmp_path,
+        train={"steps": 9, "batch_size": 4, "lr": 1e-2, "max_nonfinite": 2},
+        output={"dir": str(tmp_path / "run"), "save_every": 3, "export": "never"},
+    )
+    with pytest.raises(RunStopped, match=r"3 steps in a row.*max_nonfinite.*step-3") as stopped:
+        fit(config)
+    assert "train.lr" in str(stopped.value)
+    assert [record["skipped"] for record in read_metrics(tmp_path / "run")] == [False, True, False, True, True, True]
+    assert read_status(tmp_path / "run")["state"] == "failed"
+
+
+@pytest.mark.parametrize("failure", [EngineBroken("layers.1: copy failed"), StorageError("disk full")])
+def test_a_broken_engine_or_disk_ends_the_run_and_names_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    step = Engine.step
+    seen = []
+
+    def broken(self: Engine, *arguments: Any, **more: Any) -> StepOutput:
+        seen.append(1)
+        if len(seen) == 4:
+            raise failure
+        return step(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "step", broken)
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
+    with pytest.raises(RunStopped, match=r"step 4: .*step-2"):
+        fit(config)
+
+
+def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path)
+    stop = Stop()
+    fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
+    other = settings(tmp_path, data={"seq_len": 16}, train={"steps": 6, "batch_size": 4, "lr": 1e-2, "seed": 7})
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 32 → 16.*train\.seed: 0 → 7"):
+        fit(other)
+    slower = settings(tmp_path, train={"steps": 8, "batch_size": 4, "lr": 1e-3, "schedule": {"name": "constant"}})
+    with caplog.at_level(logging.INFO, "megatrain"):
+        assert fit(slower).step == 8
+    said = " ".join(record.message for record in caplog.records)
+    assert "train.lr: 0.01 → 0.001" in said
+    assert "train.steps: 6 → 8" in said
+    assert read_metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(1e-3)
+
+
+def test_resume_never_and_required_are_kept_to(tmp_path: Path) -> None:
+    required = settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "required", "export": "never"})
+    with pytest.raises(ConfigError, match="required"):
+        fit(required)
+    assert not (tmp_path / "run").exists(), "a refusal leaves nothing behind"
+    fit(settings(tmp_path))
+    with pytest.raises(ConfigError, match="never"):
+        fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "never", "export": "never"}))
+    elsewhere = settings(
+        tmp_path,
+        train={"steps": 8, "batch_size": 4, "lr": 1e-2},
+        output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run"), "export": "never"},
+    )
+    assert fit(elsewhere).step == 8
+    assert [record["step"] for record in read_metrics(tmp_path / "branch")] == [7, 8]
+
+
+def test_the_best_checkpoint_outlives_retention_and_early_stopping_ends_the_run(tmp_path: Path) -> None:
+    config = settings(
+        tmp_path,
+        # so high a rate that held-out loss soon rises
+        train={"steps": 40, "batch_size": 2, "lr": 0.3, "schedule": {"name": "constant", "warmup": 0}},
+        eval={"at_start": True, "every": 1, "keep_best": True, "early_stop": 3},
+        output={"dir": str(tmp_path / "run"), "save_every": 1, "keep": 1, "export": "never"},
+    )
+    result = fit(config)
+    assert result.stopped == ""
+    assert result.step < 40
+    best = read_status(tmp_path / "run")["best_step"]
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "run/checkpoints").iterdir())
+    assert steps == sorted({best, result.step} - {0})
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    config = settings(tmp_path) | {"memory": {"host": "64KiB"}}
+    with pytest.raises(DoesNotFit) as refused:
+        fit(config)
+    said = str(refused.value)
+    assert "exp_avg_sq" in said
+    assert "memory.host" in said
+    assert refused.value.items
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seq_len is 128.*64"):
+        fit(settings(tmp_path, data={"seq_len": 128}))
+
+
+def test_two_trainers_cannot_share_a_folder(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+
+    def again() -> None:
+        with pytest.raises(ConfigError, match="is using"):
+            fit(config)
+
+    fit(config, display=At(2, again))
+
+
+def test_groups_and_no_decay_become_the_optimizers_groups(tmp_path: Path) -> None:
+    from megatrain.config import Config
+    from megatrain.planning import optimizer_for
+
+    write_rows(tmp_path / "rows.jsonl")
+    config = Config.of(
+        settings(
+            tmp_path,
+            train={
+                "steps": 2,
+                "batch_size": 2,
+                "lr": 1e-3,
+                "weight_decay": 0.1,
+                "no_decay": ["*norm*"],
+                "groups": [{"params": ["*embed*"], "lr": 1e-4, "weight_decay": 0.5}],
+            },
+        )
+    )
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.up.weight", "model.norm.weight"]
+    optimizer = optimizer_for(config, names)
+    assigned = optimizer.assign(names)
+    groups = optimizer.core_groups()
+    found = {name: (groups[index][0], groups[index][4]) for name, index in assigned.items()}
+    assert found == {names[0]: (1e-4, 0.5), names[1]: (1e-3, 0.1), names[2]: (1e-3, 0.0)}
+    with pytest.raises(ConfigError, match="no_decay"):
+        optimizer_for(Config.of(settings(tmp_path, train={"steps": 2, "batch_size": 2, "no_decay": ["*bias"]})), names)

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use megatrain_core::device::{AdamwScalars, Stream};
+use megatrain_core::device::{AdamwScalars, Stream, conformance};
 use megatrain_core::layout::Dtype;
 use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool, TensorUpdate};
 use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan};
@@ -36,6 +36,13 @@ pub(crate) fn cuda_status(py: Python<'_>) -> PyResult<String> {
         "devices": devices,
     });
     Ok(answer.to_string())
+}
+
+/// Runs the suite that every device passes.
+#[pyfunction(name = "conformance")]
+pub(crate) fn run_conformance(py: Python<'_>, device: &Device) -> PyResult<()> {
+    let device = Arc::clone(device.core());
+    interruptible(py, "megatrain-conformance", move || conformance::conformance(device.as_ref()))
 }
 
 /// JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`.

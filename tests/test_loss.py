@@ -1,5 +1,6 @@
 """The chunked loss against Hugging Face's own loss and autograd."""
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -237,6 +238,32 @@ def test_arguments_that_do_not_belong_together_are_refused(change: dict[str, Any
     }
     with pytest.raises(ValueError, match=words):
         chunked_loss(**(arguments | change))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_kernel_compiles_for_an_h100_without_one(capped: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatrain.loss_kernel import _cross_entropy_kernel
+
+    numbers = ("scale", "smoothing", "z_loss", "logit_scale", "softcap")
+    signature = {"logits": "*fp32", "gradient": "*bf16", "targets": "*i64", "bias": "*bf16", "losses": "*fp32"}
+    signature |= {
+        "logprobs": "*fp32",
+        "vocab": "i32",
+        "logits_stride": "i32",
+        "gradient_stride": "i32",
+        "ignore": "i32",
+    }
+    signature |= dict.fromkeys(numbers, "fp32")
+    constants = {"HAS_BIAS": True, "HAS_CAP": capped, "HAS_GRADIENT": True, "BLOCK": 4096}
+    source = ASTSource(_cross_entropy_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert ".target sm_90" in compiled.asm["ptx"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,7 +40,6 @@ _FORMAT = "megatrain checkpoint"
 _VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_SMALL_FILES_BYTES = 64 << 20
 _ZEROS_BYTES = 16 << 20
 
 
@@ -98,8 +97,8 @@ def save(
         else:
             core.read(ref.unit, ref.tensor, stem, piece, start)
 
-    needed = sum(entry.nbytes for entries in planes.values() for entry in entries)
-    with staged(folder, needed + _SMALL_FILES_BYTES) as temporary:
+    needed = export.folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
+    with staged(folder, needed) as temporary:
         files = [
             shard
             for stem, entries in planes.items()

@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,8 +49,8 @@ TOKENIZER_FILES = (
 )
 """What belongs to a tokenizer or processor in a Hugging Face folder; copied byte for byte."""
 
-_SMALL_FILES_BYTES = 64 << 20
-"""Allowance for everything in a folder that is not a shard, in the sum that must be free."""
+_TOKENIZER_BYTES = 32 << 20
+_JSON_BYTES = 1 << 20
 
 
 def save_pretrained(
@@ -75,12 +75,11 @@ def save_pretrained(
         Entry(ref.name, target if ref.dtype.is_floating_point else ref.dtype, tuple(ref.shape))
         for ref in decoder.tensors.values()
     ]
-    needed = sum(entry.nbytes for entry in entries)
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
         read_weights(core, decoder.tensors[entry.name], DTYPES[decoder.precision], start, piece)
 
-    with staged(out, needed + _SMALL_FILES_BYTES) as folder:
+    with staged(out, folder_bytes(entries, tokenizer, tokenizer_dir)) as folder:
         files = shards.plan_shards(folder, "model", entries)
         shards.write_shards(files, read, threads=threads, progress=_of_total(progress, sum(f.size for f in files)))
         write_index(folder, files)
@@ -122,7 +121,7 @@ def export_checkpoint(
             values = join(values, low)
         piece.copy_(values)
 
-    with staged(out, sum(entry.nbytes for entry in entries) + _SMALL_FILES_BYTES) as folder:
+    with staged(out, folder_bytes(entries, None, source.folder)) as folder:
         files = shards.plan_shards(folder, "model", entries)
         try:
             shards.write_shards(files, read, threads=threads, progress=_of_total(progress, sum(f.size for f in files)))
@@ -158,6 +157,18 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------- beside the weights
+
+
+def folder_bytes(
+    entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase | None", tokenizer_dir: str | Path | None
+) -> int:
+    """What a folder with these tensors takes on disk, a little more rather than less."""
+    described = sum(256 + len(entry.name) for entry in entries) * 2  # in a header, and in the index
+    total = sum(entry.nbytes for entry in entries) + described + _JSON_BYTES
+    if tokenizer_dir is not None:
+        found = (path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern))
+        total += sum(path.stat().st_size for path in found)
+    return total + (_TOKENIZER_BYTES if tokenizer is not None else 0)
 
 
 def write_index(folder: Path, files: list[Shard]) -> list[Path]:

@@ -201,7 +201,8 @@ def settle(
 def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
     """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
     plan = config.plan
-    asked = {"slots": plan.slots, "slabs": plan.slabs, "keep": plan.keep, "loss_chunk": plan.loss_chunk}
+    asked: dict[str, Any] = {"slots": plan.slots, "slabs": plan.slabs, "keep": plan.keep}
+    asked |= {"state_on_device": plan.state_on_device, "loss_chunk": plan.loss_chunk}
     asked |= {"synchronous": plan.synchronous, "poison": plan.poison, "huge_pages": plan.huge_pages}
     # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.
     asked["threads"] = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)

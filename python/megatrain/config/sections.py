@@ -346,6 +346,9 @@ class PlanConfig:
     """Host buffers that gradients land in."""
     keep: int | None = None
     """Layers whose activations are kept on the device; the others are recomputed."""
+    state_on_device: int | None = None
+    """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
+    order."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time."""
     synchronous: bool = False
@@ -356,7 +359,7 @@ class PlanConfig:
     """Whether host memory is asked for in huge pages."""
 
     def __post_init__(self) -> None:
-        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, loss_chunk=1)
+        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, loss_chunk=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -194,10 +194,6 @@ impl Device for CudaDevice {
         Ok(raw(event)?.synchronize()?)
     }
 
-    fn keep_times(&self, on: bool) {
-        self.timing.store(on, Ordering::Relaxed);
-    }
-
     fn elapsed_ms(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
         Ok(Some(f64::from(raw(from)?.elapsed_ms(raw(to)?)?)))
     }

@@ -7,11 +7,12 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from megatrain.errors import ConfigError
 from megatrain.initialize import initialize
@@ -106,6 +107,21 @@ def test_missing_extra_and_misshapen_tensors_are_all_named() -> None:
         "int8",
     ):
         assert words in str(caught.value)
+
+
+def test_experts_stored_apart_are_refused_with_advice_that_works(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {k: v for k, v in llama().items() if k != "model_type"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**settings, num_local_experts=4, num_experts_per_tok=2))
+    decoder = Decoder.from_config(model.config, precision="fp32")
+    model.save_pretrained(tmp_path / "apart")
+    with pytest.raises(ConfigError, match=r"stores every expert apart.*save_original_format=False"):
+        match(open_weights(resolve(str(tmp_path / "apart"))), decoder)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    core = MemoryCore(decoder)
+    load(open_weights(resolve(str(tmp_path / "fused"))), decoder, core)
+    for name, ref in decoder.tensors.items():
+        assert torch.equal(core.planes[ref.unit, ref.tensor].weights.view(ref.shape), model.state_dict()[name])
 
 
 def test_rotary_buffers_of_older_files_are_left_out() -> None:

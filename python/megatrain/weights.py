@@ -322,6 +322,11 @@ def match(source: Weights, decoder: Decoder) -> dict[str, str]:
     missing = [name for name in decoder.tensors if name not in found]
     if missing:
         problems.append(f"lacks {_listed(missing)}")
+        if any(".experts." in name for name in missing) and any(".experts." in name for name in unknown):
+            problems[-1] += (
+                " (it stores every expert apart, which is not supported yet: rewrite it once with transformers' "
+                "save_pretrained(OUT, save_original_format=False))"
+            )
     if unknown:
         problems.append(f"holds {_listed(unknown)}, for which the model has no place")
     for name, theirs in found.items():

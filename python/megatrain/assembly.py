@@ -93,7 +93,8 @@ def draw_up(
     files = _files(config, plan_only)
     pretrained = files is not None and config.model.init == "pretrained"
     source = None
-    if files is not None and pretrained and (need_weights or plan_only):
+    # Opening a GGUF file widens all of it, which a plan has no use for.
+    if files is not None and pretrained and (files.gguf is None if plan_only else need_weights):
         with contextlib.suppress(ConfigError) if plan_only else contextlib.nullcontext():
             source = open_weights(files)
     # Both read the same files, so that a hub id is looked up once.

@@ -317,7 +317,10 @@ def _fit(
             rates=rates,
             loss_chunk=config.plan.loss_chunk,
         )
-        plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+        try:
+            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+        except ValueError as error:  # numbers that were asked for and contradict each other or the model
+            raise ConfigError(str(error)) from None
         return plan
 
     plan = make(budget)

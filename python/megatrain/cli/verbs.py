@@ -20,6 +20,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the verb in `args`; returns its exit code."""
     import os
 
+    if not sys.stderr.isatty():
+        # Bars of the libraries beneath, which elsewhere would fill a log; ours knows by itself.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     processes = os.environ.get("WORLD_SIZE", "1")
     if args.verb in ("train", "bench", "eval") and processes not in ("", "1"):
         raise ConfigError(f"WORLD_SIZE is {processes}: more than one process is not supported yet; start a single one")

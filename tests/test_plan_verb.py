@@ -1,0 +1,221 @@
+"""`megatrain plan`: what fits and what does not, without weights, data or a card; its totals are what is allocated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatrain import machine, planning
+from megatrain.assembly import build_engine, draw_up
+from megatrain.cli import main
+from megatrain.config import Config
+from megatrain.errors import DoesNotFit
+from megatrain.machine import GIB, Readers
+from megatrain.shapes import SHAPES
+from run_support import settings
+
+H100 = {
+    "name": "an H100",
+    "host": {"memory": "1500GiB", "cpus": 64},
+    "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
+    "rates": {"h2d_gbs": 55, "d2h_gbs": 55, "matmul_tflops": 746, "adamw_gparams": 5.0, "hbm_gbs": 2600},
+}
+
+
+def written(folder: Path, name: str, document: dict[str, Any]) -> str:
+    (folder / name).write_text(yaml.safe_dump(document))
+    return str(folder / name)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main(["plan", *words, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def test_a_model_that_no_machine_here_could_hold_is_planned_for_a_described_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, "qwen2.5-32b", "--machine", written(tmp_path, "h100.yaml", H100))
+    plan = found["plan"]
+    for tier in ("device", "host"):
+        assert plan["totals"][tier] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
+        assert plan["totals"][tier] <= found["budget"][tier]
+    assert 32e9 < found["parameters"] < 34e9
+    assert found["precision"] == "bf16"
+    # 12 bytes a parameter of state, 2 more while gradients wait, less what the card holds, plus activations
+    assert plan["totals"]["host"] < 15 * found["parameters"]
+    assert found["step_s"] > 0
+    assert found["bound"] in found["plan"]["estimate"]["lanes"]
+    assert found["numerics"]["device"] == "H100"
+    assert found["disk"]["checkpoint"] == pytest.approx(12 * found["parameters"], rel=1e-3)
+    assert found["largest_micro_batch"] >= found["micro_batch"][0]
+
+
+def test_the_table_names_every_item_the_bound_and_the_numerics_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "qwen2.5-7b", "--machine", written(tmp_path, "h100.yaml", H100)]) == 0
+    said = capsys.readouterr().out
+    for word in (
+        "exp_avg_sq",
+        "weights: slots",
+        "pinned",
+        "workspace",
+        "rows would fit",
+        "bound by",
+        "numerics key",
+        "clipping is free from",
+        "a checkpoint",
+        "not bit for bit",
+    ):
+        assert word in said, word
+
+
+def test_what_does_not_fit_is_refused_with_the_whole_sum_and_where_the_limit_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = H100 | {"host": {"memory": "64GiB", "cpus": 16}}
+    assert main(["plan", "qwen2.5-32b", "--machine", written(tmp_path, "small.yaml", small)]) == 2
+    said = capsys.readouterr().err
+    for word in ("does not fit", "weights", "residual", "exp_avg", "exp_avg_sq", "slabs", "64.00 GiB", "small.yaml"):
+        assert word in said, word
+    assert "Traceback" not in said
+
+
+class Limited(Readers):
+    """This machine inside a control group of 4 GiB."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        group = root / "sys/fs/cgroup"
+        (root / "proc/self").mkdir(parents=True)
+        group.mkdir(parents=True)
+        (root / "proc/meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n")
+        (root / "proc/self/cgroup").write_text("0::/\n")
+        (root / "proc/self/mountinfo").write_text("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+        (group / "memory.max").write_text(f"{4 * GIB}\n")
+        (group / "memory.current").write_text("0\n")
+        (group / "memory.stat").write_text("anon 0\n")
+
+    def cuda_status(self) -> dict[str, Any]:
+        return {"available": False, "reason": "no driver", "devices": []}
+
+
+def test_the_control_groups_limit_is_what_is_available_and_not_the_machines_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "READERS", Limited(tmp_path / "root"))
+    assert main(["plan", "qwen2.5-0.5b", "train.batch_size=1", "data.seq_len=512"]) == 2
+    said = capsys.readouterr().err
+    for word in ("weights", "exp_avg", "exp_avg_sq", "slabs", "4.00 GiB", "control group"):
+        assert word in said, word
+    assert main(["plan", "tiny", "train.batch_size=1", "data.seq_len=512"]) == 0
+
+
+def test_device_and_host_of_a_cpu_run_share_one_memory(tmp_path: Path) -> None:
+    config = Config.of(settings(tmp_path) | {"memory": {"host": "4MiB"}})
+    blueprint = draw_up(config, machine.read(), plan_only=True)
+    settled = planning.settle(config, blueprint.decoder, device="cpu", machine=machine.read(), rows=4)
+    totals = settled.plan["totals"]
+    assert totals["device"] + totals["host"] <= 4 << 20
+    config = Config.of(settings(tmp_path) | {"memory": {"host": "100KiB"}})
+    with pytest.raises(DoesNotFit, match="memory"):
+        planning.settle(config, blueprint.decoder, device="cpu", machine=machine.read(), rows=4)
+
+
+def test_what_the_plan_says_is_what_the_engine_allocates(tmp_path: Path) -> None:
+    config = Config.of(settings(tmp_path))
+    blueprint = draw_up(config, machine.read(), plan_only=True)
+    settled = planning.settle(config, blueprint.decoder, device="cpu", machine=machine.read(), rows=4)
+    with build_engine(blueprint, settled) as engine:
+        assert engine.plan == settled.plan
+        own = [item for item in settled.plan["items"] if "(torch)" not in item["what"]]
+        assert json.loads(engine.core.allocated()) == own
+
+
+def test_the_split_into_micro_batches_follows_a_fixed_rule_and_shrinks_only_to_fit(tmp_path: Path) -> None:
+    base = settings(tmp_path, train={"steps": 2, "batch_size": 12}, plan={"micro_batch": None}, data={"seq_len": 64})
+    config = Config.of(base)
+    decoder = draw_up(config, machine.read(), plan_only=True).decoder
+
+    def rows(config: Config, saved: dict[str, Any] | None = None) -> tuple[int, int]:
+        settled = planning.settle(config, decoder, device="cpu", machine=machine.read(), rows=12, saved=saved)
+        return settled.micro_batch[0], settled.micro_batches
+
+    assert rows(config) == (12, 1)
+    assert rows(config, {"micro_batch": [5, 64]}) == (5, 3), "a resumed run keeps its split"
+    assert rows(Config.of(base | {"plan": {"micro_batch": 7}})) == (7, 2)
+    whole = planning.settle(config, decoder, device="cpu", machine=machine.read(), rows=12).plan["totals"]
+    tight = (whole["device"] + whole["host"]) * 6 // 10
+    shrunk = rows(Config.of(base | {"memory": {"host": tight}}))
+    assert 1 <= shrunk[0] <= 12
+    with pytest.raises(DoesNotFit):
+        rows(Config.of(base | {"memory": {"host": tight // 8}}))
+
+
+def test_a_card_without_native_bf16_and_a_missing_card_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = H100 | {"gpu": {"name": "Tesla T4", "memory": "16GiB", "capability": [7, 5]}}
+    assert main(["plan", "tiny", "--machine", written(tmp_path, "t4.yaml", old)]) == 2
+    said = capsys.readouterr().err
+    assert "Tesla T4" in said
+    assert "fp32" in said
+    assert main(["plan", "tiny", "--machine", written(tmp_path, "t4.yaml", old), "train.precision=fp32"]) == 0
+    none = {"host": {"memory": "8GiB"}}
+    assert main(["plan", "tiny", "device=cuda", "--machine", written(tmp_path, "cpu.yaml", none)]) == 2
+    assert "no gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["tiny", "data.seq_len=200000"], "data.seq_len"),
+        (["tiny", "model.freeze=[nothing.*]"], "freeze"),
+        (["tiny", "train.no_decay=[nothing.*]"], "no_decay"),
+        (["tiny", "plan.slots=1"], "slots"),
+        (["tiny", "memory.gpu=lots"], "memory.gpu"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_by_its_key(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_public_shape_has_the_parameters_that_its_name_says() -> None:
+    for name, shape in SHAPES.items():
+        if name == "tiny":
+            continue
+        config = Config.of({"model": {"config": shape.config()}, "device": "cpu", "train": {"precision": "bf16"}})
+        decoder = draw_up(config, machine.read(), plan_only=True).decoder
+        billions = float(name.removeprefix("qwen2.5-").removesuffix("b"))
+        assert decoder.num_parameters == pytest.approx(billions * 1e9, rel=0.1)
+
+
+def test_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(Readers):
+        def disk_free(self, path: Path) -> int | None:  # noqa: ARG002
+            return 1 << 10
+
+    from megatrain.errors import StorageError
+    from megatrain.trainer import Trainer
+
+    monkeypatch.setattr(machine, "READERS", Full())
+    with pytest.raises(StorageError, match=r"output\.dir.*1\.00 KiB free"):
+        Trainer(settings(tmp_path)).fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_description_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "odd.yaml", H100 | {"gpus": 2})
+    assert main(["plan", "tiny", "--machine", path]) == 2
+    assert "gpus" in capsys.readouterr().err

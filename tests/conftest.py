@@ -1,4 +1,4 @@
-"""What every test runs under: one torch thread, so that reductions have one order and workers do not fight for cores."""
+"""What every test runs under: one torch thread, so that sums have one order and tests do not fight for cores."""
 
 from collections.abc import Iterator
 

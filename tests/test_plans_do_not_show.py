@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import batches, build, engine
 
 import megatrain
 from megatrain import _core
+from reference import batches, build, engine
 
 MICRO_BATCHES = 3  # two commute, and would hide a wrong order
 

@@ -6,6 +6,8 @@ the input is; anything else stays as it is, goes to the stage, or is forgotten a
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatrain.errors import DoesNotFit
+log = logging.getLogger(__name__)
 
 STAGE_ALIGN = 256
 """Bytes to which everything on the stage is aligned."""
@@ -217,8 +219,9 @@ class Turn:
         self._count += 1
         return _Recomputed(self._count - 1)
 
-    def _copy_to_stage(self, tensor: Tensor) -> _Staged:
-        """Copies a tensor to the stage, once however many views of the same elements are saved."""
+    def _copy_to_stage(self, tensor: Tensor) -> "_Staged | _Kept":
+        """Copies a tensor to the stage, once however many views of the same elements are saved. What no longer fits,
+        since a kernel saves more than was measured, stays on the device."""
         dense = is_dense(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
@@ -232,10 +235,8 @@ class Turn:
         end = self._staged + tensor.numel() * tensor.element_size()
         if self._stage is not None:
             if end > self._stage_bytes:
-                raise DoesNotFit(
-                    f"the activations of a layer need more than the {self._stage_bytes} bytes that the plan stages for "
-                    "them; plan with the largest micro-batch (rows, seq) that will come"
-                )
+                _say_overflow(self._stage_bytes, end)
+                return _Kept(tensor, tensor._version)
             assert self._stage_at is not None
             target = self._stage.view(self._stage_at + staged.byte, shape, tensor.dtype, stride)
             target.copy_(tensor)
@@ -292,6 +293,15 @@ class Turn:
         if len(made) != self._count:
             raise RuntimeError(f"a layer saved {self._count} tensors in forward and {len(made)} when recomputed")
         return made
+
+
+@functools.cache
+def _say_overflow(capacity: int, needed: int) -> None:
+    log.warning(
+        "a layer saves at least %d bytes, more than the %d that are staged for it; the rest stays on the device",
+        needed,
+        capacity,
+    )
 
 
 def _never(_: Any) -> Tensor:

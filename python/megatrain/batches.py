@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from megatrain.errors import ConfigError
 from megatrain.loss import IGNORE
@@ -151,6 +152,8 @@ class Preparer:
         if mask is not None or positions is not None:
             with self._lock:
                 record = decoder.recorder.record(ids, mask, positions)
+            if positions is not None:
+                self._check_separated(where, positions, record)
         return MicroBatch(
             index=index,
             shape=shape,
@@ -164,6 +167,24 @@ class Preparer:
             lookups=[],
             batch=dict(batch),
         )
+
+    def _check_separated(self, where: str, positions: Tensor, record: Record) -> None:
+        """Refuses packed rows where a layer would let a document see the one before: what has no attention mask (linear
+        attention, state spaces, convolutions over tokens) carries its state over the border."""
+        documents = (positions[:, 1:] != positions[:, :-1] + 1).cumsum(1)
+        row = int(documents[:, -1].argmax())
+        if not int(documents[row, -1]):
+            return
+        border = int(documents[row].argmax()) + 1  # the first token of the second document
+        for layer, (args, kwargs) in enumerate(zip(record.args, record.kwargs, strict=True)):
+            if self._decoder.convolves(layer) or not any(
+                _hides(t, row, border, positions.shape) for t in tree_flatten((args, kwargs))[0]
+            ):
+                raise ConfigError(
+                    f"{where}: position_ids restart, but layers.{layer} cannot keep packed documents apart: it carries "
+                    "a state from token to token or gets no attention mask; put one document in each row "
+                    "(data.packing: false)"
+                )
 
     def _mask_and_positions(
         self, where: str, batch: Batch, shape: tuple[int, int]
@@ -186,7 +207,7 @@ class Preparer:
                 if bool((both & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
                     raise ConfigError(
                         f"{where}: position_ids restart while attention_mask hides padding; transformers separates "
-                        "packed rows by position_ids only, so give padding its own positions and leave attention_mask out"
+                        "packed rows by position_ids only, so give padding its own and leave attention_mask out"
                     )
             if torch.equal(positions, torch.arange(shape[1]).expand(shape)):
                 positions = None
@@ -221,6 +242,17 @@ class Preparer:
                 for c, (table, _) in enumerate(decoder.tables)
             ]
         return tables
+
+
+def _hides(value: Any, row: int, border: int, shape: torch.Size) -> bool:
+    """Whether `value` is an attention mask that hides token `border - 1` from token `border` of a row."""
+    rows, seq = shape
+    if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[0] not in (1, rows):
+        return False
+    if value.shape[2] != seq or value.shape[3] < seq:
+        return False
+    seen = value[row if value.shape[0] > 1 else 0, 0, border, border - 1]
+    return not bool(seen) if value.dtype == torch.bool else float(seen) < -1e4  # noqa: PLR2004
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

@@ -328,8 +328,8 @@ class HeadTemplate:
             part = flat[start : start + chunk].detach().requires_grad_()
             with torch.enable_grad():
                 losses = token_losses(self.logits(part.unsqueeze(0))[0], micro.targets[start : start + chunk], options)
-                total = losses.sum()
-            grads = torch.autograd.grad(total * options.scale, (part, *parameters), allow_unused=True)
+                total = losses.sum() * options.scale
+            grads = torch.autograd.grad(total, (part, *parameters), allow_unused=True)
             loss_sum += losses.detach().sum(dtype=torch.float64)
             accumulate([grad[start : start + chunk]], grads[:1], True)
             accumulate(totals, grads[1:], first and start == 0)
@@ -350,11 +350,10 @@ class HeadTemplate:
         leaf = behind.requires_grad_()
         with torch.enable_grad():
             loss = options.loss_fn(leaf, self.logits, micro.batch)
+            total = loss * options.scale
         if loss.ndim != 0:
             raise ValueError(f"loss_fn must return the sum of losses as a 0-d tensor, not shape {tuple(loss.shape)}")
-        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-            loss * options.scale, (leaf, *parameters), allow_unused=True
-        )
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
         accumulate(totals, grads[1:], first)
         grad = grads[0]
         return loss.detach().double(), grad if grad is not None else torch.zeros_like(behind)

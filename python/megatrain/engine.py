@@ -121,7 +121,8 @@ class Engine:
         tensor by tensor and left without storage. One on meta is filled by `load`, or drawn at random from `seed`.
 
         `micro_batch` is the largest (rows, seq) and `micro_batches` the most of a step; with both, everything is
-        planned and allocated now, else at first use, for what is used first. `memory` is {"gpu": "70GiB", "host":
+        planned and allocated now. Without, that happens at first use, for what is used first, and again (which needs
+        both plans' memory for a moment) whenever a step is larger. `memory` is {"gpu": "70GiB", "host":
         …}; `plan` gives numbers instead of deriving them. `max_grad_norm` None does not clip.
 
         Raises ConfigError for what cannot be done, DoesNotFit with the sum.
@@ -169,6 +170,7 @@ class Engine:
         self._workshop: Workshop | None = None
         self._planned: dict[str, Any] = {}
         self._micro_batch, self._micro_batches = micro_batch, micro_batches
+        self._sized = micro_batch is not None and micro_batches is not None
         self._preparer = Preparer(self.decoder, self.device)
         self._step = 0
         self._open_micro_batches = 0
@@ -177,7 +179,7 @@ class Engine:
         if deterministic and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         if micro_batch is not None and micro_batches is not None:
-            self._start(micro_batch, micro_batches)
+            self._start(micro_batch, micro_batches, self._fill)
 
     @classmethod
     def from_pretrained(
@@ -258,6 +260,15 @@ class Engine:
         `optimizer_step` it adds to them, which needs one `normalizer` for all calls."""
         if self._open_micro_batches and self.update == "immediate":
             raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")
+        if self._open_micro_batches and not self._plan.get("accumulate"):
+            raise ConfigError(
+                "forward_backward was called again before optimizer_step, but no store for such sums was planned; "
+                "create the engine with plan={'accumulate': True}"
+            )
+        if not self._sized and not self._plan.get("accumulate") and self.update != "immediate":
+            self._plan["accumulate"] = True
+            if self._core is not None:
+                self._plan_again()
         return self._forward_backward(micro_batches, loss_fn, normalizer)[0]
 
     def optimizer_step(self) -> StepOutput:
@@ -501,7 +512,7 @@ class Engine:
         """The native engine; planned and allocated here where it is not yet."""
         if self._core is None:
             seq = min(self.decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
-            self._start(self._micro_batch or (1, seq), self._micro_batches or 1)
+            self._start(self._micro_batch or (1, seq), self._micro_batches or 1, self._fill)
         return self._core
 
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
@@ -545,11 +556,10 @@ class Engine:
                 raise ConfigError(f"memory.{name}: {error}") from error
         return budget
 
-    def _start(self, micro_batch: tuple[int, int], micro_batches: int) -> None:
+    def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
+        """Plans, allocates, fills the store and makes the templates."""
         if self._closed:
             raise EngineBroken("the engine is closed")
-        if self._core is not None:
-            return
         request = json.dumps(self.request(micro_batch, micro_batches))
         planned = _core.plan(request)
         self._planned = json.loads(planned)
@@ -560,12 +570,24 @@ class Engine:
         self._micro_batch, self._micro_batches = micro_batch, micro_batches
         self._core = core
         try:
-            self._fill(core)
+            fill(core)
             self._workshop = self._build(core)
         except BaseException:
             self._core = None
             core.close()
             raise
+
+    def _plan_again(self) -> None:
+        """A new plan for what `_micro_batch`, `_micro_batches` and `_plan` say now, with the old one's state."""
+        before, self._core, self._workshop = self._core, None, None
+        before.drain()
+        assert self._micro_batch is not None
+        assert self._micro_batches is not None
+        log.info("planning again, for %d micro-batches of %s", self._micro_batches, self._micro_batch)
+        try:
+            self._start(self._micro_batch, self._micro_batches, lambda core: _copy_state(self.decoder, before, core))
+        finally:
+            before.close()
 
     def _fill(self, core: Any) -> None:
         """Puts the model's values into the store, each tensor given up as soon as it is there."""
@@ -620,9 +642,15 @@ class Engine:
         """The core, planned at least for these micro-batches."""
         largest, count = prepared.largest, len(prepared.micro_batches)
         if self._core is None:
-            self._start(self._micro_batch or largest, self._micro_batches or count)
+            self._start(self._micro_batch or largest, self._micro_batches or count, self._fill)
         assert self._micro_batch is not None
         assert self._micro_batches is not None
+        more_tokens = largest[0] * largest[1] > self._micro_batch[0] * self._micro_batch[1]
+        if not self._sized and not self._open_micro_batches and (more_tokens or count > self._micro_batches):
+            self._micro_batch = largest if more_tokens else self._micro_batch
+            self._micro_batches = max(count, self._micro_batches)
+            self._plan_again()
+            return self._core
         if count > self._micro_batches:
             raise ConfigError(
                 f"{count} micro-batches, but the engine was planned for {self._micro_batches} a step; create it with "
@@ -630,7 +658,7 @@ class Engine:
             )
         assert self._workshop is not None
         planned_memory = self._workshop.stage is not None or self.device.type == "cuda"
-        if planned_memory and largest[0] * largest[1] > self._micro_batch[0] * self._micro_batch[1]:
+        if planned_memory and more_tokens:
             raise ConfigError(
                 f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
                 f"{self._micro_batch[0]} by {self._micro_batch[1]}; create it with the largest micro_batch"
@@ -673,6 +701,20 @@ class Engine:
                 torch.use_deterministic_algorithms(True, warn_only=False)
                 stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
             yield
+
+
+def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
+    """Moves every plane and count from one core to another, a tensor at a time."""
+    for ref in decoder.tensors.values():
+        size = torch.Size(ref.shape).numel()
+        if ref.role == "frozen":
+            planes = [("weights", torch.empty(size, dtype=ref.dtype))]
+        else:
+            planes = [(plane, torch.empty(size)) for plane in ("master", "exp_avg", "exp_avg_sq")]
+            target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
+        for plane, values in planes:
+            source.read(ref.unit, ref.tensor, plane, values)
+            target.write(ref.unit, ref.tensor, plane, values)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

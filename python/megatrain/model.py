@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
@@ -181,6 +182,10 @@ class Decoder:
         """Tensors of a unit by their names relative to the layer (or, for embed and head, to the model)."""
         return self._local[unit]
 
+    def convolves(self, layer: int) -> bool:
+        """Whether a layer convolves over tokens, as linear attention and state spaces do."""
+        return any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in self.layers[layer].modules())
+
     def _take_values(self) -> None:
         """Moves real parameters and persistent buffers into `values`, and notes which names are one tensor."""
         first: dict[int, str] = {}
@@ -193,12 +198,16 @@ class Decoder:
                 if canonical != prefix + name:
                     self.aliases[prefix + name] = canonical
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
+                if buffer is None:
+                    continue
+                persistent = name not in module._non_persistent_buffers_set
+                if buffer.device.type != "meta":
+                    if persistent:
+                        self.values[prefix + name] = buffer.detach()
+                elif not persistent:
                     raise ConfigError(
                         f"buffer {prefix}{name} has no values: build the model on the CPU or let megatrain build it"
                     )
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    self.values[prefix + name] = buffer.detach()
         for name, parameter in list(self.model.named_parameters()):
             if parameter.device.type != "meta":
                 self.values[name] = parameter.detach()
@@ -215,7 +224,7 @@ class Decoder:
                         )
                     module._parameters[name] = replaced[id(parameter)]
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type != "cpu":
+                if buffer is not None and buffer.device.type not in ("cpu", "meta"):
                     module._buffers[name] = buffer.cpu()
 
     def _probe(self) -> tuple[Recorder, Probe]:
@@ -358,10 +367,29 @@ def load_config(source: Any, trust_remote_code: bool = False) -> Any:
     return source
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Creates on meta what has no values yet (`torch.empty`) or is as large as only parameters are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if func is torch.empty or made.numel() > _LARGE:
+                return made
+        return func(*args, **kwargs)
+
+
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
+_LARGE = 1 << 22
+"""Elements; no buffer that a model computes for itself is as large."""
+
+
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, every parameter is moved to meta as soon as a module registers it: modules are built by their own
-    constructors, buffers with real values included, and no parameter's memory is ever touched."""
+    """Within, parameters are on meta from the moment a module registers them: modules are built by their own
+    constructors, buffers with real values included, and no parameter's memory is ever asked for."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -371,7 +399,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

@@ -1,6 +1,7 @@
 """What a model asks of the planner: sizes and work of every unit, measured on the meta device. Allocates nothing."""
 
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain.activations import Turn
+from megatrain.activations import STAGE_ALIGN, Turn
 from megatrain.errors import ConfigError
 from megatrain.loss import default_chunk, workspace_bytes
 from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
@@ -32,6 +33,9 @@ class Measured:
     """Of the forward's matmuls, attention counted causally."""
 
 
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
 class _Attention(torch.autograd.Function):
     """Saves what the fused attention kernels save: queries, keys, values, output and one fp32 number a query."""
 
@@ -47,27 +51,35 @@ class _Attention(torch.autograd.Function):
         raise AssertionError("measuring has no backward")
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Puts `_Attention` where a fused kernel would run, and counts its arithmetic."""
+class _AsOnDevice(TorchFunctionMode):
+    """What meta would do otherwise than the device: attention is fused (its arithmetic is counted here), except with
+    dropout on the CPU, where dropout keeps its mask in the type of the activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = device
         self.flops = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.dropout and self.device == "cpu":
+            given = inspect.signature(F.dropout).bind(*args, **(kwargs or {})).arguments
+            active = given.get("p", 0.5) > 0 and given.get("training", True)
+            return given["input"] * torch.empty_like(given["input"]) if active else given["input"]
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | (kwargs or {})
+        if named.get("dropout_p", 0.0) > 0 and self.device == "cpu":
+            return func(*args, **(kwargs or {}))
         query, key, value = named["query"], named["key"], named["value"]
         batch, heads, length, width = query.shape
         self.flops += batch * heads * length * key.shape[2] * (width + value.shape[-1])
         return _Attention.apply(query, key, value)
 
 
-def measure(decoder: Decoder, structure: int, rows: int, seq: int) -> Measured:
-    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens, without padding."""
+def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str) -> Measured:
+    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
     first = decoder.structures[structure]
     module = _on_meta(decoder.layers[first])
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
@@ -82,7 +94,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int) -> Measured:
     turn = Turn(call, None, storages, 0, lambda: None)
     turn.use_stage(None, 0, 0, frozenset(t.untyped_storage()._cdata for t in shared))
     hidden = torch.empty(rows, seq, decoder.hidden_size, dtype=decoder.dtype, device="meta")
-    attention, matmuls = _FusedAttention(), FlopCounterMode(display=False)
+    attention, matmuls = _AsOnDevice(device), FlopCounterMode(display=False)
     try:
         with attention, matmuls:
             output = turn.forward(hidden, "offload", input_on_host=False)
@@ -125,10 +137,10 @@ def plan_request(
         grad_precision = "fp32"
     if grad_precision not in PRECISIONS:
         raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
-    measured = [measure(decoder, s, rows, seq) for s in range(len(decoder.structures))]
+    measured = [measure(decoder, s, rows, seq, device) for s in range(len(decoder.structures))]
     groups = (optimizer or AdamW()).assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
     tokens = rows * seq
-    input_bytes = tokens * decoder.hidden_size * decoder.dtype.itemsize
+    aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
     units = []
     for unit in decoder.units:
@@ -147,8 +159,8 @@ def plan_request(
                     }
                     for t in unit.tensors
                 ],
-                "kept_bytes": work.kept_bytes,
-                "input_bytes": input_bytes if unit.role == "layer" else 0,
+                "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
+                "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
             }
         )
@@ -163,13 +175,16 @@ def plan_request(
         "workspace_bytes": _workspace(decoder, measured, tokens, micro_batches, chunk, device),
         "budget": dict(budget),
         "device": device,
-        "requests": dict.fromkeys(REQUESTS) | {k: v for k, v in (requests or {}).items() if k in REQUESTS},
-        "rates": dict(rates or {}),
+        "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+        "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
 
 
-REQUESTS = ("slots", "slabs", "group", "activation", "keep", "inputs", "state_on_device", "stage_buffers")
+REQUESTS = ("slots", "slabs", "group", "activation", "keep", "inputs", "state_on_device", "stage_buffers", "accumulate")
 """Numbers of a plan that may be given instead of derived."""
+
+RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
+"""Measured rates that the planner reads."""
 
 
 def _workspace(

@@ -1,0 +1,387 @@
+"""The engine as a user sees it."""
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import megatrain
+from megatrain import _core
+from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
+from reference import batches, build, config, engine, error, loss_sum, packed, run_reference, supervised
+
+
+def weights(ours: megatrain.Engine) -> dict[str, torch.Tensor]:
+    return {name: ours.weight(name) for name in ours.decoder.tensors}
+
+
+def assert_unchanged(ours: megatrain.Engine, before: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
+
+
+def test_a_real_model_is_moved_into_the_store_and_left_without_storage() -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    ours = megatrain.Engine(model, device="cpu", micro_batch=(2, 32), micro_batches=1)
+    assert all(p.device.type == "meta" for p in model.parameters())
+    state = ours.state_dict()
+    assert list(state) == list(before)
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_evaluation_and_log_probabilities_equal_stock_transformers_and_change_nothing() -> None:
+    model, data = build("qwen2"), batches(5, padded=True)
+    ours = engine(model, micro_batch=(2, 32), micro_batches=2)
+    before = weights(ours)
+    with torch.no_grad():
+        wanted = sum(float(loss_sum(model, b)) for b in data) / sum(supervised(b) for b in data)
+    assert ours.evaluate(data) == pytest.approx(wanted, rel=1e-5)
+    found = ours.logprobs(data)
+    assert [tuple(f.shape) for f in found] == [(2, 31)] * 5
+    total = -sum(float(f.double().sum()) for f in found) / sum(supervised(b) for b in data)
+    assert total == pytest.approx(wanted, rel=1e-5)
+    assert_unchanged(ours, before)
+
+
+def test_logits_of_the_next_token_equal_stock_transformers() -> None:
+    changes = {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0}
+    model = build("gemma2", attn_implementation="eager", **changes)
+    ids = batches(1)[0]["input_ids"][:1, :7]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits[:, -1]
+    assert torch.allclose(engine(model).logits(ids), wanted, atol=1e-5)
+
+
+def test_a_loss_function_of_the_callers_gives_what_the_built_in_one_gives() -> None:
+    def cross_entropy(hidden: torch.Tensor, head: Any, batch: dict[str, Any]) -> torch.Tensor:
+        logits = head(hidden)[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+    for tied in (False, True):
+        model, data = build("llama", tie_word_embeddings=tied), batches(3)
+        plain, own = engine(model), engine(model)
+        first, second = plain.step(data), own.step(data, loss_fn=cross_entropy)
+        assert second.loss == pytest.approx(first.loss, rel=1e-6)
+        assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+        assert all(error(own.weight(n), v) < 1e-5 for n, v in weights(plain).items())
+
+
+def test_label_smoothing_and_z_loss_equal_torch() -> None:
+    model, (batch,) = build(), batches(1)
+    ours = engine(model, label_smoothing=0.1, z_loss=1e-2)
+    ours.forward_backward([batch])
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    targets = batch["labels"][:, 1:].flatten()
+    loss = F.cross_entropy(logits, targets, label_smoothing=0.1) + 1e-2 * logits.logsumexp(-1).square().mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert error(ours.gradient(name), parameter.grad) < 1e-5
+    ours.optimizer_step()
+
+
+def test_the_two_halves_of_a_step_make_the_step_and_gradients_add_up_between_them() -> None:
+    model, data = build(), batches(4)
+    whole, halves = engine(model), engine(model)
+    tokens = sum(supervised(b) for b in data)
+    out = whole.step(data)
+    loss = halves.forward_backward(data[:2], normalizer=tokens)
+    loss += halves.forward_backward(data[2:], normalizer=tokens)
+    with pytest.raises(ConfigError, match="without optimizer_step"):
+        halves.step(data)
+    second = halves.optimizer_step()
+    assert second.loss == pytest.approx(loss, rel=1e-12)
+    assert second.num_tokens == out.num_tokens == tokens
+    assert out.loss == pytest.approx(loss, rel=1e-6)
+    assert out.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+    assert all(error(halves.weight(n), v) < 1e-5 for n, v in weights(whole).items())
+
+
+def test_immediate_updates_cannot_be_clipped_added_up_or_read_as_gradients() -> None:
+    with pytest.raises(ConfigError, match=r"update.*max_grad_norm"):
+        engine(build(), update="immediate", max_grad_norm=1.0)
+    ours = engine(build(), update="immediate", max_grad_norm=None)
+    ours.forward_backward(batches(1))
+    with pytest.raises(ConfigError, match="cannot be added up"):
+        ours.forward_backward(batches(1))
+    ours.optimizer_step()
+    with pytest.raises(ConfigError, match="keeps no gradients"):
+        ours.gradient("model.norm.weight")
+
+
+def test_a_micro_batch_without_supervised_tokens_adds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, data = build(), batches(2)
+    empty = {"input_ids": data[0]["input_ids"], "labels": torch.full_like(data[0]["labels"], -100)}
+    with_it, without = engine(model), engine(model)
+    with caplog.at_level(logging.WARNING):
+        first = with_it.step([data[0], empty, data[1]])
+    assert "[1] have no supervised token" in caplog.text
+    second = without.step(data)
+    assert (first.loss, first.grad_norm, first.num_tokens) == (second.loss, second.grad_norm, second.num_tokens)
+    assert_unchanged(with_it, weights(without))
+
+
+def test_a_step_without_supervised_tokens_changes_nothing_and_says_so() -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    before = weights(ours)
+    empty = batches(1)[0]
+    empty["labels"] = torch.full_like(empty["labels"], -100)
+    out = ours.step([empty])
+    assert out.skipped
+    assert out.num_tokens == 0
+    assert "supervised" in out.reason
+    assert math.isfinite(out.loss)
+    assert_unchanged(ours, before)
+    assert ours.optimizer_state("model.norm.weight")["step"] == 1
+
+
+def test_gradients_that_are_not_finite_skip_the_update_and_are_counted() -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    before = weights(ours)
+
+    def infinite(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden.sum() * float("inf")
+
+    out = ours.step(batches(1), loss_fn=infinite)
+    assert out.skipped
+    assert not math.isfinite(out.grad_norm)
+    assert_unchanged(ours, before)
+    assert ours.optimizer_state("model.norm.weight")["step"] == 1
+    assert not ours.step(batches(1)).skipped
+
+
+def test_a_loss_that_is_not_finite_stops_immediate_updates_before_anything_changes() -> None:
+    ours = engine(build(), update="immediate", max_grad_norm=None)
+    ours.step(batches(1))
+    before = weights(ours)
+
+    def infinite(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden.sum() * float("inf")
+
+    with pytest.raises(EngineBroken, match="the loss is"):
+        ours.step(batches(1), loss_fn=infinite)
+    assert_unchanged(ours, before)
+
+
+def test_the_learning_rate_of_groups_keeps_its_ratio() -> None:
+    optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1, groups=[{"params": "*norm*", "lr": 2e-3}])
+    assert [g[0] for g in optimizer.core_groups()] == [1e-3, 2e-3]
+    optimizer.set_lr(5e-4)
+    assert [g[0] for g in optimizer.core_groups()] == [5e-4, 1e-3]
+    with pytest.raises(ConfigError, match="not negative"):
+        optimizer.set_lr(-1.0)
+
+
+def test_optimizer_settings_out_of_range_are_refused() -> None:
+    for bad in ({"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"betas": (0.9,)}):
+        with pytest.raises(ConfigError, match=r"optimizer"):
+            megatrain.AdamW(**bad)
+    for group, reason in (
+        ({"params": ["*nothing*"]}, "matches no trained parameter"),
+        ({"params": [], "lr": 1.0}, "params must be a pattern"),
+        ({"params": "*", "momentum": 1.0}, "unknown key 'momentum'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine(build(), optimizer=megatrain.AdamW(groups=[group]))
+    twice = megatrain.AdamW(groups=[{"params": "*norm*"}, {"params": "model.norm.*"}])
+    with pytest.raises(ConfigError, match="in group 0 and in group 1"):
+        engine(build(), optimizer=twice)
+
+
+BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": torch.full((1, 8), 256)}, "micro-batch 0: token id 256, but the model's embedding has 256"),
+    ({"input_ids": torch.full((1, 8), -1)}, "token id -1"),
+    ({"input_ids": torch.zeros(1, 65, dtype=torch.int64)}, "sequence of 65 tokens, but the model has positions for 64"),
+    ({"labels": torch.full((1, 8), 300)}, "label 300, but the model's head has 256"),
+    ({"labels": torch.zeros(1, 7, dtype=torch.int64)}, "labels has shape \\[1, 7\\], but input_ids \\[1, 8\\]"),
+    ({"input_ids": torch.zeros(8, dtype=torch.int64)}, "must be integers of shape"),
+    ({"input_ids": torch.zeros(1, 8)}, "must be integers"),
+    ({"attention_mask": torch.full((1, 8), 2)}, "attention_mask must hold 0 and 1"),
+    ({"attention_mask": torch.zeros(1, 8, dtype=torch.int64)}, "hides a whole row"),
+    ({"position_ids": torch.full((1, 8), 64)}, "position 64, but the model has positions for 64"),
+    (
+        {
+            "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
+        },
+        "position_ids restart while attention_mask hides padding",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_BATCHES, ids=range(len(BAD_BATCHES)))
+def test_micro_batches_that_the_model_cannot_take_are_refused(change: dict[str, Any], reason: str) -> None:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    ours = engine(build())
+    with pytest.raises(ConfigError, match=reason):
+        ours.step([{"input_ids": ids, "labels": ids, **change}])
+    with pytest.raises(ConfigError, match="at least one micro-batch"):
+        ours.step([])
+    with pytest.raises(ConfigError, match="has no labels"):
+        ours.step([{"input_ids": ids}])
+
+
+def test_an_all_ones_mask_and_counting_positions_change_no_bit() -> None:
+    model, (batch,) = build(), batches(1)
+    plain, said = engine(model), engine(model)
+    explicit = {
+        **batch,
+        "attention_mask": torch.ones_like(batch["input_ids"]),
+        "position_ids": torch.arange(32).expand(2, 32),
+    }
+    assert plain.step([batch]) == said.step([explicit])
+
+
+def test_documents_packed_into_one_row_do_not_see_each_other() -> None:
+    model, row = build("mistral"), packed([[9, 14, 5]])
+    ours = engine(model)
+    alone = {"input_ids": row["input_ids"][:, 9:23], "labels": row["labels"][:, 9:23]}
+    (together,), (apart,) = ours.logprobs([row]), ours.logprobs([alone])
+    assert torch.allclose(together[:, 9:22], apart, atol=1e-5)
+    changed = {**row, "input_ids": row["input_ids"].clone()}
+    changed["input_ids"][:, :9] = 3
+    assert torch.equal(ours.logprobs([changed])[0][:, 9:], together[:, 9:])
+
+
+def test_more_micro_batches_than_planned_are_refused_with_what_to_do() -> None:
+    ours = engine(build(), micro_batch=(2, 32), micro_batches=2)
+    with pytest.raises(ConfigError, match="create it with micro_batches=3"):
+        ours.step(batches(3))
+    ours.step(batches(1))  # fewer are fine: an epoch's last step
+    ours.step(batches(2, seq=17))  # and so are other shapes
+
+
+def test_an_engine_without_sizes_plans_again_for_larger_steps_and_keeps_its_state() -> None:
+    model, data = build(), [batches(1, seed=0, seq=9), batches(3, seed=1), batches(2, seed=2)]
+    growing, sized = engine(model), engine(model, micro_batch=(2, 32), micro_batches=3)
+    assert [growing.step(step) for step in data] == [sized.step(step) for step in data]
+    assert_unchanged(growing, weights(sized))
+    assert growing.optimizer_state("model.norm.weight")["step"] == 3
+
+
+def test_adding_up_gradients_needs_a_planned_store() -> None:
+    ours = engine(build(), micro_batch=(2, 32), micro_batches=1)
+    ours.forward_backward(batches(1))
+    with pytest.raises(ConfigError, match="'accumulate': True"):
+        ours.forward_backward(batches(1))
+
+
+def test_micro_batches_of_different_shapes_in_one_step_equal_plain_pytorch() -> None:
+    model = build("gpt2")
+    data = [batches(1, rows=1, seq=12)[0], batches(1, rows=3, seq=32)[0], batches(1, rows=2, seq=20)[0]]
+    exact = run_reference(model, [data], dtype=torch.float64)
+    out = engine(model, plan={"activation": "recompute"}).step(data)
+    assert out.loss == pytest.approx(exact.losses[0], rel=1e-6)
+    assert out.grad_norm == pytest.approx(exact.norms[0], rel=1e-5)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_its_sum() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        engine(build(), memory={"gpu": "1GiB", "host": 1 << 18}, micro_batch=(2, 32), micro_batches=1)
+    assert refused.value.items
+    assert {"what", "bytes"} <= set(refused.value.items[0])
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    model = build()
+    for options, reason in (
+        ({"plan": {"slot": 2}}, "unknown key 'slot'"),
+        ({"memory": {"vram": 2}}, "unknown key 'vram'"),
+        ({"memory": {"nvme": {"path": "x"}}}, "nvme is not supported"),
+        ({"memory": {"gpu": "many"}}, "memory.gpu"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
+        ({"update": "sometime"}, "update must be"),
+        ({"device": "tpu"}, "device must be"),
+        ({"precision": "fp8"}, "precision must be"),
+        ({"plan": {"compile": True}}, "compile is for CUDA"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine(model, micro_batch=(2, 32), micro_batches=1, **options)
+
+
+def test_several_processes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
+        engine(build())
+
+
+def test_an_exception_within_a_step_leaves_the_engine_as_it_was() -> None:
+    ours, twin = engine(build()), engine(build())
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise ArithmeticError("the caller's own")
+
+    before = weights(ours)
+    with pytest.raises(ArithmeticError):
+        ours.step(batches(2), loss_fn=broken)
+    assert_unchanged(ours, before)
+    assert ours.step(batches(2)) == twin.step(batches(2))
+
+
+def test_a_failing_device_breaks_the_engine_for_good() -> None:
+    device = _core.Device.cpu(faults='{"fail": [{"call": "copy_to_host", "nth": 9}]}')
+    ours = engine(build(), device=device, micro_batch=(2, 32), micro_batches=1)
+    with pytest.raises(megatrain.MegatrainError, match=r"layers\.\d: device call copy_to_host failed"):
+        ours.step(batches(1))
+    with pytest.raises(EngineBroken):
+        ours.step(batches(1))
+
+
+def test_a_checkpoint_restores_the_state_bit_for_bit(tmp_path: Path) -> None:
+    model = build(tie_word_embeddings=True)
+    straight, first, second = (engine(model, micro_batch=(2, 32), micro_batches=3) for _ in range(3))
+    data = [batches(3, seed=s) for s in range(4)]
+    outs = [straight.step(step) for step in data]
+    assert [first.step(step) for step in data[:2]] == outs[:2]
+    first.save(tmp_path / "saved", {"position": 7})
+    assert second.load(tmp_path / "saved") == {"position": 7}
+    assert [second.step(step) for step in data[2:]] == outs[2:]
+    assert_unchanged(second, weights(straight))
+
+
+def test_a_saved_model_loads_in_stock_transformers_with_the_same_logits(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for tied in (False, True):
+        ours = engine(build(tie_word_embeddings=tied))
+        for seed in range(2):
+            ours.step(batches(2, seed=seed))
+        folder = tmp_path / f"tied-{tied}"
+        ours.save_pretrained(folder)
+        stock, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert (stock.lm_head.weight.data_ptr() == stock.model.embed_tokens.weight.data_ptr()) == tied
+        ids = batches(1)[0]["input_ids"][:1]
+        with torch.no_grad():
+            assert torch.allclose(stock(ids).logits[:, -1], ours.logits(ids), atol=1e-5)
+        again = megatrain.Engine.from_pretrained(str(folder), device="cpu", precision="fp32")
+        assert_unchanged(again, weights(ours))
+
+
+def test_a_closed_engine_says_so() -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    ours.close()
+    with pytest.raises(EngineBroken, match="closed"):
+        ours.step(batches(1))
+
+
+def test_the_package_imports_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, megatrain; assert 'torch' not in sys.modules; print(len(dir(megatrain)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_of_the_package_are_those_it_lists() -> None:
+    assert set(megatrain.__all__) <= set(dir(megatrain))
+    assert megatrain.Decoder.from_config(config()).num_layers == 4
+    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+        _ = megatrain.Adam

@@ -1,0 +1,222 @@
+"""Cutting models into units, and refusing those that cannot be streamed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import ConfigError
+from megatrain.model import Decoder, build_without_storage, max_positions
+from megatrain.request import measure, plan_request
+from reference import SIZES, batches, build, config, engine, error
+from test_equivalence import ROPE
+
+
+def decoder(kind: str = "llama", **changes: Any) -> Decoder:
+    return Decoder.from_config(config(kind, **changes))
+
+
+def test_every_tensor_of_the_state_dict_is_in_one_unit_under_its_own_name() -> None:
+    for kind, tied in (("llama", False), ("llama", True), ("gpt2", True)):
+        cut, stock = decoder(kind, tie_word_embeddings=tied), build(kind, tie_word_embeddings=tied)
+        assert set(cut.tensors) | set(cut.aliases) == set(stock.state_dict())
+        assert set(cut.tensors) == dict(stock.named_parameters()).keys()
+        assert [u.name for u in cut.units] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
+        assert all(cut.tensors[t.name] is t for unit in cut.units for t in unit.tensors)
+        assert cut.num_parameters == sum(p.numel() for p in stock.parameters())
+
+
+def test_embed_and_head_hold_what_runs_before_and_after_the_layers() -> None:
+    plain, tied, gpt2 = decoder(), decoder(tie_word_embeddings=True), decoder("gpt2")
+    assert [t.name for t in plain.units[0].tensors] == ["model.embed_tokens.weight"]
+    assert [t.name for t in plain.units[-1].tensors] == ["model.norm.weight", "lm_head.weight"]
+    assert [t.name for t in tied.units[-1].tensors] == ["model.norm.weight"]
+    assert tied.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert [t.name for t in gpt2.units[0].tensors] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert [t.name for t in gpt2.units[-1].tensors] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+
+
+def test_building_allocates_no_parameters_and_real_buffers() -> None:
+    cut = Decoder.from_config(config(vocab_size=1 << 20, hidden_size=1 << 14, num_attention_heads=128))
+    assert all(p.device.type == "meta" for p in cut.model.parameters())
+    assert all(b.device.type == "cpu" for b in cut.model.buffers())
+    assert cut.num_parameters > 1 << 34
+
+
+@pytest.mark.parametrize("rope", [None, *ROPE])
+def test_buffers_equal_a_normally_built_models_whatever_was_in_memory_before(rope: str | None) -> None:
+    changes = {"rope_parameters": {"rope_theta": 1e4, **ROPE[rope]}} if rope else {}
+    junk = [torch.full((1 << 12,), float("nan")) for _ in range(256)]
+    del junk
+    ours, stock = dict(decoder(**changes).model.named_buffers()), dict(build(**changes).named_buffers())
+    assert set(ours) == set(stock)
+    assert all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+def test_layers_of_one_shape_but_different_windows_have_different_structures() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = decoder("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=8)
+    assert mixed.structure_of == [0, 1, 0, 1]
+    assert decoder("qwen2").structure_of == [0, 0, 0, 0]
+    frozen = Decoder.from_config(config(), freeze=["*.layers.2.*"])
+    assert frozen.structure_of == [0, 0, 1, 0]
+
+
+def test_heads_with_scale_and_cap_are_told_from_plain_ones() -> None:
+    assert (decoder().head.plain, decoder().head.logit_scale, decoder().head.softcap) == (True, 1.0, None)
+    gemma = decoder("gemma2", head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=20.0).head
+    assert (gemma.plain, gemma.logit_scale, gemma.softcap) == (True, 1.0, 20.0)
+    granite = decoder("granite", logits_scaling=8.0).head
+    assert (granite.plain, granite.logit_scale, granite.softcap) == (True, 0.125, None)
+    assert decoder("gptj", n_embd=64, n_layer=4, n_head=4, rotary_dim=8).head.bias == "lm_head.bias"
+
+
+def test_a_head_of_its_own_kind_runs_the_models_own_forward() -> None:
+    from transformers import LlamaForCausalLM
+
+    class Squared(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * output.logits.abs()
+            return output
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Squared(config()).train()
+    ours = engine(model, plan={"loss_chunk": 16})
+    assert not ours.decoder.head.plain
+    from reference import check_training
+
+    check_training(model, [batches(2, seed=s) for s in range(2)], plan={"loss_chunk": 16})
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_log_probabilities_beyond_the_original_length_equal_stock_transformers(rope: str) -> None:
+    longest = 32 if rope == "dynamic" else 128
+    model = build(rope_parameters={"rope_theta": 1e4, **ROPE[rope], "factor": 4.0}, max_position_embeddings=longest)
+    ids = torch.randint(0, 256, (1, 128), generator=torch.Generator().manual_seed(0))
+    (found,) = engine(model).logprobs([{"input_ids": ids}])
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert torch.allclose(found, wanted, atol=1e-5)
+    plain = build(max_position_embeddings=128)
+    with torch.no_grad():
+        unscaled = plain(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert error(found, unscaled) > 1e-4
+
+
+def test_positions_count_rotary_scaling() -> None:
+    assert max_positions(config()) == 64
+    assert max_positions(config(rope_parameters={"rope_theta": 1e4, **ROPE["dynamic"]})) == 128
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("t5", {}, "encoder-decoder"),
+    ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type 'spiral'"),
+    ("gemma4_text", {"head_dim": 16}, "second input computed from embeddings"),
+    ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64, "layerdrop": 0.1}, "layerdrop"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Decoder.from_config({"model_type": kind, **SIZES, **changes})
+
+
+def test_an_experts_implementation_that_gathers_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batched_mm"):
+        Decoder.from_config(config("mixtral", num_local_experts=4), experts="batched_mm")
+
+
+def test_state_passed_from_layer_to_layer_is_refused() -> None:
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Sharing(LlamaModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs, shared={})
+
+    model = LlamaForCausalLM(config())
+    model.model = Sharing(config())
+    with pytest.raises(ConfigError, match="passes state from layer to layer"):
+        Decoder(model)
+
+
+def test_a_model_that_changes_hidden_states_between_layers_is_refused() -> None:
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Scaling(LlamaModel):
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            hidden = self.embed_tokens(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden) * 2.0
+            return (self.norm(hidden),)
+
+    model = LlamaForCausalLM(config())
+    model.model = Scaling(config())
+    with pytest.raises(ConfigError, match="changes the hidden states between its layers"):
+        Decoder(model)
+
+
+def test_unknown_attention_and_a_config_without_a_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="none of auto, sdpa, eager"):
+        Decoder.from_config(config(), attention="flash_attention_9")
+    with pytest.raises(ConfigError, match="model_type"):
+        Decoder.from_config({"hidden_size": 64})
+    with pytest.raises(ConfigError, match="no configuration of a model"):
+        Decoder.from_config("/nowhere/at/all")
+
+
+def test_freezing_nothing_or_everything_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'\\*query\\*' matches no parameter"):
+        Decoder.from_config(config(), freeze=["*query*"])
+    with pytest.raises(ConfigError, match="leaves no parameter to train"):
+        Decoder.from_config(config(), freeze=["*"])
+
+
+def test_a_frozen_tensor_keeps_the_type_it_was_stored_in() -> None:
+    stored = {"model.layers.0.mlp.up_proj.weight": torch.bfloat16}
+    cut = Decoder.from_config(config(), freeze=["*up_proj*"], frozen_dtypes=stored)
+    assert cut.tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert cut.tensors["model.layers.1.mlp.up_proj.weight"].dtype == torch.float32
+    assert cut.tensors["model.layers.0.mlp.down_proj.weight"].role == "trainable"
+
+
+def test_a_parameter_without_values_is_an_error_that_names_it() -> None:
+    model = build()
+    layer = model.model.layers[2].mlp
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.to("meta"))
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.weight has no values"):
+        megatrain.Engine(model, device="cpu", micro_batch=(1, 8), micro_batches=1)
+
+
+def test_a_buffer_without_values_is_an_error_that_names_it() -> None:
+    with torch.device("meta"):
+        model = build_without_storage(config(), torch.float32)
+    with pytest.raises(ConfigError, match=r"buffer model\.rotary_emb\.inv_freq has no values"):
+        Decoder(model)
+
+
+def test_the_request_counts_every_parameter_and_measures_what_a_layer_keeps() -> None:
+    cut = decoder()
+    request = plan_request(
+        cut,
+        micro_batch=(2, 32),
+        micro_batches=3,
+        grad_precision="bf16",
+        update="just_in_time",
+        budget={"device": 1 << 30, "host": 1 << 30},
+        device="cpu",
+    )
+    counted = sum(torch.Size(t["shape"]).numel() for u in request["units"] for t in u["tensors"])
+    assert counted == cut.num_parameters
+    assert request["grad_precision"] == "fp32"  # fp32 training sends fp32 gradients
+    one, two = measure(cut, 0, 1, 32, "cpu"), measure(cut, 0, 2, 32, "cpu")
+    assert two.kept_bytes == 2 * one.kept_bytes > 0
+    matmuls = 2 * 64 * sum(p.numel() for p in cut.layers[0].parameters() if p.ndim == 2)
+    causal_attention = 2 * 2 * 2 * 4 * 32 * 32 * 16 // 2
+    assert two.flops == matmuls + causal_attention

@@ -1,0 +1,89 @@
+"""One module for many layers: parameters are views of wherever a unit's image is."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.activations import Region
+from megatrain.model import Decoder
+from megatrain.template import GradientViews, LayerTemplate, Slice, UnitLayout
+from reference import build, config
+
+
+def lay_out(decoder: Decoder, unit: int) -> UnitLayout:
+    """Tensors one after another, as the core aligns them."""
+    slices, element = [], 0
+    for ref in decoder.units[unit].tensors:
+        slices.append(Slice(element, element * 4, ref.shape, ref.dtype, ref.role == "trainable"))
+        element += -(-torch.Size(ref.shape).numel() // 128) * 128
+    return UnitLayout(element, element * 4, tuple(slices))
+
+
+def fill(region: Region, layout: UnitLayout, image: int, layer: torch.nn.Module, names: dict[str, int]) -> None:
+    for name, parameter in layer.named_parameters():
+        cut = layout.slices[names[name]]
+        region.view(image + cut.byte, cut.shape, cut.dtype).copy_(parameter.detach())
+
+
+@pytest.fixture
+def setting() -> dict[str, Any]:
+    stock = build("qwen2")
+    decoder = Decoder.from_config(config("qwen2"))
+    layout = lay_out(decoder, 1)
+    region = Region(torch.zeros(2 * layout.image_bytes, dtype=torch.uint8))
+    template = LayerTemplate(decoder, 0, layout, region)
+    record = decoder.recorder.record(torch.zeros(2, 16, dtype=torch.int64))
+    return {"stock": stock, "decoder": decoder, "layout": layout, "region": region, "t": template, "record": record}
+
+
+def test_a_template_bound_to_an_image_computes_what_the_layer_computes(setting: dict[str, Any]) -> None:
+    decoder, layout, region, template = (setting[k] for k in ("decoder", "layout", "region", "t"))
+    hidden = torch.randn(2, 16, 64)
+    for layer, image in ((0, 0), (3, layout.image_bytes), (1, 0)):
+        stock = setting["stock"].model.layers[layer]
+        fill(region, layout, image, stock, decoder.local_names(layer + 1))
+        template.bind(image, layer)
+        args, kwargs = setting["record"].args[layer], setting["record"].kwargs[layer]
+        assert torch.equal(template.call(args, kwargs)(hidden), stock(hidden, *args, **kwargs))
+        assert template.module.self_attn.layer_idx == layer
+
+
+def test_parameters_have_no_storage_of_their_own(setting: dict[str, Any]) -> None:
+    template, region = setting["t"], setting["region"]
+    template.bind(setting["layout"].image_bytes, 2)
+    assert {p.untyped_storage()._cdata for p in template.module.parameters()} == {region.storage}
+    before = [id(p) for p in template.module.parameters()]
+    template.bind(0, 0)
+    assert [id(p) for p in template.module.parameters()] == before
+    assert all(p.device.type == "meta" for p in setting["decoder"].layers[0].parameters())
+
+
+def test_a_tensor_stored_in_another_type_is_converted_when_it_is_bound() -> None:
+    name = "mlp.up_proj.weight"
+    stored = {f"model.layers.{i}.{name}": torch.bfloat16 for i in range(4)}
+    decoder = Decoder.from_config(config(), freeze=["*up_proj*"], frozen_dtypes=stored)
+    layout = lay_out(decoder, 1)
+    region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
+    template = LayerTemplate(decoder, 0, layout, region)
+    cut = layout.slices[decoder.local_names(1)[name]]
+    for value in (1.5, 2.5):
+        region.view(cut.byte, cut.shape, torch.bfloat16).fill_(value)
+        template.bind(0, 0)
+        bound = template.module.get_parameter(name)
+        assert bound.dtype == torch.float32
+        assert not bound.requires_grad
+        assert bool((bound == value).all())
+
+
+def test_views_of_gradients_are_made_once_a_place() -> None:
+    layout = UnitLayout(
+        256, 1024, (Slice(0, 0, (3, 5), torch.float32, True), Slice(0, 512, (2,), torch.float32, False))
+    )
+    views = GradientViews(Region(torch.zeros(4096, dtype=torch.uint8)), layout, torch.bfloat16)
+    first, frozen = views.at(512)
+    assert frozen is None
+    assert views.at(512)[0] is first
+    first.fill_(2.0)
+    assert float(views.flat(512).float().sum()) == 30.0
+    assert float(views.flat(0).float().sum()) == 0.0

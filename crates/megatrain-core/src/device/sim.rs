@@ -12,8 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Deserialize;
 
+mod memory;
 mod planes;
 
+pub use self::memory::SimMemory;
+use self::memory::{Allocated, Allocation, host, host_mut};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
@@ -54,14 +57,6 @@ pub struct SimDevice {
     queued_compute: bool,
 }
 
-/// Bytes allocated now, and at most so far. Apart from the state, since queued work may hold the last claim to some
-/// memory and give it up while the state is locked.
-#[derive(Default)]
-struct Allocated {
-    now: AtomicU64,
-    peak: AtomicU64,
-}
-
 struct State {
     queues: [VecDeque<(u64, Work)>; 4],
     clocks: [u64; 4],
@@ -87,17 +82,6 @@ impl Moment {
             0 => None,
             time => Some(time - 1),
         }
-    }
-}
-
-struct Allocation {
-    span: HostSpan,
-    allocated: Arc<Allocated>,
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        self.allocated.now.fetch_sub(self.span.len() as u64, Ordering::AcqRel);
     }
 }
 
@@ -128,47 +112,6 @@ impl SplitMix {
 // A panic inside queued work poisons the lock, but every field stays usable: what ran has been taken off its queue.
 fn lock(shared: &Mutex<State>) -> MutexGuard<'_, State> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The right to look at simulated device memory: only running work holds one, and work runs one piece at a time.
-pub struct SimMemory(());
-
-impl SimMemory {
-    /// The bytes of a stretch of device memory.
-    ///
-    /// # Panics
-    /// When the memory is not a simulated device's.
-    #[must_use]
-    pub fn bytes<'a>(&'a self, memory: &'a DeviceMemory) -> &'a [u8] {
-        let (address, len) = checked(memory);
-        // SAFETY: `checked` proved that the range lies in a live allocation, which `memory` keeps alive for 'a. Queued
-        // work is the only writer, runs one piece at a time, and holds the one token borrowed here.
-        unsafe { std::slice::from_raw_parts(address, len) }
-    }
-
-    /// The bytes of a stretch of device memory, to write.
-    ///
-    /// # Panics
-    /// When the memory is not a simulated device's.
-    #[must_use]
-    pub fn bytes_mut<'a>(&'a mut self, memory: &'a DeviceMemory) -> &'a mut [u8] {
-        let (address, len) = checked(memory);
-        // SAFETY: as in `bytes`; the token is borrowed mutably, so no other view exists while this one lives.
-        unsafe { std::slice::from_raw_parts_mut(address, len) }
-    }
-}
-
-fn checked(memory: &DeviceMemory) -> (*mut u8, usize) {
-    let allocation = memory.owner.downcast_ref::<Allocation>().expect("memory of the simulated device");
-    let base = allocation.span.address() as u64;
-    let len = allocation.span.len() as u64;
-    let inside = memory.address >= base && memory.address - base <= len && memory.len <= len - (memory.address - base);
-    assert!(inside, "{memory:?} leaves its allocation");
-    let offset = usize::try_from(memory.address - base).expect("an offset inside a mapping fits usize");
-    (
-        allocation.span.address().wrapping_add(offset),
-        usize::try_from(memory.len).expect("a mapping's length fits usize"),
-    )
 }
 
 impl SimDevice {
@@ -310,18 +253,6 @@ impl State {
     }
 }
 
-fn host(span: &HostSpan) -> &[u8] {
-    // SAFETY: the span keeps its mapping alive. Nobody writes these bytes during a copy: that is what the schedule
-    // orders and its checker proves, exactly as for a copy engine that reads host memory.
-    unsafe { std::slice::from_raw_parts(span.address(), span.len()) }
-}
-
-#[expect(clippy::mut_from_ref, reason = "a span is a handle to memory, not the memory")]
-fn host_mut(span: &HostSpan) -> &mut [u8] {
-    // SAFETY: as in `host`; that nobody else reads or writes these bytes during a copy is the schedule's business.
-    unsafe { std::slice::from_raw_parts_mut(span.address(), span.len()) }
-}
-
 /// Total and available memory of the machine, as the kernel tells; zeros where it does not.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -430,12 +361,7 @@ impl Device for SimDevice {
         let mut state = self.enter("copy_on_device")?;
         same_length("copy_on_device", src.len, dst.len)?;
         let (src, dst) = (src.clone(), dst.clone());
-        self.queue(&mut state, stream, src.len, move |_| {
-            let ((from, len), (to, _)) = (checked(&src), checked(&dst));
-            // SAFETY: both ranges lie in live allocations that the closure owns, work runs one piece at a time, and
-            // `copy` allows them to overlap.
-            unsafe { std::ptr::copy(from, to, len) };
-        });
+        self.queue(&mut state, stream, src.len, move |memory| memory.copy(&src, &dst));
         Ok(())
     }
 

@@ -59,6 +59,10 @@ fn every_device_call_that_fails_is_told_and_ends_the_run() {
                 let fail = vec![FailedCall { call: call.to_owned(), nth }];
                 let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
                 let text = run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default();
+                // What has passed already is not waited for, so that the number of waits differs from run to run.
+                if text.is_empty() && call == "wait" && device.calls().get(call).is_none_or(|&made| made < nth) {
+                    continue;
+                }
                 assert!(text.contains("asked to fail"), "{update:?}: call {nth} of {total} {call}: {text:?}");
                 let in_a_step = text.starts_with("the engine is broken since");
                 assert!(in_a_step || text.starts_with("device call"), "{text}");

@@ -13,12 +13,14 @@ use crate::store::arena::HostSpan;
 /// Sizes chosen to miss every round number.
 const SIZES: [usize; 7] = [1, 2, 511, 512, 4097, 65_537, 1_000_003];
 
+type Rule = fn(&dyn Device) -> Result<()>;
+
 /// Runs every rule.
 ///
 /// # Errors
 /// [`Error::Invalid`] naming the rule that the device breaks, or the error of a call that should have succeeded.
 pub fn conformance(device: &dyn Device) -> Result<()> {
-    let rules: [(&str, fn(&dyn Device) -> Result<()>); 11] = [
+    let rules: [(&str, Rule); 11] = [
         ("memory is zeroed, aligned, and exactly as long as asked", allocation),
         ("what is copied comes back, at any size and place", round_trips),
         ("work on a stream runs in order", order_on_a_stream),

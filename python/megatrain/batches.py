@@ -100,20 +100,23 @@ class Preparer:
             return dataclasses.replace(micro, record=record)
         batch = micro.batch
         if with_batch:
-            batch = {k: self._move(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            batch = {k: self.move(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
         return dataclasses.replace(
             micro,
-            input_ids=self._move(micro.input_ids),
-            targets=self._move(micro.targets),
-            rows=self._move(micro.rows),
-            attention_mask=self._move(micro.attention_mask) if micro.attention_mask is not None else None,
-            position_ids=self._move(micro.position_ids) if micro.position_ids is not None else None,
-            lookups=[self._move(where) for where in micro.lookups],
+            input_ids=self.move(micro.input_ids),
+            targets=self.move(micro.targets),
+            rows=self.move(micro.rows),
+            attention_mask=self.move(micro.attention_mask) if micro.attention_mask is not None else None,
+            position_ids=self.move(micro.position_ids) if micro.position_ids is not None else None,
+            lookups=[self.move(where) for where in micro.lookups],
             record=record,
             batch=batch,
         )
 
-    def _move(self, tensor: Tensor) -> Tensor:
+    def move(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device; from pinned memory, since a pageable copy would wait for the device."""
+        if self._device.type == "cpu":
+            return tensor
         return tensor if tensor.is_cuda else tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
 
     def _of_shape(self, shape: tuple[int, int]) -> tuple[Record, Record]:

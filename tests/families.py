@@ -1,0 +1,234 @@
+"""Tiny configurations of the architectures that are trained against plain PyTorch, and of those that are refused."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from reference import NO_DROPOUT
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture, tiny."""
+
+    title: str
+    """What people call it."""
+    kind: str
+    """Its `model_type`."""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Beside `BASE`."""
+    experts: bool = False
+    """Whether it has experts, which transformers computes one by one (eager) or grouped."""
+    refused: str = ""
+    """Part of the reason, where it is refused."""
+
+
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **MOE,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama2": Family(title="Llama 2", kind="llama", changes={"num_key_value_heads": 4}),
+    "llama3": Family(
+        title="Llama 3",
+        kind="llama",
+        changes={
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "deepseek-llm": Family(title="DeepSeek-LLM", kind="llama", changes={"num_hidden_layers": 3}),
+    "qwen2": Family(title="Qwen2, Qwen2.5", kind="qwen2", changes={"tie_word_embeddings": True}),
+    "qwen3": Family(title="Qwen3", kind="qwen3", changes={"head_dim": 16}),
+    "mistral": Family(title="Mistral", kind="mistral", changes={"sliding_window": 8}),
+    "gemma": Family(title="Gemma", kind="gemma", changes={"head_dim": 16}),
+    "gemma2": Family(
+        title="Gemma 2", kind="gemma2", changes={"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    ),
+    "gemma3": Family(
+        title="Gemma 3, text",
+        kind="gemma3_text",
+        changes={
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "phi3": Family(title="Phi-3", kind="phi3", changes={"num_key_value_heads": 4, "sliding_window": 8}),
+    "phi4": Family(title="Phi-4", kind="phi3", changes={"partial_rotary_factor": 0.75, "head_dim": 16}),
+    "phi": Family(title="Phi-1.5, Phi-2", kind="phi", changes={}),
+    "glm4": Family(title="GLM-4", kind="glm4", changes={"head_dim": 8}),
+    "olmo2": Family(title="OLMo 2", kind="olmo2"),
+    "olmo3": Family(
+        title="OLMo 3",
+        kind="olmo3",
+        changes={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": Family(title="SmolLM3", kind="smollm3", changes={"no_rope_layers": [1, 0]}),
+    "granite": Family(
+        title="Granite",
+        kind="granite",
+        changes={
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "gpt2": Family(
+        title="GPT-2", kind="gpt2", changes={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT}
+    ),
+    "starcoder2": Family(title="StarCoder2", kind="starcoder2", changes={"sliding_window": 8}),
+    "cohere": Family(title="Cohere", kind="cohere", changes={"logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": Family(
+        title="Cohere 2",
+        kind="cohere2",
+        changes={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "mixtral": Family(
+        title="Mixtral", kind="mixtral", changes={"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
+    ),
+    "qwen3-moe": Family(
+        title="Qwen3-MoE",
+        kind="qwen3_moe",
+        changes={"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0], **MOE},
+        experts=True,
+    ),
+    "qwen2-moe": Family(
+        title="Qwen2-MoE",
+        kind="qwen2_moe",
+        changes={"num_experts": 4, "shared_expert_intermediate_size": 24, **MOE},
+        experts=True,
+    ),
+    "deepseek-v2": Family(
+        title="DeepSeek-V2",
+        kind="deepseek_v2",
+        changes={**DEEPSEEK, "topk_method": "group_limited_greedy"},
+        experts=True,
+    ),
+    "deepseek-v3": Family(title="DeepSeek-V3", kind="deepseek_v3", changes=DEEPSEEK, experts=True),
+    "gpt-oss": Family(
+        title="GPT-OSS",
+        kind="gpt_oss",
+        changes={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        experts=True,
+    ),
+    "glm4-moe": Family(
+        title="GLM-4-MoE",
+        kind="glm4_moe",
+        changes={
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 8,
+            **MOE,
+        },
+        experts=True,
+    ),
+    "olmoe": Family(title="OLMoE", kind="olmoe", changes={"num_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    "granitemoe": Family(
+        title="GraniteMoE", kind="granitemoe", changes={"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
+    ),
+    "phimoe": Family(
+        title="Phi-3.5-MoE", kind="phimoe", changes={"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
+    ),
+    "qwen3-next": Family(
+        title="Qwen3-Next",
+        kind="qwen3_next",
+        changes={"num_experts": 4, "shared_expert_intermediate_size": 24, **MOE, **HYBRID},
+        experts=True,
+    ),
+    "qwen3.5": Family(title="Qwen3.5, text", kind="qwen3_5_text", changes=HYBRID),
+    "qwen3.5-moe": Family(
+        title="Qwen3.5-MoE, text",
+        kind="qwen3_5_moe_text",
+        changes={"num_experts": 4, "shared_expert_intermediate_size": 24, **MOE, **HYBRID},
+        experts=True,
+    ),
+}
+
+RANDOM_ROUTING = ("phimoe",)
+"""Routers that draw random numbers in training, so that no other program has their numbers: replayed in recompute."""
+
+NO_PACKING = ("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Linear attention carries its state over the border between two documents of a row; GPT-OSS builds its masks without
+looking at positions."""
+
+CASES = [
+    (name, experts)
+    for name, family in FAMILIES.items()
+    for experts in (("eager", "grouped_mm") if family.experts else (None,))
+]
+"""Families and the ways to compute their experts."""
+
+
+def build(name: str, experts: str | None = None, **changes: Any) -> Any:
+    """A tiny stock model with real, somewhat uneven weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = FAMILIES[name]
+    options = {"experts_implementation": experts} if experts else {}
+    config = AutoConfig.for_model(family.kind, **{**BASE, **family.changes, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()

@@ -255,7 +255,7 @@ def _hides(value: Any, row: int, border: int, shape: torch.Size) -> bool:
     if value.shape[2] != seq or value.shape[3] < seq:
         return False
     seen = value[row if value.shape[0] > 1 else 0, 0, border, border - 1]
-    return not bool(seen) if value.dtype == torch.bool else float(seen) < -1e4  # noqa: PLR2004
+    return not bool(seen) if value.dtype == torch.bool else float(seen) < -1e4
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

@@ -8,7 +8,7 @@ are replayed with those arguments later. Nothing here knows a model by name, and
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -104,6 +104,7 @@ class Record:
     """An embedding call each: what was looked up; None: the token ids themselves."""
     side: dict[str, list[Any]]
     """Outputs of the modules that do not see the hidden states, by module name, in the order of their calls."""
+    _storages: frozenset[int] | None = None
 
     def to(self, device: torch.device) -> "Record":
         """The same on `device`: copied asynchronously, and one copy of whatever several layers share."""
@@ -125,11 +126,12 @@ class Record:
             side=tree_map(move, self.side),
         )
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that a layer is called with, repeats included."""
-        for value in tree_flatten((self.args, self.kwargs))[0]:
-            if isinstance(value, Tensor):
-                yield value
+    def storages(self) -> frozenset[int]:
+        """Identities of the memory of everything that layers are called with."""
+        if self._storages is None:
+            tensors = (t for t in tree_flatten((self.args, self.kwargs))[0] if isinstance(t, Tensor))
+            self._storages = frozenset(t.untyped_storage()._cdata for t in tensors)
+        return self._storages
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

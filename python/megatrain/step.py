@@ -141,8 +141,7 @@ class Pass:
             return
         turn = Turn(layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit))
         if op.stage is not None:
-            shared = frozenset(t.untyped_storage()._cdata for t in micro.record.tensors())
-            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
+            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, micro.record.storages())
         self._hidden[m] = None  # the turn holds it, or the stage does
         self._hidden[m] = turn.forward(hidden, op.activation, op.input_on_host)
         self._turns[unit, m] = turn
@@ -190,7 +189,7 @@ class Pass:
         shop.embed.bound.bind(op.weights)
         if op.first:
             self._rows = {
-                table: RowSums(rows.to(grad.device, non_blocking=True), padding)
+                table: RowSums(self._preparer.move(rows), padding)
                 for table, (rows, padding) in self._prepared.tables.items()
             }
         if op.grad is not None:

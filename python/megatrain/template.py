@@ -173,8 +173,7 @@ class LayerTemplate:
             if _has_attribute(self.module, path, name)
         ]
         self._tuple = decoder.recorder.tuple_output
-        # fullgraph: a graph break is an error, never a silent return to eager
-        self._run = torch.compile(self.module, fullgraph=True) if compiled else self.module
+        self._run = _compiled(self.module) if compiled else self.module
 
     def bind(self, image: int, layer: int) -> None:
         """Makes this the `layer`-th layer, whose image is at byte `image` of region `weights`."""
@@ -190,6 +189,18 @@ class LayerTemplate:
         """Switches dropout on or off."""
         if self.module.training != training:
             self.module.train(training)
+
+
+def _compiled(module: nn.Module) -> Any:
+    """The module compiled as one graph: a graph break, or too many shapes, is an error and never a return to eager."""
+    import torch._dynamo
+
+    # structures and passes of one layer class share a code object, and with it the limit
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
+    return torch.compile(module, fullgraph=True)
+
+
+_RECOMPILES = 64
 
 
 class LayerCall:

@@ -29,9 +29,7 @@ _REQUIRED = {
     "rich": ((13, 0), "pip install rich"),
 }
 _OPTIONAL = {
-    "liger-kernel": "fused kernels on the card",
-    "tensorboard": "output.tensorboard",
-    "gguf": "reading GGUF models",
+    "gguf": "reading GGUF models, with accelerate",
 }
 _TRANSFORMERS_BELOW = (6,)
 # CUDA 13 libraries need driver branch 580; CUDA 12.8 ones 570. `cuda_status` gives the driver's own CUDA version.

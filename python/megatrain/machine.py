@@ -171,21 +171,30 @@ def format_bytes(size: float) -> str:
 
 def describe(machine: Machine) -> dict[str, Any]:
     """The written description of a machine: what `--machine` reads and `probe --out` writes."""
-    gpu = machine.gpu
+    gpu, disk = machine.gpu, machine.disk_free
     return {
         "name": machine.name,
-        "host": {"memory": machine.memory_available, "total": machine.memory_total, "cpus": machine.cpus},
+        "host": {
+            "memory": _written(machine.memory_available),
+            "total": _written(machine.memory_total),
+            "cpus": machine.cpus,
+        },
         "gpu": None
         if gpu is None
         else {
             "name": gpu.name,
-            "memory": gpu.total_bytes,
+            "memory": _written(gpu.total_bytes),
             "capability": list(gpu.capability),
             "count": len(machine.gpus),
         },
-        "disk": {"free": machine.disk_free},
+        "disk": {"free": None if disk is None else _written(disk)},
         "rates": dict(machine.rates),
     }
+
+
+def _written(size: int) -> str:
+    """A size that `parse_size` reads back, to a thousandth of a GiB."""
+    return f"{size / GIB:.3f}GiB"
 
 
 def from_description(document: Any, where: str) -> Machine:

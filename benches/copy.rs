@@ -108,10 +108,12 @@ fn schedules(c: &mut Criterion) {
     let request = request(80, 64, 256);
     let facts = Facts::new(&request, &plan(&request).expect("fits")).expect("facts");
     let shape = Shape { pass: Pass::Train, micro_batches: 64 };
-    let first = Schedule::new(&facts, shape, None).expect("a schedule");
-    let steady = Schedule::new(&facts, shape, Some(&first)).expect("a schedule");
+    let first = Schedule::new(&facts, shape, None, &[]).expect("a schedule");
+    let steady = Schedule::new(&facts, shape, Some(&first), &[]).expect("a schedule");
     group.sample_size(10);
-    group.bench_function("make", |b| b.iter(|| black_box(Schedule::new(&facts, shape, Some(&first)).expect("one"))));
+    group.bench_function("make", |b| {
+        b.iter(|| black_box(Schedule::new(&facts, shape, Some(&first), &[]).expect("one")))
+    });
     group.bench_function("check", |b| b.iter(|| check(&facts, &steady, Some(&first)).expect("right")));
     group.finish();
 }

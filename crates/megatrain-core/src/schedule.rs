@@ -167,31 +167,67 @@ pub struct Shape {
     pub micro_batches: u32,
 }
 
+/// A unit whose weights are on the device as they are on the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Resident {
+    /// The unit.
+    pub unit: u32,
+    /// The slot that holds it; `None` where it has a place of its own.
+    pub slot: Option<u32>,
+}
+
 /// The order of one pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Schedule {
     /// What it was made for.
     pub shape: Shape,
+    /// Units that the passes before have left on the device and that need not be loaded.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub resident: Vec<Resident>,
     /// The operations, in program order.
     pub ops: Vec<Op>,
 }
 
 impl Schedule {
-    /// The order of a pass of `shape` that follows `previous`, whose landings and updates may still be under way.
+    /// The order of a pass of `shape` that follows `previous`, whose landings and updates may still be under way, when
+    /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] told of `previous`.
     ///
     /// # Errors
     /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan.
-    pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>) -> Result<Self> {
-        build::build(facts, shape, previous)
+    pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
+        build::build(facts, shape, previous, resident)
     }
 
-    /// Steady state: a pass that follows one of the same shape.
+    /// Steady state: two passes of the same shape that follow one of that shape, the second made to follow the first.
+    /// Both have the same operations.
     ///
     /// # Errors
     /// As for [`Schedule::new`].
     pub fn steady(facts: &Facts, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
-        let first = Self::new(facts, shape, None)?;
-        let second = Self::new(facts, shape, Some(&first))?;
+        let start = Self::new(facts, shape, None, &[])?;
+        let first = Self::new(facts, shape, Some(&start), &start.leaves(facts))?;
+        let second = Self::new(facts, shape, Some(&first), &first.leaves(facts))?;
         Ok((Arc::new(first), Arc::new(second)))
+    }
+
+    /// Units whose weights need not be loaded again after this pass: those that it has not updated and that the next
+    /// one would not evict. With fewer slots than layers, a layer's turn comes when others have taken its slot, and
+    /// keeping some back would leave too few slots to load ahead.
+    #[must_use]
+    pub fn leaves(&self, facts: &Facts) -> Vec<Resident> {
+        let mut places: std::collections::BTreeMap<(u32, Option<u32>), u32> = std::collections::BTreeMap::new();
+        let place = |unit: u32, slot: Option<u32>| (if slot.is_some() { 0 } else { unit }, slot);
+        for held in &self.resident {
+            places.insert(place(held.unit, held.slot), held.unit);
+        }
+        for op in self.ops.iter().filter(|op| op.kind == Kind::Load) {
+            places.insert(place(op.unit, op.slot), op.unit);
+        }
+        let updated = |unit: u32| self.ops.iter().any(|op| op.kind == Kind::Update && op.unit == unit);
+        let all_in_slots = facts.units.iter().filter(|u| !u.own_place).count() <= facts.slots as usize;
+        let kept = places.into_iter().filter(|&((_, slot), unit)| !updated(unit) && (slot.is_none() || all_in_slots));
+        let mut resident: Vec<Resident> = kept.map(|((_, slot), unit)| Resident { unit, slot }).collect();
+        resident.sort_unstable();
+        resident
     }
 }

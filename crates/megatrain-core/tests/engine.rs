@@ -3,9 +3,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
+use megatrain_core::device::{Device, Stream};
 use megatrain_core::error::Tier;
-use megatrain_core::layout::Precision;
-use megatrain_core::plan::{Activation, Count, Place, Plan, Request, UpdateMode, plan};
+use megatrain_core::layout::{Dtype, Precision};
+use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
 use megatrain_core::stream::{Engine, Options, PlaneName};
@@ -271,6 +272,36 @@ fn evaluations_change_nothing_wherever_they_come() {
 }
 
 #[test]
+fn written_weights_are_sent_again() {
+    let mut base = request(4, 2);
+    base.requests.slots = Some(4);
+    let run = start(&base, queueing(1), &options());
+    let loss_weights = |unit: usize| {
+        let place = run.engine.weights_offset(unit).unwrap();
+        let engine = &run.engine;
+        let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let (memory, out) = (engine.region(Region::Weights).slice(place, 64), Arc::clone(&seen));
+        run.toy.device.launch(Stream::Compute, move |m| out.lock().unwrap().extend_from_slice(m.bytes(&memory)));
+        run.toy.device.synchronize(&run.toy.device.record(Stream::Compute).unwrap()).unwrap();
+        Arc::try_unwrap(seen).unwrap().into_inner().unwrap()
+    };
+    let evaluate = || {
+        run.toy.begin(&run.engine, Pass::Eval, 2, false).unwrap();
+        run.toy.compute(&run.engine, 0).unwrap();
+        run.engine.drain(FOREVER).map(ready).unwrap();
+    };
+    evaluate();
+    let before = loss_weights(5);
+    evaluate();
+    assert_eq!(run.engine.stats().unwrap().bytes_to_device, 0, "nothing has changed, so nothing is sent");
+    let values: Vec<u8> = (0..16).flat_map(|i| (i as f32).to_ne_bytes()).collect();
+    run.engine.write(5, 0, PlaneName::State(Plane::Master), 0, Dtype::F32, &values).unwrap();
+    evaluate();
+    assert_ne!(before, values);
+    assert_eq!(loss_weights(5), values);
+}
+
+#[test]
 fn a_pass_that_is_abandoned_leaves_no_trace() {
     let base = request(4, 3);
     let reference = train_through(&base, queueing(0), &synchronous(), 3, Some(0.5));
@@ -363,7 +394,7 @@ fn every_plane_is_read_and_written_wherever_it_lives() {
             assert_eq!(found, part, "{name}, {units}");
             let values: Vec<u8> = (0..13).flat_map(|i| (i as f32 * 0.37 - 1.0).to_le_bytes()).collect();
             for plane in [Plane::Master, Plane::ExpAvg, Plane::ExpAvgSq] {
-                engine.write(1, 0, PlaneName::State(plane), 100, megatrain_core::layout::Dtype::F32, &values).unwrap();
+                engine.write(1, 0, PlaneName::State(plane), 100, Dtype::F32, &values).unwrap();
                 engine.read(1, 0, PlaneName::State(plane), 100, &mut found).unwrap();
                 assert_eq!(found, values, "{name}, {units}, {plane:?}");
             }
@@ -378,7 +409,7 @@ fn every_plane_is_read_and_written_wherever_it_lives() {
             let error = engine.read(0, 0, PlaneName::State(Plane::Master), 3000, &mut grad).unwrap_err().to_string();
             assert!(error.contains("embed.weight"), "{error}");
             let infinite = f32::INFINITY.to_le_bytes();
-            let dtype = megatrain_core::layout::Dtype::F32;
+            let dtype = Dtype::F32;
             let error =
                 engine.write(1, 0, PlaneName::State(Plane::Master), 0, dtype, &infinite).unwrap_err().to_string();
             assert!(error.contains("finite"), "{error}");

@@ -96,6 +96,17 @@ fn free_device_memory_goes_to_state_first_then_to_activations_then_to_slots() {
 }
 
 #[test]
+fn state_on_the_device_makes_room_on_the_host() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
+    request.requests.state_on_device = Some(Count::Units(0));
+    request.budget.host = plan(&request).unwrap().totals.host / 2;
+    assert!(matches!(plan(&request), Err(Error::DoesNotFit { tier: Tier::Host, .. })));
+    request.requests.state_on_device = None;
+    let fitting = plan(&request).unwrap();
+    assert!(fitting.totals.host <= request.budget.host);
+}
+
+#[test]
 fn the_last_layers_are_kept_as_far_as_memory_goes_and_inputs_leave_when_it_does_not() {
     let mut request = model(8, 2);
     request.requests.slots = Some(2);

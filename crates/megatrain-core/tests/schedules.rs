@@ -81,9 +81,10 @@ proptest! {
         let shapes = [train(m), train(m), eval(m), train(m.saturating_sub(fewer).max(1)), eval(1), eval(1), train(m)];
         let mut previous: Option<Schedule> = None;
         for shape in shapes {
-            let schedule = Schedule::new(&facts, shape, previous.as_ref()).unwrap();
+            let resident = previous.as_ref().map_or_else(Vec::new, |p: &Schedule| p.leaves(&facts));
+            let schedule = Schedule::new(&facts, shape, previous.as_ref(), &resident).unwrap();
             prop_assert_eq!(check(&facts, &schedule, previous.as_ref()).map_err(|e| e.to_string()), Ok(()));
-            let alone = Schedule::new(&facts, shape, None).unwrap();
+            let alone = Schedule::new(&facts, shape, None, &[]).unwrap();
             prop_assert_eq!(check(&facts, &alone, None).map_err(|e| e.to_string()), Ok(()));
             previous = Some(schedule);
         }
@@ -93,8 +94,8 @@ proptest! {
     fn no_dependency_can_be_left_out(request in any_request()) {
         let facts = facts(&request);
         let shape = train(request.micro_batches);
-        let previous = Schedule::new(&facts, shape, None).unwrap();
-        let schedule = Schedule::new(&facts, shape, Some(&previous)).unwrap();
+        let previous = Schedule::new(&facts, shape, None, &[]).unwrap();
+        let schedule = Schedule::new(&facts, shape, Some(&previous), &previous.leaves(&facts)).unwrap();
         for op in 0..schedule.ops.len() {
             for dep in 0..schedule.ops[op].deps.len() {
                 if implied(&previous, &schedule, op, dep) {
@@ -111,7 +112,7 @@ proptest! {
     #[test]
     fn a_swapped_place_is_refused(request in any_request(), pick in any::<prop::sample::Index>()) {
         let facts = facts(&request);
-        let schedule = Schedule::new(&facts, train(request.micro_batches), None).unwrap();
+        let schedule = Schedule::new(&facts, train(request.micro_batches), None, &[]).unwrap();
         let change = |mutate: &dyn Fn(&mut Op) -> bool| {
             let candidates: Vec<usize> =
                 (0..schedule.ops.len()).filter(|&i| mutate(&mut schedule.ops[i].clone())).collect();
@@ -138,7 +139,7 @@ proptest! {
 #[test]
 fn an_event_cannot_order_the_host() {
     let facts = facts(&request(3, 2));
-    let mut schedule = Schedule::new(&facts, train(2), None).unwrap();
+    let mut schedule = Schedule::new(&facts, train(2), None, &[]).unwrap();
     let update = schedule.ops.iter_mut().rfind(|op| op.lane == Lane::Host).unwrap();
     update.deps[0].edge = Edge::Issued;
     let error = check(&facts, &schedule, None).unwrap_err().to_string();
@@ -148,7 +149,7 @@ fn an_event_cannot_order_the_host() {
 #[test]
 fn each_rule_is_told_in_words() {
     let facts = facts(&request(3, 2));
-    let good = Schedule::new(&facts, train(2), None).unwrap();
+    let good = Schedule::new(&facts, train(2), None, &[]).unwrap();
     let rule = |mutate: &dyn Fn(&mut Vec<Op>)| {
         let mut schedule = good.clone();
         mutate(&mut schedule.ops);
@@ -186,15 +187,44 @@ fn layer_major_sends_each_weight_at_most_twice_however_many_micro_batches() {
     let mut request = request(8, 16);
     request.requests.slots = Some(3);
     let facts = facts(&request);
-    let schedule = Schedule::new(&facts, train(16), None).unwrap();
+    let schedule = Schedule::new(&facts, train(16), None, &[]).unwrap();
     let loads = |unit| schedule.ops.iter().filter(|o| o.kind == Kind::Load && o.unit == unit).count();
     assert_eq!((0..10).map(loads).collect::<Vec<_>>(), [1, 2, 2, 2, 2, 2, 1, 1, 1, 1]);
     let lands = schedule.ops.iter().filter(|o| o.kind == Kind::Land).count();
     assert_eq!(lands, 10);
     // With a slot for every layer nothing is loaded for backward.
     request.requests.slots = Some(8);
-    let schedule = Schedule::new(&self::facts(&request), train(16), None).unwrap();
+    let schedule = Schedule::new(&self::facts(&request), train(16), None, &[]).unwrap();
     assert_eq!(schedule.ops.iter().filter(|o| o.kind == Kind::Load).count(), 10);
+}
+
+#[test]
+fn weights_that_are_there_are_not_sent_again_until_they_change() {
+    let mut base = request(4, 2);
+    base.requests.slots = Some(4);
+    base.units[2].tensors.iter_mut().for_each(|t| t.role = megatrain_core::layout::Role::Frozen);
+    let facts = facts(&base);
+    let loads = |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::Load).map(|o| o.unit).collect::<Vec<_>>();
+    let step = Schedule::new(&facts, train(2), None, &[]).unwrap();
+    assert_eq!(loads(&step), [0, 1, 2, 3, 4, 5]);
+    // After a step, only what is frozen is still as it was.
+    let first = Schedule::new(&facts, eval(2), Some(&step), &step.leaves(&facts)).unwrap();
+    assert_eq!(loads(&first), [0, 1, 3, 4, 5]);
+    let second = Schedule::new(&facts, eval(1), Some(&first), &first.leaves(&facts)).unwrap();
+    assert!(loads(&second).is_empty());
+    check(&facts, &second, Some(&first)).unwrap();
+    // Weights that a step has changed cannot be claimed to be there, nor may a load be left out.
+    let mut claimed = step.leaves(&facts);
+    claimed.push(megatrain_core::schedule::Resident { unit: 0, slot: None });
+    let wrong = Schedule::new(&facts, eval(2), Some(&step), &claimed).unwrap();
+    let error = check(&facts, &wrong, Some(&step)).unwrap_err().to_string();
+    assert!(error.contains("unit 0 is not on the device"), "{error}");
+    // With fewer slots than layers, all but embed and head take turns.
+    base.requests.slots = Some(3);
+    let facts = self::facts(&base);
+    let first = Schedule::new(&facts, eval(2), None, &[]).unwrap();
+    let second = Schedule::new(&facts, eval(2), Some(&first), &first.leaves(&facts)).unwrap();
+    assert_eq!(loads(&second), [1, 2, 3, 4]);
 }
 
 #[test]

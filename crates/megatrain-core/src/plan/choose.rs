@@ -24,13 +24,13 @@ pub(super) fn choose(request: &Request) -> Result<Plan> {
     let mut choice = Choice { request, plan: smallest(request) };
     choice.finish()?;
     choice.fit_inputs()?;
-    choice.refuse_unless_it_fits()?;
+    choice.refuse_unless_it_fits(&[Tier::Device])?;
     choice.grow_slots(SLOTS)?;
     choice.grow_slabs()?;
     choice.place_state()?;
     choice.keep_activations()?;
     choice.grow_slots(u32::MAX)?;
-    choice.refuse_unless_it_fits()?;
+    choice.refuse_unless_it_fits(&[Tier::Device, Tier::Host])?;
     Ok(choice.plan)
 }
 
@@ -103,17 +103,14 @@ impl Choice<'_> {
         Ok(())
     }
 
-    fn fits(&self) -> bool {
-        let (totals, budget) = (self.plan.totals, self.request.budget);
-        totals.device <= budget.device && totals.host <= budget.host
-    }
-
-    /// Keeps a change when it still fits, and tells so.
+    /// Keeps a change when it still fits, and tells so. What does not fit on the host yet may come to fit, as state moves
+    /// to the device, so there a change must only not make it worse.
     fn attempt(&mut self, change: impl FnOnce(&mut Plan)) -> Result<bool> {
         let before = self.plan.clone();
         change(&mut self.plan);
         self.finish()?;
-        let fits = self.fits();
+        let (totals, budget) = (self.plan.totals, self.request.budget);
+        let fits = totals.device <= budget.device && totals.host <= budget.host.max(before.totals.host);
         if !fits {
             self.plan = before;
         }
@@ -216,11 +213,13 @@ impl Choice<'_> {
         Ok(())
     }
 
-    fn refuse_unless_it_fits(&self) -> Result<()> {
+    fn refuse_unless_it_fits(&self, tiers: &[Tier]) -> Result<()> {
         let (totals, budget) = (self.plan.totals, self.request.budget);
-        for (tier, needed, available) in
-            [(Tier::Device, totals.device, budget.device), (Tier::Host, totals.host, budget.host)]
-        {
+        for &tier in tiers {
+            let (needed, available) = match tier {
+                Tier::Device => (totals.device, budget.device),
+                Tier::Host => (totals.host, budget.host),
+            };
             if needed > available {
                 return Err(Error::DoesNotFit { tier, needed, available, items: self.plan.items.clone() });
             }

@@ -1,7 +1,7 @@
 //! Writes a pass down in program order.
 use super::hazards::Tracker;
 use super::slots::{Turn, assign};
-use super::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
+use super::{Facts, Kind, Lane, Op, Pass, Resident, Schedule, Shape};
 use crate::error::{Error, Result};
 
 /// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
@@ -10,6 +10,7 @@ const CIRCULATING_SLABS: usize = 4;
 struct Builder<'a> {
     facts: &'a Facts,
     shape: Shape,
+    resident: &'a [Resident],
     tracker: Tracker,
     ops: Vec<Op>,
     /// Compute operations so far: the priority of what the next one waits for.
@@ -20,7 +21,12 @@ struct Builder<'a> {
     landed: usize,
 }
 
-pub(super) fn build(facts: &Facts, shape: Shape, previous: Option<&Schedule>) -> Result<Schedule> {
+pub(super) fn build(
+    facts: &Facts,
+    shape: Shape,
+    previous: Option<&Schedule>,
+    resident: &[Resident],
+) -> Result<Schedule> {
     if shape.micro_batches == 0 || shape.micro_batches > facts.micro_batches {
         return Err(Error::Invalid(format!(
             "a pass of {} micro-batches was asked for; the plan has room for 1 to {}",
@@ -28,9 +34,10 @@ pub(super) fn build(facts: &Facts, shape: Shape, previous: Option<&Schedule>) ->
         )));
     }
     let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
-    let mut builder = Builder { facts, shape, tracker, ops: Vec::new(), computed: 0, staged: 0, backed: 0, landed: 0 };
+    let ops = Vec::new();
+    let mut builder = Builder { facts, shape, resident, tracker, ops, computed: 0, staged: 0, backed: 0, landed: 0 };
     builder.pass();
-    Ok(Schedule { shape, ops: builder.ops })
+    Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
 }
 
 impl Builder<'_> {
@@ -48,7 +55,7 @@ impl Builder<'_> {
                 turns.extend((1..=layers).rev());
             }
         }
-        let mut turns = assign(self.facts, &turns).into_iter();
+        let mut turns = assign(self.facts, &turns, self.resident).into_iter();
         for group in groups {
             let last = group.end == total;
             self.forward(&group, &mut turns);
@@ -149,7 +156,8 @@ impl Builder<'_> {
 
     /// Embed and head keep their place all pass long, so that they are loaded once.
     fn load_own(&mut self, unit: u32, group: &std::ops::Range<u32>) {
-        if group.start == 0 && !self.facts.unit(unit).on_device {
+        let there = self.facts.unit(unit).on_device || self.resident.contains(&Resident { unit, slot: None });
+        if group.start == 0 && !there {
             self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |_| {});
         }
     }

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::hazards::{Access, Resource, accesses, edge};
-use super::{Edge, Facts, Kind, Lane, Op, Pass, Schedule};
+use super::{Edge, Facts, Kind, Lane, Op, Pass, Resident, Schedule};
 use crate::error::{Error, Result};
 
 /// Checks `schedule` as the pass that follows `previous`.
@@ -150,64 +150,121 @@ impl<'a> Graph<'a> {
     }
 
     fn check_hazards(&self, facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
-        struct Content {
-            writer: usize,
-            holds: (u32, u32),
-            readers: Vec<usize>,
+        let mut contents = Contents::default();
+        for held in previous.map_or(&[][..], |p| &p.resident) {
+            contents.0.insert(place(*held), Content { writer: None, holds: (held.unit, 0), readers: Vec::new() });
         }
-        let mut contents: HashMap<Resource, Content> = HashMap::new();
-        for (index, op) in self.ops.iter().enumerate() {
-            let shape = match previous {
-                Some(previous) if index < self.start => previous.shape,
-                _ => schedule.shape,
-            };
-            let current = index >= self.start;
+        for (index, op) in self.ops[..self.start].iter().enumerate() {
+            let shape = previous.map_or(schedule.shape, |p| p.shape);
             for (resource, access) in accesses(facts, shape, op) {
-                let content = contents.get_mut(&resource);
-                match (access, content) {
-                    (Access::Read(unit, mb), Some(content)) => {
-                        if current && content.holds != (unit, mb) {
-                            return Err(broken(
-                                op,
-                                &format!("{resource:?} holds {:?}, not what it reads", content.holds),
-                            ));
-                        }
-                        // The chain of computations, proved above, orders what an earlier link waited for.
-                        let chained = |&reader: &usize| self.ops[reader].lane == Lane::Compute;
-                        let proved = op.lane == Lane::Compute && content.readers.iter().any(chained);
-                        if current && !proved && !self.ordered(content.writer, index) {
-                            return Err(broken(op, read_rule(resource)));
-                        }
-                        content.readers.push(index);
-                    }
-                    (Access::Read(unit, mb), None) => {
-                        if current && must_be_written(facts, resource) {
-                            return Err(broken(op, read_rule(resource)));
-                        }
-                        // What the host holds was there before; whoever overwrites it must still wait for its readers.
-                        let holds = (unit, mb);
-                        contents.insert(resource, Content { writer: index, holds, readers: vec![index] });
-                    }
-                    (Access::Write(unit, mb) | Access::Add(unit, mb), content) => {
-                        if let Some(content) = content {
-                            let waits = content.readers.iter().chain([&content.writer]);
-                            let loose = waits.copied().find(|&before| before != index && !self.ordered(before, index));
-                            if current && loose.is_some() {
-                                return Err(broken(op, write_rule(resource)));
-                            }
-                            if current && matches!(access, Access::Add(..)) && content.holds.0 != unit {
-                                return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
-                            }
-                        } else if current && matches!(access, Access::Add(..)) {
-                            return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
-                        }
-                        contents.insert(resource, Content { writer: index, holds: (unit, mb), readers: Vec::new() });
-                    }
-                }
+                contents.follow(index, op, resource, access);
+            }
+        }
+        for held in &schedule.resident {
+            if contents.0.get(&place(*held)).is_none_or(|c| c.holds != (held.unit, 0)) {
+                let unit = held.unit;
+                return Err(Error::Invalid(format!("schedule: unit {unit} is not on the device when the pass begins")));
+            }
+        }
+        // What the pass does not know to be there must be loaded again, even where it happens to lie.
+        let known: HashSet<Resource> = schedule.resident.iter().map(|&held| place(held)).collect();
+        for (resource, content) in &mut contents.0 {
+            let weights = matches!(resource, Resource::Slot(_) | Resource::Own(_));
+            if weights && must_be_written(facts, *resource) && !known.contains(resource) {
+                content.holds = STALE;
+            }
+        }
+        for (index, op) in self.ops.iter().enumerate().skip(self.start) {
+            for (resource, access) in accesses(facts, schedule.shape, op) {
+                self.check_access(facts, &contents, index, resource, access)?;
+                contents.follow(index, op, resource, access);
             }
         }
         Ok(())
     }
+
+    fn check_access(
+        &self,
+        facts: &Facts,
+        contents: &Contents,
+        index: usize,
+        resource: Resource,
+        access: Access,
+    ) -> Result<()> {
+        let op = self.ops[index];
+        let content = contents.0.get(&resource);
+        match (access, content) {
+            (Access::Read(unit, mb), Some(content)) => {
+                if content.holds != (unit, mb) {
+                    let holds = content.holds;
+                    return Err(broken(op, &format!("{resource:?} holds {holds:?}, not what it reads")));
+                }
+                // The chain of computations, proved before, orders what an earlier link waited for.
+                let chained = |&reader: &usize| self.ops[reader].lane == Lane::Compute;
+                let proved = op.lane == Lane::Compute && content.readers.iter().any(chained);
+                if !proved && content.writer.is_some_and(|writer| !self.ordered(writer, index)) {
+                    return Err(broken(op, read_rule(resource)));
+                }
+            }
+            (Access::Read(..), None) if must_be_written(facts, resource) => {
+                return Err(broken(op, read_rule(resource)));
+            }
+            (Access::Write(unit, _) | Access::Add(unit, _), Some(content)) => {
+                let mut before = content.readers.iter().copied().chain(content.writer);
+                if before.any(|before| before != index && !self.ordered(before, index)) {
+                    return Err(broken(op, write_rule(resource)));
+                }
+                if matches!(access, Access::Add(..)) && content.holds.0 != unit {
+                    return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
+                }
+            }
+            (Access::Add(..), None) => {
+                return Err(broken(op, "a sum is added to, and not replaced, by later micro-batches"));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// What a resource holds, who put it there in these two passes, and who has read it since.
+struct Content {
+    writer: Option<usize>,
+    holds: (u32, u32),
+    readers: Vec<usize>,
+}
+
+/// In place of a unit whose weights on the device are no longer those on the host.
+const STALE: (u32, u32) = (u32::MAX, 0);
+
+#[derive(Default)]
+struct Contents(HashMap<Resource, Content>);
+
+impl Contents {
+    fn follow(&mut self, index: usize, op: &Op, resource: Resource, access: Access) {
+        match access {
+            Access::Read(unit, mb) => {
+                // What the host holds was there before; whoever overwrites it must still wait for its readers.
+                let fresh = || Content { writer: None, holds: (unit, mb), readers: Vec::new() };
+                self.0.entry(resource).or_insert_with(fresh).readers.push(index);
+            }
+            Access::Write(unit, mb) | Access::Add(unit, mb) => {
+                let content = Content { writer: Some(index), holds: (unit, mb), readers: Vec::new() };
+                self.0.insert(resource, content);
+            }
+        }
+        if let (Kind::Update, Resource::Image(unit)) = (op.kind, resource) {
+            for (place, content) in &mut self.0 {
+                if matches!(place, Resource::Slot(_) | Resource::Own(_)) && content.holds == (unit, 0) {
+                    content.holds = STALE;
+                }
+            }
+        }
+    }
+}
+
+fn place(held: Resident) -> Resource {
+    held.slot.map_or(Resource::Own(held.unit), Resource::Slot)
 }
 
 /// Host planes and weights that live on the device are there from the start; all else must be written first.

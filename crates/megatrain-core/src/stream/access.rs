@@ -73,6 +73,8 @@ impl Engine {
             return Err(Error::Invalid("a gradient is computed, not written".to_owned()));
         };
         if !self.shared.on_device(unit) {
+            // Whatever of it is on the device must be sent again.
+            self.shared.lock().resident.retain(|held| held.unit as usize != unit);
             return self.shared.memory.store.write(unit, tensor, plane, start, dtype, source);
         }
         self.shared.through_window(unit, tensor, start, source.len(), dtype, |w| {

@@ -36,10 +36,10 @@ impl Shared {
             // The pass whose gradients wait is kept aside; an evaluation after it leaves nothing behind, and gradients
             // that are added to have been gathered.
             if core.progress.newest().is_some_and(|(number, _)| number != undecided) {
-                core.progress.drop_newest();
+                core.drop_newest();
             }
             if begin.pass == Pass::Train {
-                core.progress.drop_newest();
+                core.drop_newest();
                 core.undecided = None;
                 core.gathered = true;
             }
@@ -50,6 +50,7 @@ impl Shared {
         let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
         let schedule = self.schedule(&mut core, shape, previous.as_deref())?;
         self.device.set_compute_stream(begin.compute_stream)?;
+        core.resident = schedule.leaves(&self.facts);
         let computes = schedule.ops.iter().filter(|op| op.lane == Lane::Compute).map(|op| op.id).collect();
         let number = core.progress.begin(schedule);
         if begin.pass == Pass::Train {
@@ -179,7 +180,7 @@ impl Shared {
             ready!(self.wait_until(core, deadline, |core| (!evaluated || core.is_drained()).then_some(()))?);
         if evaluated {
             // Updates follow the training pass directly: what the evaluation left on the device is read no more.
-            core.progress.drop_newest();
+            core.drop_newest();
         }
         let grad_norm = self.norm();
         let skipped = !grad_norm.is_finite() && !self.immediate;
@@ -231,12 +232,12 @@ impl Shared {
             self.device.synchronize(&event)?;
             core = self.enter()?;
         }
-        core.progress.drop_newest();
+        core.drop_newest();
         if let Some(undecided) = core.undecided.take()
             && undecided != newest
         {
             if training || !running {
-                core.progress.drop_newest();
+                core.drop_newest();
             } else {
                 // An evaluation was abandoned; the gradients before it still wait.
                 core.undecided = Some(undecided);

@@ -12,7 +12,7 @@ use crate::device::{Device, Event, Stream};
 use crate::error::{Error, Result};
 use crate::optimizer::{Adamw, Affinity, Isa, Pool};
 use crate::plan::{Placement, Plan, Request, UpdateMode};
-use crate::schedule::{Facts, Lane, Op, Schedule, Shape, check};
+use crate::schedule::{Facts, Lane, Op, Resident, Schedule, Shape, check};
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -49,6 +49,9 @@ pub(super) struct Current {
     pub(super) held: Option<(Id, Option<Event>, Instant)>,
 }
 
+/// What a schedule depends on beside the plan: its shape, what is on the device, and the same of the pass before it.
+type ScheduleKey = (Shape, Vec<Resident>, Option<(Shape, Vec<Resident>)>);
+
 #[derive(Default)]
 pub(super) struct Core {
     pub(super) progress: Progress<Token>,
@@ -66,7 +69,9 @@ pub(super) struct Core {
     pub(super) updates_begun: bool,
     /// Issued operations whose events each device lane's second thread waits for.
     pub(super) awaited: [VecDeque<(Id, Token)>; 4],
-    pub(super) schedules: HashMap<(Shape, Option<Shape>), Arc<Schedule>>,
+    pub(super) schedules: HashMap<ScheduleKey, Arc<Schedule>>,
+    /// Units whose weights on the device are those on the host, once the newest pass is over.
+    pub(super) resident: Vec<Resident>,
     pub(super) counters: Counters,
 }
 
@@ -178,11 +183,13 @@ impl Shared {
 
     /// The schedule of a pass, made and checked once.
     pub(super) fn schedule(&self, core: &mut Core, shape: Shape, previous: Option<&Schedule>) -> Result<Arc<Schedule>> {
-        let key = (shape, previous.map(|p| p.shape));
+        // Without the pass before it, nothing is known about what is on the device.
+        let resident = if previous.is_some() { std::mem::take(&mut core.resident) } else { Vec::new() };
+        let key = (shape, resident, previous.map(|p| (p.shape, p.resident.clone())));
         if let Some(schedule) = core.schedules.get(&key) {
             return Ok(Arc::clone(schedule));
         }
-        let schedule = Schedule::new(&self.facts, shape, previous)?;
+        let schedule = Schedule::new(&self.facts, shape, previous, &key.1)?;
         check(&self.facts, &schedule, previous)?;
         let schedule = Arc::new(schedule);
         core.schedules.insert(key, Arc::clone(&schedule));
@@ -217,6 +224,12 @@ impl Core {
             None if self.closing => Err(Error::Invalid("the engine is closed".to_owned())),
             None => Ok(()),
         }
+    }
+
+    /// Drops the newest pass, of which nothing must be under way. What it has left on the device is not known.
+    pub(super) fn drop_newest(&mut self) {
+        self.progress.drop_newest();
+        self.resident.clear();
     }
 
     /// Whether a lane may take an operation now: with one at a time, only when nothing is under way.

@@ -1,9 +1,13 @@
 """Every architecture, tiny and random, in our engine against plain PyTorch: loss, norm, gradients, moments, weights."""
 
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import megatrain
 from families import CASES, FAMILIES, NO_PACKING, RANDOM_ROUTING, build
 from megatrain.errors import ConfigError
 from reference import batches, check_training, engine, error, packed
@@ -62,3 +66,31 @@ def test_random_routing_is_replayed_in_recomputation(name: str, experts: str | N
     (kept, kept_weights), (again, again_weights) = found
     assert [(o.loss, o.grad_norm) for o in kept] == [(o.loss, o.grad_norm) for o in again]
     assert all(torch.equal(kept_weights[n], again_weights[n]) for n in kept_weights)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_stock_folder_is_read_trained_exported_and_read_by_stock_again(name: str, tmp_path: Path) -> None:
+    stock = build(name).eval()
+    stock.save_pretrained(tmp_path / "in")
+    ours = megatrain.Engine.from_pretrained(
+        str(tmp_path / "in"), precision="fp32", device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}
+    )
+    with ours:
+        before = ours.logits(batches(1, rows=1, seq=8, vocab=VOCAB)[0]["input_ids"])
+        ours.save_pretrained(tmp_path / "same")
+        ours.step(padded_steps(1)[0])
+        after = ours.logits(batches(1, rows=1, seq=8, vocab=VOCAB)[0]["input_ids"])
+        ours.save_pretrained(tmp_path / "out")
+        ours.save_pretrained(tmp_path / "library", layout="library")
+    source, same, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "same", "out"))
+    assert {n: tuple(t.shape) for n, t in source.items()} == {n: tuple(t.shape) for n, t in out.items()}
+    assert all(torch.equal(source[n], same[n]) for n in source)
+    ids = batches(1, rows=1, seq=8, vocab=VOCAB)[0]["input_ids"]
+    for folder, wanted in (("same", before), ("out", after), ("library", after)):
+        again, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        with torch.no_grad():
+            assert error(again.eval()(ids, use_cache=False).logits[:, -1], wanted) < 1e-5
+    assert error(before, after) > 1e-4

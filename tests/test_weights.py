@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from megatrain.errors import ConfigError
@@ -109,27 +109,34 @@ def test_missing_extra_and_misshapen_tensors_are_all_named() -> None:
         assert words in str(caught.value)
 
 
-def test_experts_stored_apart_are_refused_with_advice_that_works(tmp_path: Path) -> None:
+def test_experts_are_read_as_published_and_as_the_library_holds_them(tmp_path: Path) -> None:
     settings: dict[str, Any] = {k: v for k, v in llama().items() if k != "model_type"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**settings, num_local_experts=4, num_experts_per_tok=2))
     decoder = Decoder.from_config(model.config, precision="fp32")
-    model.save_pretrained(tmp_path / "apart")
-    with pytest.raises(ConfigError, match=r"stores every expert apart.*save_original_format=False"):
-        match(open_weights(resolve(str(tmp_path / "apart"))), decoder)
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
-    core = MemoryCore(decoder)
-    load(open_weights(resolve(str(tmp_path / "fused"))), decoder, core)
-    for name, ref in decoder.tensors.items():
-        assert torch.equal(core.planes[ref.unit, ref.tensor].weights.view(ref.shape), model.state_dict()[name])
+    for folder, published in (("apart", True), ("fused", False)):
+        model.save_pretrained(tmp_path / folder, save_original_format=published)
+        core = MemoryCore(decoder)
+        found = load(open_weights(resolve(str(tmp_path / folder))), decoder, core)
+        assert any(".experts.0." in name for name in found) == published
+        for name, ref in decoder.tensors.items():
+            assert torch.equal(core.planes[ref.unit, ref.tensor].weights.view(ref.shape), model.state_dict()[name])
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {k: v for k, v in llama().items() if k != "model_type"}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**settings, num_local_experts=4, num_experts_per_tok=2))
+    model.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    del values["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight"):
+        match(TensorWeights(values, "here"), Decoder.from_config(model.config, precision="fp32"))
 
 
 def test_rotary_buffers_of_older_files_are_left_out() -> None:
     values = dict(reference().state_dict()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     target = engine("fp32")
-    assert (
-        "model.layers.0.self_attn.rotary_emb.inv_freq" not in match(TensorWeights(values, ""), target.decoder).values()
-    )
+    assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in match(TensorWeights(values, ""), target.decoder)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -443,13 +443,16 @@ class Engine:
             log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
         return dict(saved.get("run", {}))
 
-    def save_pretrained(self, folder: str | Path, *, dtype: Any = "auto", overwrite: bool = False) -> None:
-        """Writes the model as a Hugging Face folder."""
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: Any = "auto", layout: Any = "source", overwrite: bool = False
+    ) -> None:
+        """Writes the model as a Hugging Face folder, in the layout of its source or in the library's own."""
         export.save_pretrained(
             self.decoder,
             self.core,
             folder,
             dtype=dtype,
+            layout=layout,
             tokenizer=self._tokenizer,
             tokenizer_dir=self._tokenizer_dir,
             overwrite=overwrite,
@@ -597,7 +600,7 @@ class Engine:
             values.clear()
             return
         if not any(not ref.is_buffer and name in values for name, ref in self.decoder.tensors.items()):
-            initialize.initialize(self.decoder, core, self._seed)
+            initialize.initialize(self.decoder, core, self._seed, device=self.device.type)
             values.clear()
             return
         missing = [name for name in self.decoder.tensors if name not in values]

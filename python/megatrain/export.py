@@ -9,6 +9,7 @@ missing and no unexpected key.
 
 import copy
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
+from megatrain.conversion import Block, published
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import staged, storage_error, write_file
@@ -27,7 +29,10 @@ from megatrain.weights import Core, Decoder, FileWeights, TensorRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 DtypeName = Literal["auto", "bf16", "fp32"]
+LayoutName = Literal["source", "library"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -59,6 +64,7 @@ def save_pretrained(
     out: str | Path,
     *,
     dtype: DtypeName = "auto",  # auto: the run's own precision
+    layout: LayoutName = "source",
     tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
     tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
     overwrite: bool = False,
@@ -66,18 +72,22 @@ def save_pretrained(
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
     """Writes the model in the store as a Hugging Face folder. Float tensors get the asked type, all others keep theirs;
-    a tied weight is written once, under the name it is stored under. Raises ConfigError when `out` is in use already,
+    a tied weight is written once, under the name it is stored under. `layout` is that of published checkpoints, as the
+    source has it (every expert apart), or the library's own (experts fused). Raises ConfigError when `out` is in use already,
     StorageError when it cannot be written."""
     out = Path(out)
     target = DTYPES[decoder.precision if dtype == "auto" else dtype]
     _refuse_used(out, overwrite)
+    blocks = _blocks(decoder, layout)
+    dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
     entries = [
-        Entry(ref.name, target if ref.dtype.is_floating_point else ref.dtype, tuple(ref.shape))
-        for ref in decoder.tensors.values()
+        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
+        for name, block in blocks.items()
     ]
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        read_weights(core, decoder.tensors[entry.name], DTYPES[decoder.precision], start, piece)
+        block = blocks[entry.name]
+        read_weights(core, decoder.tensors[block.name], DTYPES[decoder.precision], block.start + start, piece)
 
     with staged(out, folder_bytes(entries, tokenizer, tokenizer_dir)) as folder:
         files = shards.plan_shards(folder, "model", entries)
@@ -91,12 +101,13 @@ def export_checkpoint(
     out: str | Path,
     *,
     dtype: DtypeName = "auto",
+    layout: LayoutName = "source",
     overwrite: bool = False,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
-    """Writes a checkpoint's model as a Hugging Face folder, without building the model: `fp32` from a bf16 run is its
-    exact master. Raises CheckpointError for a checkpoint that is not whole, ConfigError when `out` is in use already,
+    """Writes a checkpoint's model as a Hugging Face folder, without any tensor of the model itself: `fp32` from a bf16
+    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not whole, ConfigError when `out` is in use already,
     StorageError when it cannot be written."""
     from megatrain.checkpoint import Checkpoint
 
@@ -108,16 +119,20 @@ def export_checkpoint(
         residual = FileWeights(source.shards("residual"))
     except DamagedFile as error:
         raise CheckpointError(str(error)) from None
+    blocks = _saved_blocks(source.folder, weights, layout)
+    dtypes = {name: weights.entries[block.name].dtype for name, block in blocks.items()}
     entries = [
-        Entry(e.name, target if e.dtype.is_floating_point else e.dtype, e.shape) for e in weights.entries.values()
+        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
+        for name, block in blocks.items()
     ]
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        count = piece.numel()
-        size = weights.entries[entry.name].dtype.itemsize
-        values = weights.read(entry.name, start, count, torch.empty(count * size, dtype=torch.uint8))
-        if entry.dtype == torch.float32 and entry.name in residual.entries:
-            low = residual.read(entry.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
+        count, block = piece.numel(), blocks[entry.name]
+        start += block.start
+        size = dtypes[entry.name].itemsize
+        values = weights.read(block.name, start, count, torch.empty(count * size, dtype=torch.uint8))
+        if entry.dtype == torch.float32 and block.name in residual.entries:
+            low = residual.read(block.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
             values = join(values, low)
         piece.copy_(values)
 
@@ -131,6 +146,29 @@ def export_checkpoint(
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
         write_file(folder / "config.json", json_bytes(_with_dtype(config, str(target).removeprefix("torch."))))
         copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+
+
+def _blocks(decoder: Decoder, layout: LayoutName) -> dict[str, Block]:
+    """Every tensor of the folder by name, and what of the model it holds."""
+    shapes = {name: tuple(ref.shape) for name, ref in decoder.tensors.items()}
+    if layout == "library" or decoder.library_layout:
+        return {name: Block(name, 0, shape) for name, shape in shapes.items()}
+    return published(decoder.model, shapes)
+
+
+def _saved_blocks(folder: Path, weights: FileWeights, layout: LayoutName) -> dict[str, Block]:
+    """The same for a checkpoint, whose tensors are the library's."""
+    shapes = {name: entry.shape for name, entry in weights.entries.items()}
+    own = {name: Block(name, 0, shape) for name, shape in shapes.items()}
+    if layout == "library":
+        return own
+    from megatrain.model import build_without_storage, load_config
+
+    try:
+        return published(build_without_storage(load_config(folder), torch.bfloat16), shapes)
+    except ConfigError as error:
+        log.warning("the library's own layout is written, since the model's code cannot be loaded: %s", error)
+        return own
 
 
 def read_weights(core: Core, ref: TensorRef, stored: torch.dtype, start: int, out: Tensor) -> None:

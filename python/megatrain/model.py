@@ -98,6 +98,7 @@ class Decoder:
         self.base_name, self.base = _base(model)
         self.layers_name = _layer_list(self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
+        self.library_layout = False
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._take_values()

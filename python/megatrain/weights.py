@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
+from megatrain.conversion import Block, published
 from megatrain.errors import ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 
@@ -55,6 +56,9 @@ class TensorRef(Protocol):
 
 class Decoder(Protocol):
     """The model, as far as its weights go."""
+
+    library_layout: bool
+    """Whether its source holds every tensor as the library does, so that an export does too."""
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -296,43 +300,36 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def match(source: Weights, decoder: Decoder) -> dict[str, str]:
-    """Model name to source name, for every tensor of the model. The prefix of the base model (`model.`) may be there on
-    one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError that names
-    what is missing, left over, or of another shape or type."""
+def match(source: Weights, decoder: Decoder) -> dict[str, Block]:
+    """Source name to the elements it stands for, together every tensor of the model once. Tensors may be stored as the
+    library holds them or as the hub publishes them (every expert apart); the prefix of the base model (`model.`) may be
+    there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError that
+    names what is missing, left over, or of another shape or type."""
     prefix = getattr(decoder.model, "base_model_prefix", "")
     prefix = prefix + "." if prefix else ""
-    known = {**{name: name for name in decoder.tensors}, **dict(decoder.aliases)}
-    found: dict[str, str] = {}
+    places = _Places(decoder)
+    found: dict[Block, str] = {}
     unknown: list[str] = []
     ignore = getattr(decoder.model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [re.compile(pattern) for pattern in (*ignore, *_NOT_WEIGHTS)]
     twins: list[tuple[str, str]] = []
-    for name in source.entries:
+    for name, entry in source.entries.items():
         spellings = (name, prefix + name, name.removeprefix(prefix)) if prefix else (name,)
-        canonical = next((known[spelling] for spelling in spellings if spelling in known), None)
-        if canonical is None:
+        block = next((b for spelling in spellings if (b := places.find(spelling, entry.shape)) is not None), None)
+        if block is None:
             if not any(pattern.search(name) for pattern in patterns):
                 unknown.append(name)
-        elif canonical in found:
-            twins.append((found[canonical], name))
+        elif block in found:
+            twins.append((found[block], name))
         else:
-            found[canonical] = name
-    problems = []
-    missing = [name for name in decoder.tensors if name not in found]
-    if missing:
-        problems.append(f"lacks {_listed(missing)}")
-        if any(".experts." in name for name in missing) and any(".experts." in name for name in unknown):
-            problems[-1] += (
-                " (it stores every expert apart, which is not supported yet: rewrite it once with transformers' "
-                "save_pretrained(OUT, save_original_format=False))"
-            )
+            found[block] = name
+    problems = places.problems(found)
     if unknown:
         problems.append(f"holds {_listed(unknown)}, for which the model has no place")
-    for name, theirs in found.items():
-        ref, entry = decoder.tensors[name], source.entries[theirs]
-        if tuple(ref.shape) != entry.shape:
-            problems.append(f"has {theirs} of shape {list(entry.shape)} where the model has {list(ref.shape)}")
+    for block, theirs in found.items():
+        ref, entry = decoder.tensors[block.name], source.entries[theirs]
+        if block.shape != entry.shape:
+            problems.append(f"has {theirs} of shape {list(entry.shape)} where the model has {list(block.shape)}")
         elif entry.dtype.itemsize < 2 and _is_float(entry.dtype):
             problems.append(
                 f"has {theirs} in {entry.dtype}: quantised weights cannot be trained, take the original model"
@@ -349,7 +346,37 @@ def match(source: Weights, decoder: Decoder) -> dict[str, str]:
         )
     for first, second in twins:
         _require_equal(source, first, second)
-    return found
+    return {theirs: block for block, theirs in found.items()}
+
+
+class _Places:
+    """Where tensors of a file belong, by every name the model has for them."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._whole = {name: Block(name, 0, tuple(ref.shape)) for name, ref in decoder.tensors.items()}
+        self._aliases = dict(decoder.aliases)
+        self._published = published(decoder.model, {name: block.shape for name, block in self._whole.items()})
+
+    def find(self, name: str, shape: tuple[int, ...]) -> Block | None:
+        """The elements that a file's tensor of this name and shape stands for."""
+        own = self._whole.get(self._aliases.get(name, name))
+        block = self._published.get(name)
+        return block if block is not None and (block.shape == shape or own is None) else own
+
+    def problems(self, found: Mapping[Block, str]) -> list[str]:
+        """What is not there, or there twice."""
+        there = dict.fromkeys(self._whole, 0)
+        for block in found:
+            there[block.name] += block.numel
+        missing, twice = [], []
+        for name, count in there.items():
+            if count > self._whole[name].numel:
+                twice.append(name)
+            elif count < self._whole[name].numel or self._whole[name].numel == 0 and self._whole[name] not in found:
+                parts = [theirs for theirs, block in self._published.items() if block.name == name]
+                missing += [t for t in parts if self._published[t] not in found] if count else [name]
+        problems = [f"lacks {_listed(missing)}"] if missing else []
+        return [*problems, f"holds {_listed(twice)} both whole and in parts"] if twice else problems
 
 
 def load(
@@ -359,24 +386,25 @@ def load(
     *,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, str]:
+) -> dict[str, Block]:
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
     Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what
     `match` found. Raises ConfigError, also when a weight is not finite."""
     found = match(source, decoder)
-    work = [piece for name, theirs in found.items() for piece in _cut(name, theirs, source.entries[theirs])]
-    total = sum(source.entries[theirs].nbytes for theirs in found.values())
+    decoder.library_layout = all(name in decoder.tensors or name in decoder.aliases for name in found)
+    work = [piece for theirs, block in found.items() for piece in _cut(block, theirs, source.entries[theirs])]
+    total = sum(source.entries[theirs].nbytes for theirs in found)
     done = [0]
 
-    def one(piece: tuple[str, str, int, int], buffer: Tensor) -> None:
-        name, theirs, start, count = piece
+    def one(piece: tuple[Block, str, int, int], buffer: Tensor) -> None:
+        block, theirs, start, count = piece
         values = source.read(theirs, start, count, buffer)
-        put(core, decoder.tensors[name], values, start, source.where(theirs))
+        put(core, decoder.tensors[block.name], values, block.start + start, source.where(theirs))
         done[0] += values.nbytes
         if progress is not None:
             progress(min(done[0], total), total)
 
-    largest = max((source.entries[theirs].nbytes for theirs in found.values()), default=0)
+    largest = max((source.entries[theirs].nbytes for theirs in found), default=0)
     try:
         shards.run_threads(work, one, threads or min(4, os.cpu_count() or 1), largest, _PIECE_BYTES)
     except DamagedFile as error:
@@ -386,10 +414,10 @@ def load(
     return found
 
 
-def _cut(name: str, theirs: str, entry: Entry) -> Iterator[tuple[str, str, int, int]]:
+def _cut(block: Block, theirs: str, entry: Entry) -> Iterator[tuple[Block, str, int, int]]:
     step = _PIECE_BYTES // entry.dtype.itemsize
     for start in range(0, entry.numel, step):
-        yield name, theirs, start, min(step, entry.numel - start)
+        yield block, theirs, start, min(step, entry.numel - start)
 
 
 def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> None:
@@ -424,7 +452,7 @@ def _require_equal(source: Weights, first: str, second: str) -> None:
         torch.equal(
             source.read(first, start, count, buffers[0]).float(), source.read(second, start, count, buffers[1]).float()
         )
-        for _, _, start, count in _cut(first, first, Entry(first, torch.float64, one.shape))
+        for _, _, start, count in _cut(Block(first, 0, one.shape), first, Entry(first, torch.float64, one.shape))
     )
     if not same:
         raise ConfigError(

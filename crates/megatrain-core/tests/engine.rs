@@ -153,16 +153,16 @@ fn a_gradient_copy_that_comes_late_is_never_read_early() {
 
 #[test]
 fn buffers_that_are_used_again_never_mix_under_any_delay() {
-    // H14: the fewest buffers, delays on each stream alone and together, many seeds.
+    // H14: the fewest buffers, delays on each stream alone and together, 200 steps, 20 seeds.
     let mut smallest = request(4, 3);
     smallest.requests.inputs = Some(Place::Host);
     smallest.requests.stage_buffers = Some(2);
-    let reference = train_through(&smallest, queueing(0), &synchronous(), 20, Some(0.5));
+    let reference = train_through(&smallest, queueing(0), &synchronous(), 200, Some(0.5));
     let streams: [&[&str]; 4] = [&["compute"], &["upload"], &["download"], &["compute", "upload", "download"]];
     for seed in 0..20 {
         let device = delayed(seed, streams[seed as usize % streams.len()]);
         let poison = Options { poison: seed % 2 == 1, ..options() };
-        let found = train_through(&smallest, device, &poison, 20, Some(0.5));
+        let found = train_through(&smallest, device, &poison, 200, Some(0.5));
         assert!(found == reference, "seed {seed}");
     }
 }
@@ -436,6 +436,7 @@ fn calls_out_of_turn_are_refused_and_break_nothing() {
     run.toy.launch(engine, &op, 0);
     engine.finish(op.id).unwrap();
     refused(engine.apply(&GROUPS, None, FOREVER).map(|_| ()), "under way");
+    refused(engine.write(1, 0, PlaneName::State(Plane::Master), 0, Dtype::F32, &[0; 4]), "under way");
     run.toy.compute(engine, 0).unwrap();
     refused(run.toy.begin(engine, Pass::Train, 3, false), "neither applied nor abandoned");
     refused(run.toy.begin(engine, Pass::Train, 3, true), "no store");

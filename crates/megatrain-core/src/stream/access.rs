@@ -72,6 +72,11 @@ impl Engine {
         let PlaneName::State(plane) = plane else {
             return Err(Error::Invalid("a gradient is computed, not written".to_owned()));
         };
+        if self.shared.lock().computing() {
+            return Err(Error::Invalid(
+                "a pass is under way: its weights are written before it or after it".to_owned(),
+            ));
+        }
         if !self.shared.on_device(unit) {
             // Whatever of it is on the device must be sent again.
             self.shared.lock().resident.retain(|held| held.unit as usize != unit);

@@ -72,7 +72,7 @@ impl Shared {
 
     fn may_begin(&self, core: &Core, begin: &Begin) -> Result<()> {
         let invalid = |text: &str| Err(Error::Invalid(text.to_owned()));
-        if core.current.as_ref().is_some_and(|c| c.finished < c.computes.len()) {
+        if core.computing() {
             return invalid("a pass is under way: compute all of it, or abandon it, before another one begins");
         }
         if begin.pass == Pass::Eval {
@@ -134,7 +134,7 @@ impl Shared {
         let number = core.undecided.ok_or_else(|| {
             Error::Invalid("no gradients wait: no training pass has begun since the last one was applied".to_owned())
         })?;
-        if core.current.as_ref().is_some_and(|c| c.finished < c.computes.len()) {
+        if core.computing() {
             return Err(Error::Invalid("a pass is under way: compute all of it first".to_owned()));
         }
         let schedule = core.progress.schedule(number);
@@ -205,7 +205,7 @@ impl Shared {
     pub(super) fn abandon(&self, limit: Duration) -> Result<Poll<()>> {
         let deadline = Deadline::after(limit);
         let mut core = self.enter()?;
-        let running = core.current.as_ref().is_some_and(|c| c.finished < c.computes.len());
+        let running = core.computing();
         if core.undecided.is_none() && !running {
             return Ok(Poll::Ready(()));
         }

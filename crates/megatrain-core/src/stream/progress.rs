@@ -295,3 +295,92 @@ impl<T> PassProgress<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{Dep, Kind, Pass, Shape};
+
+    fn schedule(ops: &[(Lane, u32, &[(u32, Edge, bool)])]) -> Arc<Schedule> {
+        let op = |(id, &(lane, priority, deps)): (usize, &(Lane, u32, &[(u32, Edge, bool)]))| Op {
+            id: u32::try_from(id).unwrap(),
+            kind: Kind::Load,
+            unit: 0,
+            micro_batch: 0,
+            lane,
+            priority,
+            slot: None,
+            grad: None,
+            slab: None,
+            stage: None,
+            deps: deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect(),
+        };
+        let shape = Shape { pass: Pass::Eval, micro_batches: 1 };
+        Arc::new(Schedule { shape, resident: Vec::new(), ops: ops.iter().enumerate().map(op).collect() })
+    }
+
+    fn id(pass: u64, op: u32) -> Id {
+        Id { pass, op }
+    }
+
+    #[test]
+    fn ready_operations_are_taken_lowest_number_first_and_old_passes_before_new_ones() {
+        let mut progress = Progress::<u8>::default();
+        progress.begin(schedule(&[(Lane::Host, 5, &[]), (Lane::Host, 2, &[]), (Lane::Upload, 0, &[])]));
+        progress.begin(schedule(&[(Lane::Host, 0, &[])]));
+        let order: Vec<Id> = std::iter::from_fn(|| progress.take(Lane::Host)).collect();
+        assert_eq!(order, [id(0, 1), id(0, 0), id(1, 0)]);
+    }
+
+    #[test]
+    fn an_issued_edge_opens_on_issue_and_a_complete_one_when_it_is_over() {
+        let mut progress = Progress::<u8>::default();
+        let edges: &[(u32, Edge, bool)] = &[(0, Edge::Issued, false)];
+        let waits: &[(u32, Edge, bool)] = &[(0, Edge::Complete, false)];
+        progress.begin(schedule(&[(Lane::Upload, 0, &[]), (Lane::Compute, 0, edges), (Lane::Host, 0, waits)]));
+        let first = progress.take(Lane::Upload).unwrap();
+        assert!(progress.take(Lane::Compute).is_none());
+        progress.issued(first, 7);
+        assert_eq!(progress.take(Lane::Compute), Some(id(0, 1)));
+        let awaited = Awaited { lane: Lane::Upload, token: 7, complete: false };
+        assert_eq!(progress.awaited(id(0, 1)), [awaited]);
+        assert!(progress.take(Lane::Host).is_none());
+        progress.complete(first);
+        assert_eq!(progress.take(Lane::Host), Some(id(0, 2)));
+        assert_eq!(progress.under_way(), 2);
+    }
+
+    #[test]
+    fn the_next_pass_waits_for_what_is_left_of_the_one_before() {
+        let mut progress = Progress::<u8>::default();
+        let prior: &[(u32, Edge, bool)] = &[(0, Edge::Complete, true)];
+        progress.begin(schedule(&[(Lane::Host, 0, &[])]));
+        progress.begin(schedule(&[(Lane::Upload, 0, prior)]));
+        assert!(!progress.is_ready(Lane::Upload));
+        let update = progress.take(Lane::Host).unwrap();
+        progress.complete(update);
+        assert!(progress.is_ready(Lane::Upload));
+        progress.retire();
+        assert_eq!(progress.alive(), 1);
+        // What was over before the pass began is not waited for.
+        let load = progress.take(Lane::Upload).unwrap();
+        progress.complete(load);
+        progress.begin(schedule(&[(Lane::Upload, 0, prior)]));
+        assert!(progress.is_ready(Lane::Upload));
+    }
+
+    #[test]
+    fn a_halted_pass_begins_nothing_more_and_can_be_dropped() {
+        let mut progress = Progress::<u8>::default();
+        let waits: &[(u32, Edge, bool)] = &[(0, Edge::Complete, false)];
+        let number = progress.begin(schedule(&[(Lane::Host, 0, &[]), (Lane::Host, 1, waits), (Lane::Upload, 0, &[])]));
+        let running = progress.take(Lane::Host).unwrap();
+        progress.halt(number);
+        assert!(progress.take(Lane::Upload).is_none());
+        assert_eq!(progress.under_way_of(number), 1);
+        progress.complete(running);
+        assert!(progress.take(Lane::Host).is_none());
+        progress.drop_newest();
+        assert!(!progress.is_alive(number) && progress.under_way() == 0);
+    }
+}

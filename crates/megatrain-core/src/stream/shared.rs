@@ -226,6 +226,11 @@ impl Core {
         }
     }
 
+    /// Whether the newest pass has something left to compute.
+    pub(super) fn computing(&self) -> bool {
+        self.current.as_ref().is_some_and(|c| c.finished < c.computes.len())
+    }
+
     /// Drops the newest pass, of which nothing must be under way. What it has left on the device is not known.
     pub(super) fn drop_newest(&mut self) {
         self.progress.drop_newest();

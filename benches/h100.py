@@ -1,0 +1,109 @@
+"""Our steps beside their peers on one card, in one command: a JSON line each, then the ratios as a table.
+
+    python benches/h100.py [--only 1,2,5] [--steps 10] [--peers deepspeed,resident,resident-checkpoint]
+
+Every figure is tokens a second of at least `--steps` steps timed as one interval, after warm-up, with pending updates
+drained inside it; random weights, random tokens, sequence 1,024, bf16 with fp32 masters and moments. A ratio holds
+within one run of this script only, since machines are shared and differ.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SMALL = ["--gpu-memory", "12GiB", "--set", "state_on_device=0"]
+CLIPPED = ["--max-grad-norm", "1.0"]
+IMMEDIATE = ["--update", "immediate"]
+
+CASES: dict[str, tuple[list[str], str | None]] = {
+    # case: arguments of `megatrain bench`, the peer it is a ratio of
+    "1": (["--model", "qwen2.5-3b", "--batch", "8", *SMALL, *IMMEDIATE], "deepspeed"),
+    "2": (["--model", "qwen2.5-3b", "--batch", "8", *SMALL, *CLIPPED], "deepspeed"),
+    "3": (["--model", "qwen2.5-3b", "--batch", "32", *SMALL, *IMMEDIATE], "resident-checkpoint"),
+    "4": (["--model", "qwen2.5-3b", "--batch", "128", *SMALL, *CLIPPED], "resident-checkpoint"),
+    "5": (["--model", "qwen2.5-3b", "--batch", "8", *CLIPPED], "resident"),
+    "6": (["--model", "qwen2.5-3b", "--batch", "32", *CLIPPED], "resident-checkpoint"),
+    "7": (["--model", "qwen2.5-7b", "--batch", "16", *CLIPPED], None),
+    "7i": (["--model", "qwen2.5-7b", "--batch", "16", *IMMEDIATE], None),
+    "8": (["--model", "qwen2.5-7b", "--batch", "64", *CLIPPED], None),
+}
+PEERS: dict[str, list[str]] = {
+    "resident": ["resident.py", "--model", "qwen2.5-3b", "--batch", "8"],
+    "resident-checkpoint": ["resident.py", "--model", "qwen2.5-3b", "--batch", "16", "--checkpoint"],
+    "deepspeed": ["zero3.py", "--model", "qwen2.5-3b", "--batch", "8"],
+}
+
+
+def matmul_tflops() -> float:
+    """bf16 matrix product of 8192 cubed, the median of 20."""
+    code = """
+import torch
+a, b = (torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16) for _ in range(2))
+times = []
+for i in range(25):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(); a @ b; end.record(); torch.cuda.synchronize(); times.append(start.elapsed_time(end))
+print(2 * 8192**3 / sorted(times[5:])[10] / 1e9)
+"""
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def run(name: str, command: list[str], limit: float) -> dict[str, Any] | None:
+    """The JSON line that a command ends with; what went wrong is printed."""
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(json.dumps({"case": name, "error": f"not done after {limit:.0f} s"}), flush=True)
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        print(json.dumps({"case": name, "error": (done.stderr or done.stdout)[-600:]}), flush=True)
+        return None
+    answer: dict[str, Any] = json.loads(lines[-1])
+    print(json.dumps({"case": name, "took_s": round(time.perf_counter() - started, 1), **answer}), flush=True)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES), help="cases, comma-separated")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a case")
+    parser.add_argument(
+        "--long-steps", type=int, default=None, help="timed steps of cases 4 and 8, whose steps are long"
+    )
+    parser.add_argument("--peers", default=",".join(PEERS), help="peers, comma-separated; empty for none")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that one of them may take")
+    parser.add_argument("--traces", type=Path, help="folder for the traces of cases 3 and 6")
+    arguments = parser.parse_args()
+    rate = matmul_tflops()
+    print(json.dumps({"matmul_tflops": round(rate, 1)}), flush=True)
+    peers: dict[str, dict[str, Any] | None] = {}
+    for peer in filter(None, arguments.peers.split(",")):
+        script, *rest = PEERS[peer]
+        command = [sys.executable, str(Path(__file__).parent / "peers" / script), *rest]
+        peers[peer] = run(peer, command, arguments.limit)
+    rows = []
+    for case in filter(None, arguments.only.split(",")):
+        words, peer = CASES[case]
+        steps = arguments.long_steps if case in ("4", "8") and arguments.long_steps else arguments.steps
+        command = [sys.executable, "-m", "megatrain", "bench", "--seq", "1024", "--steps", str(steps), *words]
+        if arguments.traces and case in ("3", "6"):
+            command += ["--trace", str(arguments.traces / f"case-{case}.json")]
+        ours = run(case, command, arguments.limit)
+        other = peers.get(peer) if peer else None
+        ratio = f"{ours['tokens_s'] / other['tokens_s']:.3f} x {peer}" if ours and other else ""
+        speed = f"{ours['tokens_s']:,.0f}" if ours else "failed"
+        share = f"{ours['model_tflops'] / rate:.3f}" if ours else ""
+        rows.append((case, " ".join(words), speed, share, ratio))
+    print("\n| case | arguments | tokens/s | of the matmul rate | ratio |\n|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

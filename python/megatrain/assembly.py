@@ -138,7 +138,10 @@ def assemble(
     blueprint = draw_up(config, machine, need_weights=resume is None)
     decoder, tokenizer = blueprint.decoder, blueprint.tokenizer
     assert tokenizer is not None
-    _early_settle(config, blueprint, numerics)
+    keep_threads(blueprint, numerics)
+    # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
+    nominal = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+    settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=nominal, saved=numerics)
     if folder is not None:
         needed = planning.disk_needed(config, decoder, decoder.precision)
         planning.check_disk(needed, folder, existing, config)
@@ -149,7 +152,8 @@ def assemble(
         progress=(lambda what, rows: progress(f"tokenizing {what}", rows, 0)) if progress else None,
     )
     rows = most_rows(config, train, held_out)
-    settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=rows, saved=numerics)
+    if rows != nominal:
+        settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=rows, saved=numerics)
     size, pad = settled.micro_batch[0], _pad_id(tokenizer)
     parts = Parts(
         blueprint=blueprint,
@@ -187,7 +191,7 @@ def build_engine(
         if blueprint.source is not None:
             load(blueprint.source, decoder, core, progress=told("reading weights"))
         else:
-            initialize(decoder, core, train.seed, progress=told("drawing weights"))
+            initialize(decoder, core, train.seed, device=settled.device, progress=told("drawing weights"))
 
     engine = Engine(
         decoder,
@@ -235,17 +239,15 @@ def run_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     return build_tokenizer(_located(config, _files(config, plan_only=False)))
 
 
-def _early_settle(config: Config, blueprint: Blueprint, numerics: dict[str, Any] | None) -> None:
-    """Refuses what cannot fit before any data is tokenized: with the fewest rows a step can have."""
-    rows = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
-    planning.settle(
-        config,
-        blueprint.decoder,
-        device=blueprint.device,
-        machine=blueprint.machine,
-        rows=rows,
-        saved=numerics,
-    )
+def keep_threads(blueprint: Blueprint, numerics: dict[str, Any] | None) -> None:
+    """Computes with as many of torch's threads as a resumed run did: on the CPU they are part of the numerics key."""
+    threads = (numerics or {}).get("threads")
+    if blueprint.device == "cpu" and isinstance(threads, int):
+        import torch
+
+        if threads != torch.get_num_threads():
+            log.info("computing with %d threads, as the run did before", threads)
+            torch.set_num_threads(threads)
 
 
 def _files(config: Config, plan_only: bool) -> ModelFiles | None:

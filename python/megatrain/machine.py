@@ -69,7 +69,7 @@ class Machine:
 
     def host_budget(self) -> int:
         """`memory.host: auto`: what is available, less head-room for the process itself and for the page cache."""
-        return max(0, self.memory_available - max(GIB // 2, self.memory_available // 20))
+        return max(0, self.memory_available - max(3 * GIB // 4, self.memory_available // 20))
 
     def gpu_budget(self) -> int:
         """`memory.gpu: auto`: the card's memory, less its context, library workspaces and fragmentation."""

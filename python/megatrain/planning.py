@@ -170,6 +170,8 @@ def settle(
     rates, measured = probe.rates(machine, device)
     budget = budgets(config, device, machine)
     options = engine_plan(config, device, machine)
+    if saved and "loss_chunk" not in options and (saved.get("device") == "cpu") == (device == "cpu"):
+        options["loss_chunk"] = saved.get("loss_chunk")
     first = _first_split(config, device, rows, saved)
     fixed = config.plan.micro_batch is not None
     size = first
@@ -315,7 +317,7 @@ def _fit(
             optimizer=optimizer,
             requests=options,
             rates=rates,
-            loss_chunk=config.plan.loss_chunk,
+            loss_chunk=options.get("loss_chunk"),
         )
         try:
             plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))

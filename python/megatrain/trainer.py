@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain import metrics
 from megatrain.config import Config, Duration
 from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.machine import format_bytes
 from megatrain.metrics import StepRecord, Throughput
 from megatrain.progress import Display
 from megatrain.resume import Origin, Position, take_up
@@ -98,9 +99,21 @@ class Trainer:
                 folder.write_config(self.config.to_yaml())
                 assert parts.engine is not None
                 folder.write_plan(parts.engine.plan)
+                self._tell(parts)
             position = origin.position if origin is not None else Position()
             folder.begin_metrics(position.step)
             return _Run(self.config, self.stop, self.display, folder, parts, position).train()
+
+    def _tell(self, parts: "Parts") -> None:
+        """The plan in a few lines; `plan.json` has it whole."""
+        assert parts.engine is not None
+        settled, decoder, plan = parts.settled, parts.blueprint.decoder, parts.engine.plan
+        rows, seq = settled.micro_batch
+        sizes = ", ".join(f"{format_bytes(size)} of {tier} memory" for tier, size in plan["totals"].items())
+        parameters = f"{decoder.num_parameters:,} parameters, {decoder.num_trainable:,} trained"
+        log.info("%s in %s on %s: %s", parameters, settled.precision, settled.device, sizes)
+        log.info("%d steps of up to %d micro-batches of %d x %d", parts.total_steps, settled.micro_batches, rows, seq)
+        log.info("numerics key: %s", ", ".join(f"{key} {value}" for key, value in parts.engine.numerics().items()))
 
     def _assemble(self, folder: RunFolder, origin: Origin | None) -> "Parts":
         from megatrain.assembly import assemble

@@ -106,6 +106,28 @@ def test_more_memory_than_there_is_is_refused_as_an_ordinary_exception() -> None
     assert caught.value.items == [{"what": "mmap", "tier": "host", "bytes": 1 << 62, "pinned": False}]
 
 
+def test_a_panic_in_the_native_part_is_an_ordinary_exception_of_ours() -> None:
+    device = _core.Device.cpu(faults='{"fail": [{"call": "allocate", "nth": 1, "panic": true}]}')
+    with pytest.raises(_core.EngineBroken, match="a bug in the native core: call 1 of allocate"):
+        device.allocate(512)
+    assert not torch.from_dlpack(device.allocate(512)).any()
+
+
+@pytest.mark.parametrize("size", [0, 4096, 2**63, 2**64 - 1])
+def test_probes_refuse_sizes_that_measure_nothing_or_do_not_exist(size: int) -> None:
+    for probe in (lambda: _core.probe_host(size, 1), lambda: _core.probe_device(_core.Device.cpu(), size)):
+        with pytest.raises(ValueError, match=f"not {size}"):
+            probe()
+
+
+def test_probes_measure_positive_rates() -> None:
+    host = json.loads(_core.probe_host(1 << 22, 2))
+    link = json.loads(_core.probe_device(_core.Device.cpu(), 1 << 22))
+    assert host.keys() == {"touch_gbs", "copy_gbs", "adamw_params_per_s"}
+    assert link.keys() == {"h2d_gbs", "d2h_gbs", "bidirectional_gbs", "pin_gbs"}
+    assert all(rate > 0 for rate in (host | link).values())
+
+
 def test_unknown_faults_are_refused() -> None:
     with pytest.raises(ValueError, match="faults"):
         _core.Device.cpu(faults='{"fial": []}')

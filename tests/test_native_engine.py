@@ -136,8 +136,9 @@ def test_setting_up_can_be_interrupted(interrupt_after: Callable[[float], None])
 # --- what breaks
 
 
-def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken() -> None:
-    engine = make('{"fail": [{"call": "copy_to_host", "nth": 2}]}')
+@pytest.mark.parametrize("panic", ["false", "true"], ids=["error", "panic"])
+def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken(panic: str) -> None:
+    engine = make(f'{{"fail": [{{"call": "copy_to_host", "nth": 2, "panic": {panic}}}]}}')
     with pytest.raises(_core.EngineBroken, match=r"since land of unit \S+: .*copy_to_host") as first:
         step(engine)
     for call in (engine.drain, engine.next, lambda: engine.begin("train", 1), lambda: master(engine, 1)):

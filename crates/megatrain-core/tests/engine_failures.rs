@@ -56,7 +56,7 @@ fn every_device_call_that_fails_is_told_and_ends_the_run() {
             assert!(total > 0, "{call} is never made");
             // Some of the calls: the first, the last but a few (later ones may fall to closing), and between.
             for nth in (0..6).map(|i| 1 + i * (total * 3 / 4) / 5) {
-                let fail = vec![FailedCall { call: call.to_owned(), nth }];
+                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false }];
                 let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
                 let text = run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default();
                 // What has passed already is not waited for, so that the number of waits differs from run to run.

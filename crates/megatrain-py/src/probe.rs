@@ -20,6 +20,9 @@ const STATE_BYTES: u64 = 14;
 /// The least that is measured: less would measure the clock.
 const LEAST_BYTES: u64 = 1 << 20;
 
+/// The most: sums of several stay far from overflowing.
+const MOST_BYTES: u64 = 1 << 48;
+
 /// JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver.
 #[pyfunction]
 pub(crate) fn cuda_status(py: Python<'_>) -> PyResult<String> {
@@ -103,6 +106,9 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
 fn enough(bytes: u64) -> Result<u64> {
     if bytes < LEAST_BYTES {
         return Err(Error::Invalid(format!("bytes must be at least {LEAST_BYTES} to measure anything, not {bytes}")));
+    }
+    if bytes > MOST_BYTES {
+        return Err(Error::Invalid(format!("bytes must be at most {MOST_BYTES}, not {bytes}")));
     }
     Ok(bytes & !8191)
 }

@@ -46,6 +46,9 @@ pub struct FailedCall {
     pub call: String,
     /// Which call of that name, counted from 1.
     pub nth: u64,
+    /// Whether it panics, as a bug would, instead of answering an error.
+    #[serde(default)]
+    pub panic: bool,
 }
 
 /// The device. Cheap to clone; clones are the same device.
@@ -178,7 +181,8 @@ impl SimDevice {
         let count = state.calls.entry(call).or_insert(0);
         *count += 1;
         let count = *count;
-        if self.faults.fail.iter().any(|f| f.call == call && f.nth == count) {
+        if let Some(fault) = self.faults.fail.iter().find(|f| f.call == call && f.nth == count) {
+            assert!(!fault.panic, "call {count} of {call} was asked to panic");
             return Err(Error::Device { call, code: 999, detail: format!("call {count} of {call} was asked to fail") });
         }
         Ok(state)

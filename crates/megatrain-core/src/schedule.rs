@@ -2,7 +2,7 @@
 //!
 //! The list is written in program order: running it one operation at a time from top to bottom is correct. What may
 //! overlap follows from the dependencies, which are derived from what each operation reads and writes
-//! ([`hazards`]): a reader depends on the last writer, a writer on everyone who read what it overwrites. The engine
+//! (`schedule/hazards.rs`): a reader depends on the last writer, a writer on everyone who read what it overwrites. The engine
 //! runs on each lane the ready operation of lowest priority number and decides nothing else.
 //!
 //! A dependency is an *edge* of one of two kinds. Between operations on the device, `issued`: the earlier one has been

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
-//! priority number ([`progress`]). Device lanes have a second thread that waits for events and marks what is over. A
+//! priority number (`stream/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
 //! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
 //! before that event.
 //!

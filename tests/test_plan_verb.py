@@ -138,6 +138,16 @@ def test_what_the_plan_says_is_what_the_engine_allocates(tmp_path: Path) -> None
         assert json.loads(engine.core.allocated()) == own
 
 
+def test_no_step_of_a_real_run_is_faster_than_the_bound(tmp_path: Path) -> None:
+    from megatrain.run_folder import read_metrics
+    from megatrain.trainer import Trainer
+
+    config = Config.of(settings(tmp_path))
+    bound = planning.report(config, machine.read()).step_s
+    Trainer(config).fit()
+    assert 0 < bound <= min(record["step_s"] for record in read_metrics(tmp_path / "run"))
+
+
 def test_the_split_into_micro_batches_follows_a_fixed_rule_and_shrinks_only_to_fit(tmp_path: Path) -> None:
     base = settings(tmp_path, train={"steps": 2, "batch_size": 12}, plan={"micro_batch": None}, data={"seq_len": 64})
     config = Config.of(base)

@@ -50,7 +50,9 @@ class Settled:
     """Bytes: device, host."""
     rates: dict[str, float]
     measured: bool
-    """Whether the rates were measured; else they are assumed, fast enough for the step time to stay a lower bound."""
+    """Whether the rates were measured; else they are those of usual machines."""
+    request: dict[str, Any]
+    """What the core was asked."""
     plan: dict[str, Any]
     """As the core made it."""
     options: dict[str, Any]
@@ -166,22 +168,19 @@ def settle(
 ) -> Settled:
     """Decides the micro-batches and makes the plan. Raises DoesNotFit with the sum when even one row at a time does
     not fit."""
-    optimizer = optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"])
     rates, measured = probe.rates(machine, device)
-    budget = budgets(config, device, machine)
     options = engine_plan(config, device, machine)
     if saved and "loss_chunk" not in options and (saved.get("device") == "cpu") == (device == "cpu"):
         options["loss_chunk"] = saved.get("loss_chunk")
+    planner = _Planner(config, decoder, device, machine, rates, options)
     first = _first_split(config, device, rows, saved)
-    fixed = config.plan.micro_batch is not None
     size = first
     while True:
-        count = -(-rows // size)
         try:
-            budget, plan = _fit(config, decoder, device, budget, rates, options, optimizer, (size, count))
+            budget, request, plan = planner.fit(size, -(-rows // size))
             break
         except DoesNotFit as error:
-            if fixed or size == 1:
+            if config.plan.micro_batch is not None or size == 1:
                 raise _explained(error, config, device, machine) from None
             size = -(-size // 2)
     if size != first:
@@ -195,6 +194,7 @@ def settle(
         budget=budget,
         rates=rates,
         measured=measured,
+        request=request,
         plan=plan,
         options=options,
     )
@@ -213,12 +213,11 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 
 def largest_micro_batch(config: Config, decoder: "Decoder", settled: Settled) -> int:
     """The most rows that could be computed at a time, by trying."""
-    optimizer = optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"])
+    planner = _Planner(config, decoder, settled.device, settled.machine, settled.rates, settled.options)
 
     def fits(rows: int) -> bool:
-        budget = budgets(config, settled.device, settled.machine)
         with contextlib.suppress(DoesNotFit):
-            _fit(config, decoder, settled.device, budget, settled.rates, settled.options, optimizer, (rows, 1))
+            planner.fit(rows, 1)
             return True
         return False
 
@@ -289,55 +288,67 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     return -(-rows // -(-rows // most))
 
 
-def _fit(
-    config: Config,
-    decoder: "Decoder",
-    device: str,
-    budget: dict[str, int],
-    rates: dict[str, float],
-    options: dict[str, Any],
-    optimizer: "AdamW",
-    split: tuple[int, int],  # rows of a micro-batch, micro-batches
-) -> tuple[dict[str, int], dict[str, Any]]:
-    """(budget, plan). On the CPU device and host share one memory: what the host needs is taken off the device."""
-    from megatrain import _core
-    from megatrain.request import plan_request
+class _Planner:
+    """Plans one configuration for splits of different sizes."""
 
-    rows, count = split
+    def __init__(
+        self,
+        config: Config,
+        decoder: "Decoder",
+        device: str,
+        machine: Machine,
+        rates: dict[str, float],
+        options: dict[str, Any],
+    ) -> None:
+        self.config, self.decoder, self.device, self.rates, self.options = config, decoder, device, rates, options
+        self.budget = budgets(config, device, machine)
+        names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
+        self.optimizer = optimizer_for(config, names)
 
-    def make(budget: dict[str, int]) -> dict[str, Any]:
+    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
+        """(budget, request, plan). On the CPU device and host share one memory: what the host needs is taken off the
+        device. Raises DoesNotFit."""
+        request, plan = self._plan(rows, micro_batches, self.budget)
+        whole = self.budget["host"]
+        if self.device == "cuda" or _sum(plan) <= whole:
+            return self.budget, request, plan
+        with contextlib.suppress(DoesNotFit):
+            rest = max(1, whole - plan["totals"]["host"])
+            tight = self.budget | {"device": min(self.budget["device"], rest)}
+            request, again = self._plan(rows, micro_batches, tight)
+            if _sum(again) <= whole:
+                return tight, request, again
+        error = DoesNotFit(f"memory: {format_bytes(_sum(plan))} needed, {format_bytes(whole)} allowed")
+        error.items = plan["items"]
+        raise error
+
+    def _plan(self, rows: int, micro_batches: int, budget: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+        from megatrain import _core
+        from megatrain.request import plan_request
+
         request = plan_request(
-            decoder,
-            micro_batch=(rows, config.data.seq_len),
-            micro_batches=count,
-            grad_precision=str(config.train.grad_precision),
-            update=config.train.update,
+            self.decoder,
+            micro_batch=(rows, self.config.data.seq_len),
+            micro_batches=micro_batches,
+            grad_precision=str(self.config.train.grad_precision),
+            update=self.config.train.update,
             budget=budget,
-            device=device,
-            optimizer=optimizer,
-            requests=options,
-            rates=rates,
-            loss_chunk=options.get("loss_chunk"),
+            device=self.device,
+            optimizer=self.optimizer,
+            requests=self.options,
+            rates=self.rates,
+            loss_chunk=self.options.get("loss_chunk"),
         )
         try:
             plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
         except ValueError as error:  # numbers that were asked for and contradict each other or the model
             raise ConfigError(str(error)) from None
-        return plan
+        return request, plan
 
-    plan = make(budget)
-    whole = budget["host"]
-    if device == "cpu" and plan["totals"]["device"] + plan["totals"]["host"] > whole:
-        with contextlib.suppress(DoesNotFit):
-            tight = budget | {"device": min(budget["device"], max(1, whole - plan["totals"]["host"]))}
-            again = make(tight)
-            if again["totals"]["device"] + again["totals"]["host"] <= whole:
-                return tight, again
-        needed = plan["totals"]["device"] + plan["totals"]["host"]
-        error = DoesNotFit(f"memory: {format_bytes(needed)} needed, {format_bytes(whole)} allowed")
-        error.items = plan["items"]
-        raise error
-    return budget, plan
+
+def _sum(plan: dict[str, Any]) -> int:
+    total: int = plan["totals"]["device"] + plan["totals"]["host"]
+    return total
 
 
 def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine) -> DoesNotFit:
@@ -374,11 +385,14 @@ class Report:
     step_tokens: int
     free_clipping_tokens: int | None
 
+    estimate: dict[str, Any]
+    """Of a step in steady state: step_s, bound, lanes; a lower bound of the time."""
+
     @property
     def step_s(self) -> float:
-        """Lower bound of a step's seconds: the busiest lane, and never less than its arithmetic at the matmul rate."""
-        arithmetic = self.flops_per_token * self.step_tokens / (self.settled.rates["matmul_tflops"] * 1e12)
-        return max(float(self.settled.plan["estimate"]["step_s"]), arithmetic)
+        """Lower bound of a step's seconds: what the lanes take, and at least the arithmetic at the matmul rate."""
+        arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.settled)["matmul_tflops"] * 1e12)
+        return max(float(self.estimate["step_s"]), arithmetic)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -396,7 +410,8 @@ class Report:
             "plan": settled.plan,
             "step_s": self.step_s,
             "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
-            "bound": settled.plan["estimate"]["bound"],
+            "bound": self.estimate["bound"],
+            "lanes": self.estimate["lanes"],
             "rates": settled.rates,
             "rates_measured": settled.measured,
             "free_clipping_tokens": self.free_clipping_tokens,
@@ -423,7 +438,23 @@ def report(config: Config, machine: Machine) -> Report:
         flops_per_token=count.flops_per_token(config.data.seq_len),
         step_tokens=rows * config.data.seq_len,
         free_clipping_tokens=clipping_is_free_from(settled, decoder, count),
+        estimate=_estimate(settled),
     )
+
+
+def lower_bound_rates(settled: Settled) -> dict[str, float]:
+    """The measured rates, and faster than any machine where nothing was measured."""
+    return settled.rates if settled.measured else settled.rates | probe.fastest(settled.machine, settled.device)
+
+
+def _estimate(settled: Settled) -> dict[str, Any]:
+    from megatrain import _core
+
+    wanted = {key: settled.rates[key] for key in settled.request["rates"]} | lower_bound_rates(settled)
+    found: dict[str, Any] = json.loads(
+        _core.simulate(json.dumps(settled.request), json.dumps(settled.plan), json.dumps(wanted))
+    )
+    return found
 
 
 def numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     megatrain probe [--out machine.yaml]
 
-The rates feed `plan`: its step time is a lower bound, so what was never measured is assumed fast, and `plan` says so.
+The rates feed the planner. Where nothing was measured it takes those of a usual machine, and `plan` says so.
 """
 
 import contextlib
@@ -38,21 +38,37 @@ UNITS = {
 }
 """Every rate, with what it counts. GB is 10⁹ bytes."""
 
-# Assumed where nothing was measured. Fast on purpose: the step time made from them must stay a lower bound.
-_ASSUMED_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 1000.0, "hbm_gbs": 4000.0, "adamw_gparams": 20.0}
-_ASSUMED_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
+# Of a usual machine with one card on PCIe 5; what a run is planned with where nothing was measured.
+_USUAL_CUDA = {"h2d_gbs": 50.0, "d2h_gbs": 50.0, "matmul_tflops": 600.0, "hbm_gbs": 2500.0}
+_USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
+_USUAL_CPU_TFLOPS = 0.06
+# Faster than any: for a step time that must stay a lower bound.
+_FASTEST_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 2500.0, "hbm_gbs": 8000.0, "adamw_gparams": 20.0}
+_FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
 
 
 def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
-    """The rates to plan with and whether they were measured (else assumed)."""
-    assumed = dict(_ASSUMED_CUDA)
+    """The rates to plan with and whether they were measured; else they are those of usual machines."""
+    usual = dict(_USUAL_CUDA)
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
-        assumed |= {"h2d_gbs": 100.0, "d2h_gbs": 100.0, "matmul_tflops": _ASSUMED_CPU_TFLOPS * machine.cpus}
+        usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
+    usual["adamw_gparams"] = min(_USUAL_ADAMW, _USUAL_ADAMW_A_CPU * machine.cpus)
     known = dict(machine.rates)
     if not machine.described:
         known |= cached(machine, device)
-    return assumed | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
+    return usual | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
+
+
+def fastest(machine: Machine, device: str) -> dict[str, float]:
+    """Rates that no machine passes, for a lower bound where nothing was measured."""
+    if device == "cpu":
+        return _FASTEST_CUDA | {
+            "h2d_gbs": 200.0,
+            "d2h_gbs": 200.0,
+            "matmul_tflops": _FASTEST_CPU_TFLOPS * machine.cpus,
+        }
+    return dict(_FASTEST_CUDA)
 
 
 def cache_file(machine: Machine, device: str) -> Path:

@@ -18,7 +18,7 @@ def plan(report: "Report") -> None:
     line(f"{report.num_parameters:,} parameters, {report.num_trainable:,} trained, {settled.precision} on {where}")
     items(settled)
     rows, seq = settled.micro_batch
-    estimate = settled.plan["estimate"]
+    estimate = report.estimate
     lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in estimate["lanes"].items())
     line(
         f"micro-batches: {settled.micro_batches} of up to {rows} x {seq} tokens; "
@@ -29,7 +29,9 @@ def plan(report: "Report") -> None:
         f"{estimate['bound']} ({lanes})"
     )
     if not settled.measured:
-        line("rates: assumed, fast enough for a lower bound; `megatrain probe` measures this machine")
+        line(
+            "rates: not measured, so the bound is that of the fastest hardware; `megatrain probe` measures this machine"
+        )
     if report.free_clipping_tokens is not None:
         line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
     line(

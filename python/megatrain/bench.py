@@ -62,6 +62,8 @@ def run(request: Request) -> dict[str, Any]:
         timed = _timed(request, engine, settled)
         answer = _answer(request, config, blueprint, settled, engine, timed)
         answer["gpu_peak_gib"] = _gib(_gpu_peak(settled.device, free_before))
+        if settled.device == "cuda":
+            answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
         if request.trace is not None:
             _trace(request, engine, settled)
     finally:

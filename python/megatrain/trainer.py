@@ -279,7 +279,9 @@ class _Run:
         if self.parts.settled.device != "cuda":
             return 0
         return sum(
-            item["bytes"] for item in self.engine.plan["items"] if item["tier"] == "device" and not item.get("torch")
+            item["bytes"]
+            for item in self.engine.plan["items"]
+            if item["tier"] == "device" and not item["what"].endswith("(torch)")
         )
 
     # ------------------------------------------------------------------------------------------- after a step

@@ -1,0 +1,72 @@
+"""`megatrain bench`: one JSON line that adds up, on the CPU; refusals name the argument."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import main
+from run_support import MODEL
+
+WORDS = ["bench", "--device", "cpu", "--batch", "4", "--seq", "32", "--steps", "3", "--warmup", "1"]
+
+
+@pytest.fixture
+def architecture(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 256}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--micro-batch", "2", "--max-grad-norm", "1.0"],
+        ["--update", "immediate", "--keep", "0", "--slots", "2"],
+        ["--set", "loss_chunk=16", "--host-memory", "1GiB"],
+    ],
+)
+def test_the_answer_is_one_line_that_adds_up(
+    architecture: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--model", architecture, *more]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert found["tokens_s"] == pytest.approx(4 * 32 / found["step_s"], rel=1e-2)
+    assert found["loss"] < found["first_loss"] * 1.2
+    assert found["grad_norm"] > 0
+    assert found["lanes_s"]["compute"] <= found["step_s"] * 1.05
+    assert found["plan"]["totals"]["host"] > 0
+    assert sum(found["plan"]["activations"].values()) == MODEL["num_hidden_layers"] + 2
+    assert found["micro_batch"] == (2 if "--micro-batch" in more else 4)
+
+
+def test_a_trace_of_one_more_step_opens_in_perfetto(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert main([*WORDS, "--model", architecture, "--trace", str(trace)]) == 0
+    capsys.readouterr()
+    events = json.loads(trace.read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert any(event.get("ph") == "X" and event["dur"] >= 0 for event in events)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "qwen9"], "qwen2.5-0.5b"),
+        (["--model", "tiny", "--steps", "0"], "--steps"),
+        (["--model", "tiny", "--update", "immediate", "--max-grad-norm", "1.0"], "max_grad_norm"),
+        (["--model", "tiny", "--set", "chunks=3"], "plan.chunks"),
+        (["--model", "tiny", "--gpu-memory", "plenty"], "memory.gpu"),
+        (["--model", "tiny", "--host-memory", "1MiB"], "does not fit"),
+        (["--model", "tiny", "--micro-batch", "9"], "plan.micro_batch"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_is_allocated(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, *words]) == 2
+    assert said in capsys.readouterr().err

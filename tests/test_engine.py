@@ -265,6 +265,16 @@ def test_an_engine_without_sizes_plans_again_for_larger_steps_and_keeps_its_stat
     assert growing.optimizer_state("model.norm.weight")["step"] == 3
 
 
+def test_a_larger_step_that_does_not_fit_is_refused_and_loses_nothing() -> None:
+    ours = engine(build(), memory={"gpu": 6 << 20, "host": 1 << 30})
+    ours.step(batches(1))
+    before = weights(ours)
+    with pytest.raises(DoesNotFit):
+        ours.step(batches(1, rows=64, seq=64))
+    assert_unchanged(ours, before)
+    ours.step(batches(1))
+
+
 def test_adding_up_gradients_needs_a_planned_store() -> None:
     ours = engine(build(), micro_batch=(2, 32), micro_batches=1)
     ours.forward_backward(batches(1))

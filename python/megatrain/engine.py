@@ -18,28 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
-from megatrain import _core, checkpoint, export, initialize, machine, numerics, weights
-from megatrain.activations import Region
+from megatrain import _core, checkpoint, export, numerics, weights
 from megatrain.batches import Batch, MicroBatch, Prepared, Preparer
-from megatrain.config.values import parse_size
-from megatrain.ends import EmbedTemplate, HeadTemplate, LossFn, LossOptions
+from megatrain.ends import HeadTemplate, LossFn, LossOptions
 from megatrain.errors import ConfigError, EngineBroken, MegatrainError
-from megatrain.model import PRECISIONS, Decoder
+from megatrain.model import Decoder
 from megatrain.optim import AdamW
-from megatrain.request import REQUESTS, plan_request
-from megatrain.step import Pass, Workshop, random_key
-from megatrain.template import GradientViews, LayerTemplate, unit_layouts
+from megatrain.runtime import Load, Runtime, choose_precision, open_device
+from megatrain.step import Pass, random_key
 
 log = logging.getLogger(__name__)
-
-Load = Callable[[Decoder, Any], None]
-"""Fills the store: called once with the decoder and the core."""
-
-_OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-_PLAN_KEYS = {*REQUESTS, *_OPTIONS, "loss_chunk", "compile"}
-_DEFAULT_SEQ = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +116,6 @@ class Engine:
 
         Raises ConfigError for what cannot be done, DoesNotFit with the sum.
         """
-        self._closed = False
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
@@ -144,42 +132,38 @@ class Engine:
             )
         self.max_grad_norm = max_grad_norm
         self.update = update
-        unknown = sorted(set(plan or {}) - _PLAN_KEYS)
-        if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; known are {', '.join(sorted(_PLAN_KEYS))}")
-        self._plan = {k: v for k, v in (plan or {}).items() if v is not None}
-        self._core_device, self.device = _open_device(device)
+        core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
             if freeze:
                 raise ConfigError("freeze belongs to the Decoder when one is given")
             self.decoder = model
         else:
-            self.decoder = Decoder(model, freeze=freeze, precision=choose_precision(precision, self.device))
-        self.grad_precision = grad_precision if self.decoder.precision == "bf16" else "fp32"
-        self._memory = dict(memory or {})
-        self._load = load
-        self._rates = dict(rates or {})
+            self.decoder = Decoder(model, freeze=freeze, precision=choose_precision(precision, torch_device))
         self._seed = seed
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
-        self._compiled = bool(self._plan.get("compile", self.device.type == "cuda"))
-        if self._compiled and self.device.type != "cuda":
-            raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
-        self._core: Any = None
-        self._workshop: Workshop | None = None
-        self._planned: dict[str, Any] = {}
-        self._micro_batch, self._micro_batches = micro_batch, micro_batches
-        self._sized = micro_batch is not None and micro_batches is not None
-        self._preparer = Preparer(self.decoder, self.device)
+        self._preparer = Preparer(self.decoder, torch_device)
         self._step = 0
         self._open_micro_batches = 0
-        self._seed_device = _seeder(self.device)
-        self._groups = self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
-        if deterministic and self.device.type == "cuda":
+        self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
+        if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-        if micro_batch is not None and micro_batches is not None:
-            self._start(micro_batch, micro_batches, self._fill)
+        self._runtime = Runtime(
+            self.decoder,
+            self.optimizer,
+            core_device,
+            torch_device,
+            update=update,
+            grad_precision=grad_precision,
+            memory=memory,
+            plan=plan,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            load=load,
+            rates=rates,
+            seed=seed,
+        )
 
     @classmethod
     def from_pretrained(
@@ -206,7 +190,7 @@ class Engine:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{path}: its config.json cannot be used: {error}") from error
-        core_device, torch_device = _open_device(device)
+        core_device, torch_device = open_device(device)
         decoder = Decoder.from_config(
             config,
             precision=choose_precision(precision, torch_device),
@@ -260,15 +244,13 @@ class Engine:
         `optimizer_step` it adds to them, which needs one `normalizer` for all calls."""
         if self._open_micro_batches and self.update == "immediate":
             raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")
-        if self._open_micro_batches and not self._plan.get("accumulate"):
+        if self._open_micro_batches and not self._runtime.settings.get("accumulate"):
             raise ConfigError(
                 "forward_backward was called again before optimizer_step, but no store for such sums was planned; "
                 "create the engine with plan={'accumulate': True}"
             )
-        if not self._sized and not self._plan.get("accumulate") and self.update != "immediate":
-            self._plan["accumulate"] = True
-            if self._core is not None:
-                self._plan_again()
+        if not self._open_micro_batches:
+            self._runtime.plan_sums()
         return self._forward_backward(micro_batches, loss_fn, normalizer)[0]
 
     def optimizer_step(self) -> StepOutput:
@@ -293,10 +275,10 @@ class Engine:
             return 0.0, 0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
-        core = self._ready(prepared)
+        core = self._runtime.ready(prepared, not self._open_micro_batches)
         options = LossOptions(
             scale=1.0 / divisor,
-            chunk=self._plan.get("loss_chunk"),
+            chunk=self._runtime.settings.get("loss_chunk"),
             label_smoothing=self._label_smoothing,
             z_loss=self._z_loss,
             loss_fn=loss_fn,
@@ -374,7 +356,7 @@ class Engine:
 
     def _in_groups(self, batches: Sequence[Batch], need_labels: bool, keep_empty: bool = False) -> Iterator[Prepared]:
         """Batches in groups of as many as were planned for."""
-        most = self._micro_batches or len(batches)
+        most = self._runtime.micro_batches or len(batches)
         for start in range(0, len(batches), most):
             part = batches[start : start + most]
             prepared = self._preparer.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
@@ -382,8 +364,8 @@ class Engine:
                 yield prepared
 
     def _evaluate(self, prepared: Prepared, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
-        core = self._ready(prepared)
-        options = LossOptions(scale=1.0, chunk=self._plan.get("loss_chunk"))
+        core = self._runtime.ready(prepared, not self._open_micro_batches)
+        options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
         run = self._pass(prepared, options, training=False, collect=collect)
         with self._numerics():
             core.begin("eval", len(prepared.micro_batches), self._stream())
@@ -463,11 +445,11 @@ class Engine:
         return numerics.key(
             self.decoder,
             self.device,
-            micro_batch=self._micro_batch,
-            micro_batches=self._micro_batches,
+            micro_batch=self._runtime.micro_batch,
+            micro_batches=self._runtime.micro_batches,
             grad_precision=self.grad_precision,
-            loss_chunk=self._plan.get("loss_chunk"),
-            compiled=self._compiled,
+            loss_chunk=self._runtime.settings.get("loss_chunk"),
+            compiled=self._runtime.compiled,
             deterministic=self.deterministic,
         )
 
@@ -482,11 +464,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives all memory back. The engine cannot be used any more."""
-        if self._core is not None:
-            self._workshop = None
-            self._core.close()
-        self._core = None
-        self._closed = True
+        self._runtime.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -508,176 +486,38 @@ class Engine:
         self.core.read(ref.unit, ref.tensor, plane, out)
         return out.view(ref.shape)
 
-    # ------------------------------------------------------------------------------------------- start
-
     @property
     def core(self) -> Any:
         """The native engine; planned and allocated here where it is not yet."""
-        if self._core is None:
-            seq = min(self.decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
-            self._start(self._micro_batch or (1, seq), self._micro_batches or 1, self._fill)
-        return self._core
-
-    def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
-        """What the planner is asked; see `request.plan_request`."""
-        return plan_request(
-            self.decoder,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
-            grad_precision=self.grad_precision,
-            update=self.update,
-            budget=self._budget(),
-            device=self.device.type,
-            optimizer=self.optimizer,
-            requests=self._plan,
-            rates=self._rates,
-            loss_chunk=self._plan.get("loss_chunk"),
-        )
+        return self._runtime.core
 
     @property
     def plan(self) -> dict[str, Any]:
         """The plan in force."""
-        assert self.core is not None  # which makes the plan
-        return self._planned
+        return self._runtime.plan
 
-    def _budget(self) -> dict[str, int]:
-        unknown = sorted(set(self._memory) - {"gpu", "host", "nvme"})
-        if unknown:
-            raise ConfigError(f"memory: unknown key {unknown[0]!r}; known are gpu, host")
-        if self._memory.get("nvme"):
-            raise ConfigError("memory.nvme is not supported yet")
-        facts = machine.read(gpus=self.device.type == "cuda")
-        budget = {}
-        for key, name, derived in (
-            ("device", "gpu", facts.gpu_budget() if self.device.type == "cuda" else facts.host_budget()),
-            ("host", "host", facts.host_budget()),
-        ):
-            given = self._memory.get(name, "auto")
-            try:
-                budget[key] = derived if given in (None, "auto") else parse_size(given)
-            except ValueError as error:
-                raise ConfigError(f"memory.{name}: {error}") from error
-        return budget
+    @property
+    def device(self) -> torch.device:
+        """Where layers are computed."""
+        return self._runtime.device
 
-    def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
-        """Plans, allocates, fills the store and makes the templates."""
-        if self._closed:
-            raise EngineBroken("the engine is closed")
-        request = json.dumps(self.request(micro_batch, micro_batches))
-        planned = _core.plan(request)
-        self._planned = json.loads(planned)
-        options = {k: v for k, v in self._plan.items() if k in _OPTIONS}
-        core = _core.Engine(self._core_device, request, planned, json.dumps(options))
-        for warning in core.warnings():
-            log.warning("%s", warning)
-        self._micro_batch, self._micro_batches = micro_batch, micro_batches
-        self._core = core
-        try:
-            fill(core)
-            self._workshop = self._build(core)
-        except BaseException:
-            self._core = None
-            core.close()
-            raise
+    @property
+    def grad_precision(self) -> str:
+        """What gradients are sent in: bf16 or fp32."""
+        return self._runtime.grad_precision
 
-    def _plan_again(self) -> None:
-        """A new plan for what `_micro_batch`, `_micro_batches` and `_plan` say now, with the old one's state."""
-        before, self._core, self._workshop = self._core, None, None
-        before.drain()
-        assert self._micro_batch is not None
-        assert self._micro_batches is not None
-        log.info("planning again, for %d micro-batches of %s", self._micro_batches, self._micro_batch)
-        try:
-            self._start(self._micro_batch, self._micro_batches, lambda core: _copy_state(self.decoder, before, core))
-        finally:
-            before.close()
-
-    def _fill(self, core: Any) -> None:
-        """Puts the model's values into the store, each tensor given up as soon as it is there."""
-        values = self.decoder.values
-        if self._load is not None:
-            self._load(self.decoder, core)
-            values.clear()
-            return
-        if not any(not ref.is_buffer and name in values for name, ref in self.decoder.tensors.items()):
-            initialize.initialize(self.decoder, core, self._seed, device=self.device.type)
-            values.clear()
-            return
-        missing = [name for name in self.decoder.tensors if name not in values]
-        if missing:
-            raise ConfigError(f"{missing[0]} has no values (it is on the meta device) while other parameters have")
-        for name, ref in self.decoder.tensors.items():
-            value = values.pop(name).cpu()
-            if ref.role == "trainable":
-                core.write(ref.unit, ref.tensor, "master", value.contiguous().flatten())
-            else:
-                core.write(ref.unit, ref.tensor, "weights", value.to(ref.dtype).contiguous().flatten())
-
-    def _build(self, core: Any) -> Workshop:
-        """Templates and views over the core's regions."""
-        decoder = self.decoder
-        layouts = unit_layouts(decoder, json.loads(core.layout()))
-
-        def region(name: Any) -> Region | None:
-            buffer = core.region(name)
-            return Region(from_dlpack(buffer)) if len(buffer) else None
-
-        places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
-        assert places is not None
-        return Workshop(
-            decoder=decoder,
-            layouts=layouts,
-            weights=places,
-            stage=stage,
-            stage_bytes=int(self._planned.get("stage_bytes") or 0),
-            embed=EmbedTemplate(decoder, layouts[0], places),
-            layers=[
-                LayerTemplate(decoder, s, layouts[first + 1], places, self._compiled)
-                for s, first in enumerate(decoder.structures)
-            ],
-            head=HeadTemplate(decoder, layouts[-1], places, layouts[0]),
-            grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
-            sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
-            generator=self._seed_device,
-        )
-
-    def _ready(self, prepared: Prepared) -> Any:
-        """The core, planned at least for these micro-batches."""
-        largest, count = prepared.largest, len(prepared.micro_batches)
-        if self._core is None:
-            self._start(self._micro_batch or largest, self._micro_batches or count, self._fill)
-        assert self._micro_batch is not None
-        assert self._micro_batches is not None
-        more_tokens = largest[0] * largest[1] > self._micro_batch[0] * self._micro_batch[1]
-        if not self._sized and not self._open_micro_batches and (more_tokens or count > self._micro_batches):
-            self._micro_batch = largest if more_tokens else self._micro_batch
-            self._micro_batches = max(count, self._micro_batches)
-            self._plan_again()
-            return self._core
-        if count > self._micro_batches:
-            raise ConfigError(
-                f"{count} micro-batches, but the engine was planned for {self._micro_batches} a step; create it with "
-                f"micro_batches={count}"
-            )
-        assert self._workshop is not None
-        planned_memory = self._workshop.stage is not None or self.device.type == "cuda"
-        if planned_memory and more_tokens:
-            raise ConfigError(
-                f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
-                f"{self._micro_batch[0]} by {self._micro_batch[1]}; create it with the largest micro_batch"
-            )
-        return self._core
+    def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
+        """What the planner is asked for steps of this size; see `request.plan_request`."""
+        return self._runtime.request(micro_batch, micro_batches)
 
     # ------------------------------------------------------------------------------------------- a pass
 
     def _pass(self, prepared: Prepared, options: LossOptions, *, training: bool, **more: Any) -> Pass:
-        assert self._workshop is not None
-        self._workshop.train(training)
+        workshop = self._runtime.workshop
+        workshop.train(training)
         # micro-batches of a step that was begun earlier have numbers of their own
         seed = random_key(self._seed, self._open_micro_batches)
-        return Pass(
-            self._workshop, prepared, self._preparer, options, training=training, seed=seed, step=self._step, **more
-        )
+        return Pass(workshop, prepared, self._preparer, options, training=training, seed=seed, step=self._step, **more)
 
     def _run(self, run: Pass, core: Any, on_loss: Callable[[Tensor], None] | None = None) -> None:
         try:
@@ -704,59 +544,6 @@ class Engine:
                 torch.use_deterministic_algorithms(True, warn_only=False)
                 stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
             yield
-
-
-def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
-    """Moves every plane and count from one core to another, a tensor at a time."""
-    for ref in decoder.tensors.values():
-        size = torch.Size(ref.shape).numel()
-        if ref.role == "frozen":
-            planes = [("weights", torch.empty(size, dtype=ref.dtype))]
-        else:
-            planes = [(plane, torch.empty(size)) for plane in ("master", "exp_avg", "exp_avg_sq")]
-            target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
-        for plane, values in planes:
-            source.read(ref.unit, ref.tensor, plane, values)
-            target.write(ref.unit, ref.tensor, plane, values)
-
-
-def choose_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 on a card that computes in it, and fp32 on the CPU. Raises ConfigError where neither is right."""
-    if precision == "auto":
-        if device.type == "cpu":
-            return "fp32"
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return "bf16"
-        raise ConfigError(
-            f"precision: auto: {torch.cuda.get_device_name(device)} has no native bf16; ask for precision: fp32"
-        )
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision must be auto, {' or '.join(PRECISIONS)}, not {precision!r}")
-    return precision
-
-
-def _open_device(device: "str | _core.Device") -> "tuple[_core.Device, torch.device]":
-    """The core's device and torch's."""
-    if isinstance(device, str):
-        kind, _, ordinal = device.partition(":")
-        if kind not in ("auto", "cuda", "cpu") or (ordinal and not ordinal.isdigit()):
-            raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, not {device!r}")
-        if kind == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-        if kind == "cpu":
-            return _core.Device.cpu(), torch.device("cpu")
-        number = int(ordinal or 0)
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(number)
-        return _core.Device.cuda(number), torch.device("cuda", number)
-    return device, torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
-
-
-def _seeder(device: torch.device) -> Callable[[int], None]:
-    """Seeds the generator that layers on the device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index].manual_seed  # type: ignore[return-value]
-    return torch.default_generator.manual_seed  # type: ignore[return-value]
 
 
 def _refuse_nonfinite(loss: Tensor) -> None:

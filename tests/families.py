@@ -1,6 +1,7 @@
 """Tiny configurations of the architectures that are trained against plain PyTorch, and of those that are refused."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ class Family:
     """Beside `BASE`."""
     experts: bool = False
     """Whether it has experts, which transformers computes one by one (eager) or grouped."""
-    refused: str = ""
-    """Part of the reason, where it is refused."""
 
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -127,6 +126,43 @@ FAMILIES: dict[str, Family] = {
         kind="cohere2",
         changes={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "falcon": Family(title="Falcon", kind="falcon", changes={"ffn_hidden_size": 48}),
+    "bloom": Family(title="BLOOM", kind="bloom", changes={"n_layer": 2, "n_head": 4}),
+    "opt": Family(
+        title="OPT", kind="opt", changes={"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 0}
+    ),
+    "gpt-neox": Family(title="GPT-NeoX, Pythia", kind="gpt_neox"),
+    "mpt": Family(title="MPT", kind="mpt", changes={"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+    "stablelm": Family(title="StableLM", kind="stablelm"),
+    "nemotron": Family(title="Nemotron", kind="nemotron", changes={"head_dim": 8}),
+    "exaone4": Family(
+        title="EXAONE 4",
+        kind="exaone4",
+        changes={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "ernie4.5": Family(title="ERNIE 4.5", kind="ernie4_5"),
+    "seed-oss": Family(
+        title="Seed-OSS", kind="seed_oss", changes={"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0}
+    ),
+    "apertus": Family(title="Apertus", kind="apertus"),
+    "glm": Family(title="GLM-4-9B (glm)", kind="glm", changes={"head_dim": 8}),
+    "llama4": Family(
+        title="Llama 4, text",
+        kind="llama4_text",
+        changes={
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "lfm2": Family(
+        title="LFM2", kind="lfm2", changes={"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+    ),
     "mixtral": Family(
         title="Mixtral", kind="mixtral", changes={"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
@@ -203,10 +239,65 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An architecture or setting that is not trained."""
+
+    title: str
+    kind: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str
+    """Part of the message."""
+
+
+GEMMA_PER_LAYER: dict[str, Any] = {
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+SECOND_INPUT = "a second input computed from embeddings"
+OTHER_PARTS = "also has a vision or audio part"
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(title="T5", kind="t5", reason="is an encoder-decoder"),
+    Refusal(title="BART", kind="bart", reason="is an encoder-decoder"),
+    Refusal(
+        title="Gemma 3n",
+        kind="gemma3n_text",
+        changes={**GEMMA_PER_LAYER, "laurel_rank": 4, "activation_sparsity_pattern": None},
+        reason=SECOND_INPUT,
+    ),
+    Refusal(
+        title="Gemma 4 (per-layer embeddings)",
+        kind="gemma4_text",
+        changes={**GEMMA_PER_LAYER, "global_head_dim": 8},
+        reason=SECOND_INPUT,
+    ),
+    Refusal(title="DeepSeek-V4", kind="deepseek_v4", reason="passes state from layer to layer"),
+    Refusal(title="BERT as a decoder", kind="bert", reason="ties its embedding to a head that is no plain matmul"),
+    Refusal(title="RWKV", kind="rwkv", reason="could not be run on stubs"),
+    Refusal(title="Gemma 3 (with vision)", kind="gemma3", reason=OTHER_PARTS),
+    Refusal(title="Qwen2.5-VL", kind="qwen2_5_vl", reason=OTHER_PARTS),
+    Refusal(title="Qwen3-VL", kind="qwen3_vl", reason=OTHER_PARTS),
+    Refusal(title="Qwen3.5 (with vision)", kind="qwen3_5", reason=OTHER_PARTS),
+    Refusal(title="LLaVA", kind="llava", reason=OTHER_PARTS),
+    Refusal(title="Llama 4 (with vision)", kind="llama4", reason=OTHER_PARTS),
+    Refusal(title="Fuyu", kind="fuyu", reason="asks more of its base than hidden states"),
+    Refusal(
+        title="any router's auxiliary loss",
+        kind="mixtral",
+        changes={"output_router_logits": True, "num_local_experts": 4},
+        reason="the router's auxiliary loss is not supported",
+    ),
+)
+
 RANDOM_ROUTING = ("phimoe",)
 """Routers that draw random numbers in training, so that no other program has their numbers: replayed in recompute."""
 
-NO_PACKING = ("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+NO_PACKING = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Linear attention carries its state over the border between two documents of a row; GPT-OSS builds its masks without
 looking at positions."""
 
@@ -232,3 +323,49 @@ def build(name: str, experts: str | None = None, **changes: Any) -> Any:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.train()
+
+
+HEAD = """# Architectures
+
+Written by `python tests/families.py`; a test fails when it is not current. Each row is a tiny random model of stock
+transformers, which `tests/test_families.py` trains on every run:
+
+- *padded*: three clipped AdamW steps of two right-padded micro-batches in fp32 on the CPU. Losses, gradient norms, and
+  of every tensor the gradient, both moments and the weight are as close to an fp64 run as plain PyTorch's own.
+- *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.
+  *refused*: the model cannot keep documents apart, so packed rows are refused; train it with `data.packing: false`.
+- *experts*: how transformers computes them; each way is trained. `batched_mm` gathers weights and is refused.
+- *in and out*: a folder of stock `save_pretrained` is read, trained and exported. Its keys are the source's, stock
+  `from_pretrained` finds none missing or unexpected, and logits are equal.
+
+| Architecture | `model_type` | padded | packed | experts | in and out |
+|---|---|---|---|---|---|"""
+BETWEEN = """
+[^1]: Its router draws random numbers in training, so no other program has the same ones. Recomputation is bit-equal
+    to keeping activations instead.
+
+Others of the same form run too: what is needed is found by running the model's own code on stubs, not by its name.
+What cannot be trained exactly is refused before anything is loaded:
+
+| Refused | `model_type` | because it |
+|---|---|---|"""
+
+
+def table() -> str:
+    """The page of the documentation: what `test_families.py` runs."""
+    lines = [HEAD]
+    for name, family in FAMILIES.items():
+        padded = "replayed [^1]" if name in RANDOM_ROUTING else "yes"
+        packing = "refused" if name in NO_PACKING else padded
+        experts = "eager, grouped_mm" if family.experts else ""
+        lines.append(f"| {family.title} | `{family.kind}` | {padded} | {packing} | {experts} | yes |")
+    lines.append(BETWEEN)
+    lines += [f"| {r.title} | `{r.kind}` | {r.reason} |" for r in REFUSED]
+    return "\n".join(lines) + "\n"
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(table(), encoding="utf-8")

@@ -196,6 +196,11 @@ def by_row(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{k: v[i : i + 1] for k, v in batch.items()} for batch in step for i in range(len(batch["input_ids"]))]
 
 
+def at_once(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The same rows, all in one micro-batch."""
+    return [{k: torch.cat([batch[k] for batch in step]) for k in step[0]}]
+
+
 def engine(model: Any, **options: Any) -> megatrain.Engine:
     """Our engine on a copy of a stock model, with the reference's settings."""
     optimizer = options.pop("optimizer", None) or megatrain.AdamW(lr=3e-4, weight_decay=0.1)
@@ -213,14 +218,15 @@ def check_training(
     splits: bool = False,
     **options: Any,
 ) -> tuple[megatrain.Engine, Run]:
-    """Trains a model in our engine and by the reference in fp32 and fp64; compares losses, norms, gradients, weights and
-    moments. With `splits` plain PyTorch's error is the larger of two splits of the rows: a gradient that cancels to
-    nearly nothing (a key's bias) may be lucky in one. Returns our engine and the fp64 run."""
+    """Trains a model in our engine and by the reference in fp32 and fp64; compares losses, norms, gradients, moments
+    and weights. With `splits` plain PyTorch's error is the largest of three splits of the rows: a gradient that cancels to
+    nearly nothing (a key's bias, a scalar) may be lucky in one. Returns our engine and the fp64 run."""
     settings = reference or {}
     exact = run_reference(model, steps, dtype=torch.float64, **settings)
     plain = [run_reference(model, steps, dtype=torch.float32, **settings)]
     if splits:
-        plain.append(run_reference(model, [by_row(step) for step in steps], dtype=torch.float32, **settings))
+        for split in (by_row, at_once):
+            plain.append(run_reference(model, [split(step) for step in steps], dtype=torch.float32, **settings))
     ours = engine(model, **options)
     outputs = [ours.step(step) for step in steps]
     for found, wanted, near in (

@@ -1,5 +1,6 @@
 """Every architecture, tiny and random, in our engine against plain PyTorch: loss, norm, gradients, moments, weights."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatrain
-from families import CASES, FAMILIES, NO_PACKING, RANDOM_ROUTING, build
+from families import BASE, CASES, FAMILIES, NO_PACKING, PAGE, RANDOM_ROUTING, REFUSED, Refusal, build, table
 from megatrain.errors import ConfigError
+from megatrain.export import export_checkpoint
+from megatrain.model import Decoder
 from reference import batches, check_training, engine, error, packed
 
 VOCAB = 96
@@ -52,7 +55,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other_or_packing_is_refused(n
         wanted = alone.log_softmax(-1)[0, :6].gather(1, row["input_ids"][0, 6:12, None])[:, 0]
         assert error(ours.logprobs([row])[0].view(-1)[5:11], wanted) < 1e-5
     else:
-        with pytest.raises(ConfigError, match=r"layers\.0.*packed"):
+        with pytest.raises(ConfigError, match=r"layers\.\d+ cannot keep packed|takes no position_ids"):
             ours.step([row])
 
 
@@ -94,3 +97,40 @@ def test_a_stock_folder_is_read_trained_exported_and_read_by_stock_again(name: s
         with torch.no_grad():
             assert error(again.eval()(ids, use_cache=False).logits[:, -1], wanted) < 1e-5
     assert error(before, after) > 1e-4
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.title)
+def test_what_cannot_be_trained_exactly_is_refused_with_the_reason(refusal: Refusal) -> None:
+    with pytest.raises(ConfigError, match=re.escape(refusal.reason)):
+        Decoder.from_config({"model_type": refusal.kind, **BASE, **refusal.changes})
+
+
+def test_experts_that_gather_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batched_mm gathers weights.*grouped_mm or eager"):
+        engine(build("mixtral", "batched_mm"))
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_that_get_no_token_are_updated_as_in_torch(experts: str) -> None:
+    model = build("mixtral", experts, num_local_experts=16, num_experts_per_tok=1)
+    data = [batches(2, seed=seed, rows=1, seq=6, vocab=VOCAB) for seed in range(3)]
+    _, exact = check_training(model, data, splits=True)
+    unused = [bool((g == 0).flatten(1).all(1).any()) for n, g in exact.gradients.items() if "experts" in n]
+    assert any(unused)
+
+
+def test_a_checkpoint_is_exported_as_published_or_as_the_library_holds_it(tmp_path: Path) -> None:
+    model = build("mixtral")
+    ours = engine(model)
+    ours.step(padded_steps(1)[0])
+    ours.save(tmp_path / "step-1", step=1)
+    for layout in ("source", "library"):
+        export_checkpoint(tmp_path / "step-1", tmp_path / layout, layout=layout)
+        values = load_file(tmp_path / layout / "model.safetensors")
+        assert any(".experts.0." in name for name in values) == (layout == "source")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / layout, dtype=torch.float32)
+        assert all(torch.equal(value, ours.weight(name)) for name, value in again.state_dict().items())
+
+
+def test_the_table_of_architectures_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == table(), "run python tests/families.py"

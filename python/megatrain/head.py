@@ -121,8 +121,11 @@ def _used(decoder: "Decoder", names: dict[int, str]) -> tuple[frozenset[str], in
         raise ConfigError(f"{type(decoder.model).__name__} looks up an embedding in its head")
 
     hidden = torch.empty(1, 2, decoder.hidden_size, dtype=decoder.dtype, device="meta")
-    with torch.no_grad(), EmbeddingCalls(answer, seen):
-        logits = HeadShell(decoder.model, decoder.base_name)(hidden)
+    try:
+        with torch.no_grad(), EmbeddingCalls(answer, seen):
+            logits = HeadShell(decoder.model, decoder.base_name)(hidden)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{type(decoder.model).__name__} asks more of its base than hidden states: {error}") from error
     return frozenset(used), int(logits.shape[-1])
 
 

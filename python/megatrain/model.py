@@ -130,6 +130,7 @@ class Decoder:
         """From a Hugging Face configuration, a dict of one (`model_type` named), or the folder or hub id of a model."""
         config = load_config(config, trust_remote_code)
         _check_rope(config)
+        _refuse_parts(config, config.model_type)
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(f"{config.model_type} is an encoder-decoder; only decoders can be trained")
         model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
@@ -455,8 +456,7 @@ def _refuse(model: nn.Module, config: Any) -> None:
         raise ConfigError(f"{name} has no Hugging Face config, so megatrain cannot tell its layers")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only decoders can be trained")
-    if any(getattr(config, key, None) is not None for key in ("vision_config", "audio_config")):
-        raise ConfigError(f"{name} also has a vision or audio part, which is not supported yet; load its text part")
+    _refuse_parts(config, name)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name} is quantized; full-precision training needs an unquantized checkpoint")
     if getattr(config, "output_router_logits", False):
@@ -468,6 +468,16 @@ def _refuse(model: nn.Module, config: Any) -> None:
         raise ConfigError(f"attention implementation {attention!r} is not supported: use sdpa or eager")
     if getattr(config, "_experts_implementation", None) == "batched_mm":
         raise ConfigError("experts implementation batched_mm gathers weights into activations: use grouped_mm or eager")
+
+
+def _refuse_parts(config: Any, name: str) -> None:
+    """Refuses what is more than a language model."""
+    parts = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
+    if parts:
+        raise ConfigError(
+            f"{name} also has a vision or audio part ({', '.join(parts)}), which is not supported yet; name a model of "
+            "its text part alone"
+        )
 
 
 def _check_rope(config: Any) -> None:
@@ -490,6 +500,9 @@ def _base(model: nn.Module) -> tuple[str, nn.Module]:
         cast("Any", model).get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
     )
     if not isinstance(base, nn.Module) or base is model:
+        embedding = cast("Any", model).get_input_embeddings()
+        base = next((m for m in model.children() if any(part is embedding for part in m.modules())), None)
+    if not isinstance(base, nn.Module) or base is cast("Any", model).get_input_embeddings():
         raise ConfigError(f"{type(model).__name__} has no base model beneath its head")
     return next(name for name, module in model.named_modules() if module is base), base
 

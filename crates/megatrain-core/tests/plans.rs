@@ -252,3 +252,25 @@ fn a_step_is_never_shorter_than_its_longest_lane() {
         }
     }
 }
+
+#[test]
+fn planning_a_model_of_a_hundred_billion_parameters_is_a_matter_of_arithmetic() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(96, 64) };
+    for unit in &mut request.units {
+        let tensor = unit.tensors[0].clone();
+        unit.tensors = (0..12)
+            .map(|i| {
+                let name = format!("{}.{i}", tensor.name);
+                megatrain_core::layout::TensorSpec { name, shape: vec![12_288, 8_192], ..tensor.clone() }
+            })
+            .collect();
+    }
+    request.budget.device = 80 << 30;
+    request.budget.host = 2 << 40;
+    let plan = plan(&request).unwrap();
+    assert!(plan.totals.host > 1_500_000_000_000 && plan.estimate.step_s > 0.0);
+    for unit in 0..request.units.len() {
+        let layout = &request.layouts().unwrap()[unit];
+        assert_eq!(layout.norm_blocks().len(), 12 * 1536);
+    }
+}

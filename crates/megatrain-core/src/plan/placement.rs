@@ -1,7 +1,7 @@
 //! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
 use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
-use crate::layout::{Precision, UnitLayout};
+use crate::layout::{NORM_BLOCK, Precision, UnitLayout};
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -348,7 +348,7 @@ impl Placement {
     fn place_norm(&mut self, carver: &mut Carver) {
         for unit in 0..self.layouts.len() {
             if self.trains(unit) {
-                let blocks = self.layouts[unit].norm_blocks().len() as u64;
+                let blocks = self.layouts[unit].trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum::<u64>();
                 let table = carver.device(Region::Norm, "gradient norm", blocks * 16);
                 let sums = carver.device(Region::Norm, "gradient norm", blocks * 8);
                 self.norm[unit] = Some(NormPlace { blocks, table, sums, first: self.norm_blocks });

@@ -301,8 +301,11 @@ mod tests {
     use super::*;
     use crate::schedule::{Dep, Kind, Pass, Shape};
 
-    fn schedule(ops: &[(Lane, u32, &[(u32, Edge, bool)])]) -> Arc<Schedule> {
-        let op = |(id, &(lane, priority, deps)): (usize, &(Lane, u32, &[(u32, Edge, bool)]))| Op {
+    /// Lane, priority number, and what it depends on: an operation, an edge, and whether of the pass before.
+    type Outline<'a> = (Lane, u32, &'a [(u32, Edge, bool)]);
+
+    fn schedule(ops: &[Outline<'_>]) -> Arc<Schedule> {
+        let op = |(id, &(lane, priority, deps)): (usize, &Outline<'_>)| Op {
             id: u32::try_from(id).unwrap(),
             kind: Kind::Load,
             unit: 0,

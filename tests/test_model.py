@@ -9,7 +9,7 @@ import megatrain
 from megatrain.errors import ConfigError
 from megatrain.model import Decoder, build_without_storage, max_positions
 from megatrain.request import measure, plan_request
-from reference import SIZES, batches, build, config, engine, error
+from reference import SIZES, batches, build, check_training, config, engine, error
 from test_equivalence import ROPE
 
 
@@ -86,8 +86,6 @@ def test_a_head_of_its_own_kind_runs_the_models_own_forward() -> None:
         model = Squared(config()).train()
     ours = engine(model, plan={"loss_chunk": 16})
     assert not ours.decoder.head.plain
-    from reference import check_training
-
     check_training(model, [batches(2, seed=s) for s in range(2)], plan={"loss_chunk": 16})
 
 
@@ -109,6 +107,17 @@ def test_log_probabilities_beyond_the_original_length_equal_stock_transformers(r
 def test_positions_count_rotary_scaling() -> None:
     assert max_positions(config()) == 64
     assert max_positions(config(rope_parameters={"rope_theta": 1e4, **ROPE["dynamic"]})) == 128
+
+
+def test_parameters_that_the_forward_never_uses_stay_as_torch_leaves_them() -> None:
+    model = build()
+    for index, layer in enumerate(model.model.layers):
+        layer.register_parameter("spare", torch.nn.Parameter(torch.full((3,), float(index))))
+    model.model.register_parameter("spare", torch.nn.Parameter(torch.ones(2)))
+    ours, exact = check_training(model, [batches(2, seed=s) for s in range(2)])
+    assert set(exact.gradients) == {n for n, t in ours.decoder.tensors.items() if t.role == "trainable"}
+    assert torch.equal(ours.weight("model.layers.3.spare"), torch.full((3,), 3.0))
+    assert torch.equal(ours.weight("model.spare"), torch.ones(2))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

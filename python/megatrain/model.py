@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.optim import match
-from megatrain.recording import Probe, Recorder, probe
+from megatrain.recording import Probe, Recorder, probe, untouched
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Decoder:
         self.base_name, self.base = _base(model)
         self.layers_name = _layer_list(self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
+        _refuse_lists_of_experts(model, self.layers)
         self.library_layout = False
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
@@ -285,8 +286,8 @@ class Decoder:
             raise ConfigError(f"freeze: {list(patterns)} leaves no parameter to train")
 
     def _unused(self) -> list[str]:
-        """Parameters outside the layers that no part of the forward touches: torch gives them no gradient."""
-        unused = []
+        """Parameters that no part of the forward touches: torch gives them no gradient and does not update them."""
+        unused = self._unused_in_layers()
         used = self.probe.before | self.probe.after
         prefix = f"{self.base_name}." if self.base_name else ""
         for name, _ in self.model.named_parameters():
@@ -298,6 +299,20 @@ class Decoder:
                 if id(self.recorder.base.get_submodule(owner)._parameters[leaf]) in used:
                     continue
             unused.append(name)
+        return unused
+
+    def _unused_in_layers(self) -> list[str]:
+        """The same inside the layers, by running one of each structure on meta."""
+        record = self.recorder.record(torch.zeros(1, 2, dtype=torch.int64))
+        of, first = _structures(self.layers, _index_attributes(self.layers))
+        prefix = ".".join(p for p in (self.base_name, self.layers_name) if p)
+        unused = []
+        for structure, layer in enumerate(first):
+            names = untouched(
+                self.layers[layer], record.args[layer], record.kwargs[layer], self.hidden_size, self.dtype
+            )
+            same = [index for index, own in enumerate(of) if own == structure]
+            unused += [f"{prefix}.{index}.{name}" for index in same for name in names]
         return unused
 
     def _cut(self) -> tuple[Unit, ...]:
@@ -478,6 +493,18 @@ def _refuse_parts(config: Any, name: str) -> None:
             f"{name} also has a vision or audio part ({', '.join(parts)}), which is not supported yet; name a model of "
             "its text part alone"
         )
+
+
+def _refuse_lists_of_experts(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuses experts that are modules of their own: one that no token chose has no gradient in torch, which then
+    leaves it as it is, while a fused tensor's rows have a gradient of 0."""
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.ModuleList) and "expert" in name.rpartition(".")[2] and len(module) > 1:
+                raise ConfigError(
+                    f"{type(model).__name__} keeps its experts as a list of modules ({name}), each of which has a "
+                    "gradient only where a token chose it; use the installed transformers' own code, which fuses them"
+                )
 
 
 def _check_rope(config: Any) -> None:

@@ -280,6 +280,39 @@ class Recorder:
         return Record([a for a, _ in self._calls], [k for _, k in self._calls], looked_up, side)
 
 
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module tree with every buffer on meta, as the parameters are."""
+    twin = copy_without(module)
+    for child in twin.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to("meta")
+    return twin
+
+
+def untouched(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], width: int, dtype: torch.dtype
+) -> list[str]:
+    """Names of the parameters of a layer that its forward never looks at; none where it cannot run without values."""
+    names = {id(p): name for name, p in layer.named_parameters()}
+    touched: set[int] = set()
+
+    def answer(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        touched.add(id(weight))
+        return F.embedding(ids, weight, padding)
+
+    def move(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    hidden = torch.empty(1, 2, width, dtype=dtype, device="meta")
+    try:
+        with torch.no_grad(), EmbeddingCalls(answer, lambda tensor: touched.add(id(tensor))):
+            on_meta(layer)(hidden, *tree_map(move, args), **tree_map(move, kwargs))
+    except (RuntimeError, NotImplementedError):
+        return []
+    return [name for identity, name in names.items() if identity not in touched]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """What one run of a base on stubs tells about it."""

@@ -17,7 +17,7 @@ from megatrain.errors import ConfigError
 from megatrain.loss import default_chunk, workspace_bytes
 from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
 from megatrain.optim import AdamW
-from megatrain.recording import copy_without
+from megatrain.recording import on_meta
 from megatrain.template import LayerCall
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _AsOnDevice(TorchFunctionMode):
 def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str) -> Measured:
     """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
     first = decoder.structures[structure]
-    module = _on_meta(decoder.layers[first])
+    module = on_meta(decoder.layers[first])
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
     def to_meta(value: Any) -> Any:
@@ -203,16 +203,6 @@ def _workspace(
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     # between two layers every micro-batch has one gradient or one set of hidden states
     return max(layer, loss, embed) + (micro_batches + 1) * hidden
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module with every buffer on meta too."""
-    twin = copy_without(module)
-    for child in twin.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = buffer.to("meta")
-    return twin
 
 
 def _tensors(tree: Any) -> list[Tensor]:

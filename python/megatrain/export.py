@@ -73,8 +73,8 @@ def save_pretrained(
 ) -> None:
     """Writes the model in the store as a Hugging Face folder. Float tensors get the asked type, all others keep theirs;
     a tied weight is written once, under the name it is stored under. `layout` is that of published checkpoints, as the
-    source has it (every expert apart), or the library's own (experts fused). Raises ConfigError when `out` is in use already,
-    StorageError when it cannot be written."""
+    source has it (every expert apart), or the library's own (experts fused). Raises ConfigError when `out` is in use
+    already, StorageError when it cannot be written."""
     out = Path(out)
     target = DTYPES[decoder.precision if dtype == "auto" else dtype]
     _refuse_used(out, overwrite)
@@ -107,8 +107,8 @@ def export_checkpoint(
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
     """Writes a checkpoint's model as a Hugging Face folder, without any tensor of the model itself: `fp32` from a bf16
-    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not whole, ConfigError when `out` is in use already,
-    StorageError when it cannot be written."""
+    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not whole,
+    ConfigError when `out` is in use already, StorageError when it cannot be written."""
     from megatrain.checkpoint import Checkpoint
 
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)

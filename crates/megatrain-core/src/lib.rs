@@ -25,6 +25,9 @@
 //! The numbered examples are the embedding guide.
 #![warn(missing_docs)]
 
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
+compile_error!("megatrain runs on 64-bit little-endian Linux (x86-64, AArch64); this target is another one");
+
 pub mod device;
 pub mod error;
 pub mod estimate;

@@ -32,6 +32,8 @@ class Family:
     """Its `model_type`."""
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Beside `BASE`."""
+    seed: int = 0
+    """Of the rows: another one where a gradient of one element cancels to nearly nothing."""
     experts: bool = False
     """Whether it has experts, which transformers computes one by one (eager) or grouped."""
 
@@ -144,7 +146,7 @@ FAMILIES: dict[str, Family] = {
     "seed-oss": Family(
         title="Seed-OSS", kind="seed_oss", changes={"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0}
     ),
-    "apertus": Family(title="Apertus", kind="apertus"),
+    "apertus": Family(title="Apertus", kind="apertus", seed=3),
     "glm": Family(title="GLM-4-9B (glm)", kind="glm", changes={"head_dim": 8}),
     "llama4": Family(
         title="Llama 4, text",

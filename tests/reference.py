@@ -219,14 +219,15 @@ def check_training(
     **options: Any,
 ) -> tuple[megatrain.Engine, Run]:
     """Trains a model in our engine and by the reference in fp32 and fp64; compares losses, norms, gradients, moments
-    and weights. With `splits` plain PyTorch's error is the largest of three splits of the rows: a gradient that cancels to
-    nearly nothing (a key's bias, a scalar) may be lucky in one. Returns our engine and the fp64 run."""
+    and weights. With `splits` plain PyTorch's error is the largest of three splits of the rows: a gradient that cancels
+    to nearly nothing (a key's bias, a scalar) may be lucky in one. Returns our engine and the fp64 run."""
     settings = reference or {}
     exact = run_reference(model, steps, dtype=torch.float64, **settings)
     plain = [run_reference(model, steps, dtype=torch.float32, **settings)]
     if splits:
         for split in (by_row, at_once):
-            plain.append(run_reference(model, [split(step) for step in steps], dtype=torch.float32, **settings))
+            rows = [split(step) for step in steps]
+            plain += [run_reference(model, rows, dtype=torch.float32, **settings)]
     ours = engine(model, **options)
     outputs = [ours.step(step) for step in steps]
     for found, wanted, near in (

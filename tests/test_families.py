@@ -20,8 +20,8 @@ EXACT = [case for case in CASES if case[0] not in RANDOM_ROUTING]
 PACKED = [case for case in EXACT if case[0] not in NO_PACKING]
 
 
-def padded_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
-    return [batches(2, seed=seed, rows=2, seq=16, padded=True, vocab=VOCAB) for seed in range(number)]
+def padded_steps(number: int, first: int = 0) -> list[list[dict[str, torch.Tensor]]]:
+    return [batches(2, seed=first + s, rows=2, seq=16, padded=True, vocab=VOCAB) for s in range(number)]
 
 
 def packed_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -33,7 +33,7 @@ def packed_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize(("name", "experts"), EXACT)
 def test_three_padded_steps_equal_plain_pytorch(name: str, experts: str | None) -> None:
-    check_training(build(name, experts), padded_steps(3), splits=True)
+    check_training(build(name, experts), padded_steps(3, FAMILIES[name].seed), splits=True)
 
 
 @pytest.mark.parametrize(("name", "experts"), PACKED)
@@ -134,3 +134,10 @@ def test_a_checkpoint_is_exported_as_published_or_as_the_library_holds_it(tmp_pa
 
 def test_the_table_of_architectures_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == table(), "run python tests/families.py"
+
+
+def test_a_list_of_experts_is_refused() -> None:
+    model = build("llama2")
+    model.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM keeps its experts as a list of modules \(mlp\.experts\)"):
+        engine(model)

@@ -107,8 +107,8 @@ def export_checkpoint(
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
     """Writes a checkpoint's model as a Hugging Face folder, without any tensor of the model itself: `fp32` from a bf16
-    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not whole,
-    ConfigError when `out` is in use already, StorageError when it cannot be written."""
+    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not
+    whole, ConfigError when `out` is in use already, StorageError when it cannot be written."""
     from megatrain.checkpoint import Checkpoint
 
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)

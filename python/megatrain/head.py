@@ -125,7 +125,8 @@ def _used(decoder: "Decoder", names: dict[int, str]) -> tuple[frozenset[str], in
         with torch.no_grad(), EmbeddingCalls(answer, seen):
             logits = HeadShell(decoder.model, decoder.base_name)(hidden)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{type(decoder.model).__name__} asks more of its base than hidden states: {error}") from error
+        name = type(decoder.model).__name__
+        raise ConfigError(f"{name} asks more of its base than hidden states: {error}") from error
     return frozenset(used), int(logits.shape[-1])
 
 

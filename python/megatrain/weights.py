@@ -303,8 +303,8 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
 def match(source: Weights, decoder: Decoder) -> dict[str, Block]:
     """Source name to the elements it stands for, together every tensor of the model once. Tensors may be stored as the
     library holds them or as the hub publishes them (every expert apart); the prefix of the base model (`model.`) may be
-    there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError that
-    names what is missing, left over, or of another shape or type."""
+    there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError
+    that names what is missing, left over, or of another shape or type."""
     prefix = getattr(decoder.model, "base_model_prefix", "")
     prefix = prefix + "." if prefix else ""
     places = _Places(decoder)
@@ -370,9 +370,10 @@ class _Places:
             there[block.name] += block.numel
         missing, twice = [], []
         for name, count in there.items():
-            if count > self._whole[name].numel:
+            whole = self._whole[name]
+            if count > whole.numel:
                 twice.append(name)
-            elif count < self._whole[name].numel or self._whole[name].numel == 0 and self._whole[name] not in found:
+            elif count < whole.numel or (whole.numel == 0 and whole not in found):
                 parts = [theirs for theirs, block in self._published.items() if block.name == name]
                 missing += [t for t in parts if self._published[t] not in found] if count else [name]
         problems = [f"lacks {_listed(missing)}"] if missing else []

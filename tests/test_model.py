@@ -180,6 +180,17 @@ def test_unknown_attention_and_a_config_without_a_type_are_refused() -> None:
         Decoder.from_config("/nowhere/at/all")
 
 
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.3", "6.0.0"])
+def test_a_transformers_that_was_not_tried_is_refused_with_the_range(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(ConfigError, match=f"transformers {version} is installed; megatrain works with 5.17"):
+        Decoder.from_config(config())
+
+
 def test_freezing_nothing_or_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="'\\*query\\*' matches no parameter"):
         Decoder.from_config(config(), freeze=["*query*"])

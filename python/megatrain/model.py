@@ -432,6 +432,7 @@ def build_without_storage(
     """The model of a configuration: parameters on meta, every buffer real."""
     from transformers import AutoModelForCausalLM
 
+    check_library()
     if attention not in ("auto", "sdpa", "eager"):
         raise ConfigError(f"model.attention: {attention!r} is none of auto, sdpa, eager")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -464,8 +465,25 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
+def check_library() -> None:
+    """Refuses a transformers whose models were not tried: what layers are called with changes between its versions."""
+    import transformers
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdigit())
+    if not _LIBRARY[0] <= version < _LIBRARY[1]:
+        low, high = (".".join(str(part) for part in bound) for bound in _LIBRARY)
+        raise ConfigError(
+            f"transformers {transformers.__version__} is installed; megatrain works with {low} and later, below {high}: "
+            f"pip install 'transformers>={low},<{high}'"
+        )
+
+
+_LIBRARY = ((5, 17), (6, 0))
+
+
 def _refuse(model: nn.Module, config: Any) -> None:
     """Refusals that need only the configuration."""
+    check_library()
     name = type(model).__name__
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise ConfigError(f"{name} has no Hugging Face config, so megatrain cannot tell its layers")

@@ -473,8 +473,8 @@ def check_library() -> None:
     if not _LIBRARY[0] <= version < _LIBRARY[1]:
         low, high = (".".join(str(part) for part in bound) for bound in _LIBRARY)
         raise ConfigError(
-            f"transformers {transformers.__version__} is installed; megatrain works with {low} and later, below {high}: "
-            f"pip install 'transformers>={low},<{high}'"
+            f"transformers {transformers.__version__} is installed; megatrain works with {low} up to, not including, "
+            f"{high}: pip install 'transformers>={low},<{high}'"
         )
 
 

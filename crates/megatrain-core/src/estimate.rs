@@ -63,7 +63,8 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 /// What [`crate::plan::plan`] prints.
 pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     let Estimate { step_s, lanes, bound, .. } = estimate(request, plan, &request.rates)?;
-    Ok(Forecast { step_s, bound, lanes })
+    let expected_step_s = estimate(request, plan, &request.rates.sustained())?.step_s;
+    Ok(Forecast { step_s, expected_step_s, bound, lanes })
 }
 
 struct Durations<'a> {

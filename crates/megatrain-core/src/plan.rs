@@ -1,9 +1,10 @@
 //! What fits, and where everything goes: [`plan`] turns a [`Request`] into a [`Plan`] without allocating anything.
 //!
-//! The planner is greedy. It places what a step cannot do without, then spends free device memory on what buys most
-//! time a byte: a third slot, optimizer state (`embed`, `head`, then layers in forward order), kept activations (last
-//! layers first), and at last slots for all layers. Every choice can be asked for in [`Requests`]; a choice that cannot
-//! be honoured is refused by name, and a plan that does not fit is refused with its sum.
+//! It places what a step cannot do without, then spends free device memory where that makes the step shortest: on
+//! optimizer state (`embed`, `head`, then layers in forward order) while the host's optimizer is what the step waits for,
+//! on kept activations (last layers first) once it is not, on slots with what is left. Candidates are compared by their
+//! simulated step time. Every choice can be asked for in [`Requests`]; a choice that cannot be honoured is refused by
+//! name, and a plan that does not fit is refused with its sum.
 use serde::{Deserialize, Serialize};
 
 pub use self::placement::{DeviceState, HostState, NormPlace, Placement, Region, Stretch};
@@ -71,8 +72,11 @@ pub struct Totals {
 /// The step time that the rates predict, from [`crate::estimate`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Forecast {
-    /// Seconds a step in steady state.
+    /// Seconds a step in steady state, at the measured rates: no step can be faster.
     pub step_s: f64,
+    /// Seconds a step at the rates that a whole step sustains ([`Rates::sustained`]): what to expect.
+    #[serde(default)]
+    pub expected_step_s: f64,
     /// The busiest lane.
     pub bound: String,
     /// Seconds busy, by lane.

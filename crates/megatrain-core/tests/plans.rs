@@ -72,7 +72,7 @@ fn a_plan_fits_every_budget_it_is_accepted_under() {
 }
 
 #[test]
-fn free_device_memory_goes_to_state_first_then_to_activations_then_to_slots() {
+fn free_device_memory_goes_to_state_activations_and_slots() {
     let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
     let everything = plan(&request).unwrap();
     assert!(everything.units.iter().all(|u| u.state == State::Device && u.activation == Activation::Keep));
@@ -85,25 +85,97 @@ fn free_device_memory_goes_to_state_first_then_to_activations_then_to_slots() {
     let (d, h) = (State::Device, State::Host);
     assert_eq!(states, [d, d, d, h, h, h, h, d]);
     assert_eq!(smaller.slots, 4, "what is left goes to a slot for every layer");
-    request.requests.state_on_device = Some(Count::Auto(Auto::Auto));
-    request.requests.keep = None;
-    request.budget.device = smaller.totals.device;
-    let chosen = plan(&request).unwrap();
-    assert!(chosen.units.iter().filter(|u| u.state == d).count() >= 4);
     // On the CPU, moving state to the device would free nothing.
+    request.requests.state_on_device = Some(Count::Auto(Auto::Auto));
     let cpu = plan(&Request { device: DeviceKind::Cpu, ..request }).unwrap();
     assert!(cpu.units.iter().all(|u| u.state == h));
 }
 
+/// Layers on a card with too little memory for everything: a forward of one takes 10 ms, its update `update` seconds.
+fn contended(layers: usize, update: f64, mode: UpdateMode) -> Request {
+    let mut request = timed(layers, 0.001, 0.040, update, mode);
+    request.device = DeviceKind::Cuda;
+    (request.requests.keep, request.requests.slots, request.requests.state_on_device) = (None, None, None);
+    request.rates.hbm_gbs = 1e6;
+    let mut tight = request.clone();
+    (tight.requests.keep, tight.requests.state_on_device) = (Some(0), Some(Count::Units(2)));
+    // What is left holds the activations of five layers, or the state of about sixteen.
+    request.budget.device = plan(&tight).unwrap().totals.device + (5 * 40 << 20);
+    request
+}
+
+fn spent(plan: &Plan) -> (usize, usize) {
+    let state = plan.units.iter().filter(|u| u.state == State::Device).count();
+    (state, plan.units[1..plan.units.len() - 1].iter().filter(|u| u.activation == Activation::Keep).count())
+}
+
 #[test]
-fn state_on_the_device_makes_room_on_the_host() {
-    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
-    request.requests.state_on_device = Some(Count::Units(0));
-    request.budget.host = plan(&request).unwrap().totals.host / 2;
-    assert!(matches!(plan(&request), Err(Error::DoesNotFit { tier: Tier::Host, .. })));
-    request.requests.state_on_device = None;
-    let fitting = plan(&request).unwrap();
-    assert!(fitting.totals.host <= request.budget.host);
+fn state_goes_to_the_device_until_the_hosts_updates_hide_beneath_the_next_forward() {
+    let none = spent(&plan(&contended(24, 0.001, UpdateMode::JustInTime)).unwrap());
+    let some = spent(&plan(&contended(24, 0.016, UpdateMode::JustInTime)).unwrap());
+    let most = spent(&plan(&contended(24, 0.100, UpdateMode::JustInTime)).unwrap());
+    // With updates that hide anyway, all that is left goes to activations: each spares a recomputation.
+    assert!(none.1 >= 5, "{none:?}");
+    // With updates half as long again as a forward, a part of the layers has its state on the device, no more.
+    assert!(some.0 > none.0 && some.0 < most.0 && some.1 > most.1 && some.1 < none.1, "{none:?} {some:?} {most:?}");
+    assert!(most.0 >= 12, "{most:?}");
+    // Immediate updates hide beneath backward too, so the same optimizer needs no help.
+    let immediate = spent(&plan(&contended(24, 0.016, UpdateMode::Immediate)).unwrap());
+    assert!(immediate.1 >= 5, "{immediate:?}");
+}
+
+#[test]
+fn no_other_split_of_the_memory_is_expected_to_be_faster() {
+    for (update, mode) in [
+        (0.001, UpdateMode::JustInTime),
+        (0.016, UpdateMode::JustInTime),
+        (0.100, UpdateMode::JustInTime),
+        (0.060, UpdateMode::Immediate),
+    ] {
+        let request = contended(12, update, mode);
+        let chosen = plan(&request).unwrap();
+        for units in 0..=14 {
+            for keep in 0..=12 {
+                let mut other = request.clone();
+                (other.requests.state_on_device, other.requests.keep) = (Some(Count::Units(units)), Some(keep));
+                // Inputs leave the device only where the plan does not fit otherwise.
+                other.requests.inputs = Some(Place::Device);
+                let Ok(other) = plan(&other) else { continue };
+                let (best, other) = (chosen.estimate.expected_step_s, other.estimate.expected_step_s);
+                assert!(
+                    best <= other * 1.005,
+                    "{update}: {units} units and {keep} layers kept: {other} against {best}"
+                );
+            }
+        }
+        assert_eq!(plan(&request).unwrap(), chosen, "the same request gives the same plan");
+        assert!(chosen.estimate.expected_step_s >= chosen.estimate.step_s);
+    }
+}
+
+#[test]
+fn what_the_card_loses_to_context_and_fragmentation_is_part_of_the_sum() {
+    let mut request = Request { device: DeviceKind::Cuda, workspace_bytes: 100 << 20, ..model(4, 1) };
+    let bare = plan(&request).unwrap();
+    let torch = |plan: &Plan| -> u64 {
+        plan.items.iter().filter(|i| i.tier == Tier::Device && i.what.ends_with("(torch)")).map(|i| i.bytes).sum()
+    };
+    (request.context_bytes, request.fragmentation) = (600 << 20, 0.125);
+    let whole = plan(&request).unwrap();
+    assert_eq!(whole.totals.device, bare.totals.device + torch(&bare) / 8 + (600 << 20));
+    request.fragmentation = 1.5;
+    assert!(text(plan(&request).unwrap_err()).contains("fragmentation is 1.5"));
+}
+
+#[test]
+fn leftover_memory_is_spent_on_as_many_slots_as_fit() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(12, 1) };
+    (request.requests.keep, request.requests.state_on_device) = (Some(0), Some(Count::Units(0)));
+    let all = plan(&request).unwrap();
+    assert_eq!(all.slots, 12);
+    // Two slots and a bit less.
+    request.budget.device = all.totals.device - (5 << 20);
+    assert_eq!(plan(&request).unwrap().slots, 9);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The greedy choices.
+//! The choices: what a step cannot do without first, then what the free device memory buys, compared by step time.
 use super::placement::staged_bytes;
 use super::request::{Auto, Count};
 use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
@@ -11,6 +11,12 @@ const SLABS: u32 = 6;
 const SLOTS: u32 = 3;
 /// One staging buffer is filled, one is emptied, and one absorbs the difference.
 const STAGE_BUFFERS: u32 = 3;
+/// Operations simulated to compare candidates; where that is not enough for all of them, an even choice of candidates is
+/// looked at first, at least [`FEWEST`], and then those around the best.
+const SIMULATED: usize = 1 << 20;
+const FEWEST: usize = 12;
+/// Step times that differ by less are alike.
+const ALIKE: f64 = 1.001;
 /// One gradient buffer is filled by backward while the other one lands.
 const GRAD_BUFFERS: u32 = 2;
 
@@ -24,13 +30,11 @@ pub(super) fn choose(request: &Request) -> Result<Plan> {
     let mut choice = Choice { request, plan: smallest(request) };
     choice.finish()?;
     choice.fit_inputs()?;
-    choice.refuse_unless_it_fits(&[Tier::Device])?;
+    choice.relieve_host()?;
+    choice.refuse_unless_it_fits()?;
     choice.grow_slots(SLOTS)?;
     choice.grow_slabs()?;
-    choice.place_state()?;
-    choice.keep_activations()?;
-    choice.grow_slots(u32::MAX)?;
-    choice.refuse_unless_it_fits(&[Tier::Device, Tier::Host])?;
+    choice.spend()?;
     Ok(choice.plan)
 }
 
@@ -103,14 +107,17 @@ impl Choice<'_> {
         Ok(())
     }
 
-    /// Keeps a change when it still fits, and tells so. What does not fit on the host yet may come to fit, as state moves
-    /// to the device, so there a change must only not make it worse.
+    fn fits(&self) -> bool {
+        let (totals, budget) = (self.plan.totals, self.request.budget);
+        totals.device <= budget.device && totals.host <= budget.host
+    }
+
+    /// Keeps a change when it still fits, and tells so.
     fn attempt(&mut self, change: impl FnOnce(&mut Plan)) -> Result<bool> {
         let before = self.plan.clone();
         change(&mut self.plan);
         self.finish()?;
-        let (totals, budget) = (self.plan.totals, self.request.budget);
-        let fits = totals.device <= budget.device && totals.host <= budget.host.max(before.totals.host);
+        let fits = self.fits();
         if !fits {
             self.plan = before;
         }
@@ -135,11 +142,25 @@ impl Choice<'_> {
         Ok(())
     }
 
+    /// Between three slots and one for each layer, every further one saves a load where backward turns round.
     fn grow_slots(&mut self, most: u32) -> Result<()> {
-        let layers = u32::try_from(self.request.num_layers()).unwrap_or(u32::MAX);
-        // Between three slots and all of them, a further one only saves a load where backward turns round.
-        if self.request.requests.slots.is_none() && self.plan.slots < most.min(layers) {
-            self.attempt(|plan| plan.slots = most.min(layers))?;
+        let host = |u: &&UnitPlan| u.state == State::Host;
+        let layers = self.plan.units[1..=self.request.num_layers()].iter().filter(host).count();
+        let most = most.min(u32::try_from(layers).unwrap_or(u32::MAX));
+        if self.request.requests.slots.is_some() || self.plan.slots >= most {
+            return Ok(());
+        }
+        if self.attempt(|plan| plan.slots = most)? {
+            return Ok(());
+        }
+        let (mut low, mut high) = (self.plan.slots, most);
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if self.attempt(|plan| plan.slots = middle)? {
+                low = middle;
+            } else {
+                high = middle;
+            }
         }
         Ok(())
     }
@@ -151,7 +172,7 @@ impl Choice<'_> {
         if request.update != UpdateMode::Immediate || request.requests.slabs.is_some() {
             return Ok(());
         }
-        let (rates, layers) = (&request.rates, &request.units[1..=request.num_layers()]);
+        let (rates, layers) = (request.rates.sustained(), &request.units[1..=request.num_layers()]);
         let layouts = request.layouts()?;
         let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
         for (unit, layout) in layers.iter().zip(&layouts[1..]) {
@@ -171,55 +192,139 @@ impl Choice<'_> {
         Ok(())
     }
 
-    fn place_state(&mut self) -> Result<()> {
+    /// Whether the plan decides which units' state lives on the device. Without a card of its own, the device's memory
+    /// is the host's: moving state there frees nothing.
+    fn places_state(&self) -> bool {
         let r = &self.request.requests;
-        // Without a card of its own, the device's memory is the host's: moving state there frees nothing.
-        let automatic = match r.state_on_device {
+        match r.state_on_device {
             None | Some(Count::Auto(Auto::Auto)) => self.request.device == DeviceKind::Cuda && !r.accumulate,
             Some(Count::Units(_)) => false,
-        };
-        if !automatic {
+        }
+    }
+
+    /// What the host cannot hold goes to the device, where that has room for it.
+    fn relieve_host(&mut self) -> Result<()> {
+        if !self.places_state() || self.plan.totals.host <= self.request.budget.host {
             return Ok(());
         }
+        let before = self.plan.clone();
         for unit in state_order(self.request) {
-            if !self.attempt(|plan| plan.units[unit].state = State::Device)?
-                && unit != 0
-                && unit <= self.request.num_layers()
-            {
+            self.plan.units[unit].state = State::Device;
+            self.finish()?;
+            if self.plan.totals.host <= self.request.budget.host {
                 break;
             }
+        }
+        if !self.fits() {
+            self.plan = before;
         }
         Ok(())
     }
 
-    fn keep_activations(&mut self) -> Result<()> {
+    /// Spends what is left of the device's memory. State on the device is worth having while the host's optimizer is
+    /// what the step waits for, kept activations once it is not, and both are bought with the same bytes: so every
+    /// number of units with their state on the device, with as many layers' activations as fit beside it, is a
+    /// candidate, and the fastest one is taken.
+    fn spend(&mut self) -> Result<()> {
+        let candidates = self.candidates()?;
+        let mut seconds = vec![None; candidates.len()];
+        // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
+        let operations = 3 * self.request.units.len() * (4 + 4 * self.request.micro_batches as usize);
+        let stride = candidates.len().div_ceil((SIMULATED / operations).max(FEWEST));
+        let last = candidates.len() - 1;
+        // On the whole the step time falls and then rises along the candidates.
+        let coarse = (0..last).step_by(stride).chain(std::iter::once(last));
+        let best = self.fastest(&candidates, &mut seconds, coarse)?;
+        let near = best.saturating_sub(stride)..(best + stride + 1).min(candidates.len());
+        let best = self.fastest(&candidates, &mut seconds, near)?;
+        self.plan = candidates[best].clone();
+        self.grow_slots(u32::MAX)
+    }
+
+    /// The index of the fastest candidate among those looked at so far and `these`.
+    fn fastest(
+        &mut self,
+        candidates: &[Plan],
+        seconds: &mut [Option<f64>],
+        these: impl Iterator<Item = usize>,
+    ) -> Result<usize> {
+        let rates = self.request.rates.sustained();
+        for index in these {
+            if seconds[index].is_none() {
+                self.plan = candidates[index].clone();
+                self.grow_slots(u32::MAX)?;
+                seconds[index] = Some(crate::estimate::estimate(self.request, &self.plan, &rates)?.step_s);
+            }
+        }
+        let known = || seconds.iter().enumerate().filter_map(|(index, s)| s.map(|s| (index, s)));
+        let least = known().map(|(_, s)| s).fold(f64::INFINITY, f64::min);
+        // Of those that are as fast, the one with most state on the device: it needs least of the host.
+        let best = known().filter(|&(_, s)| s <= least * ALIKE).map(|(index, _)| index).next_back();
+        Ok(best.unwrap_or(0))
+    }
+
+    /// Plans with more and more units' state on the device, each with as many layers' activations kept as fit.
+    fn candidates(&mut self) -> Result<Vec<Plan>> {
+        let mut candidates = Vec::new();
+        let (base, last) = (self.plan.clone(), self.request.units.len() - 1);
+        self.keep_most()?;
+        candidates.push(std::mem::replace(&mut self.plan, base));
+        if !self.places_state() {
+            return Ok(candidates);
+        }
+        for unit in state_order(self.request) {
+            if self.plan.units[unit].state == State::Device {
+                continue;
+            }
+            if self.attempt(|plan| plan.units[unit].state = State::Device)? {
+                let base = self.plan.clone();
+                self.keep_most()?;
+                candidates.push(std::mem::replace(&mut self.plan, base));
+            } else if unit != 0 && unit != last {
+                break;
+            }
+        }
+        Ok(candidates)
+    }
+
+    /// Keeps the activations of as many of the last layers as fit.
+    fn keep_most(&mut self) -> Result<()> {
         let r = &self.request.requests;
         if r.keep.is_some() || r.activation.is_some() {
             return Ok(());
         }
-        for unit in (1..=self.request.num_layers()).rev() {
-            // Nothing is known about this layer's activations, so nothing can be promised about keeping them.
-            if self.request.units[unit].kept_bytes == 0 {
-                break;
+        let layers = self.request.num_layers();
+        // Nothing is known about a layer whose activations have no size, so nothing can be promised about keeping them.
+        let sized = self.request.units[1..=layers].iter().rev().take_while(|u| u.kept_bytes > 0).count();
+        let (mut low, mut high) = (0, sized + 1);
+        let keep = |count: usize| {
+            move |plan: &mut Plan| {
+                for unit in &mut plan.units[layers + 1 - count..=layers] {
+                    (unit.activation, unit.input) = (Activation::Keep, Place::Device);
+                }
             }
-            let kept = self.attempt(|plan| {
-                plan.units[unit].activation = Activation::Keep;
-                plan.units[unit].input = Place::Device;
-            })?;
-            if !kept {
-                break;
+        };
+        let before = self.plan.clone();
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if self.attempt(keep(middle))? {
+                self.plan = before.clone();
+                low = middle;
+            } else {
+                high = middle;
             }
+        }
+        if low > 0 {
+            self.attempt(keep(low))?;
         }
         Ok(())
     }
 
-    fn refuse_unless_it_fits(&self, tiers: &[Tier]) -> Result<()> {
+    fn refuse_unless_it_fits(&self) -> Result<()> {
         let (totals, budget) = (self.plan.totals, self.request.budget);
-        for &tier in tiers {
-            let (needed, available) = match tier {
-                Tier::Device => (totals.device, budget.device),
-                Tier::Host => (totals.host, budget.host),
-            };
+        for (tier, needed, available) in
+            [(Tier::Device, totals.device, budget.device), (Tier::Host, totals.host, budget.host)]
+        {
             if needed > available {
                 return Err(Error::DoesNotFit { tier, needed, available, items: self.plan.items.clone() });
             }

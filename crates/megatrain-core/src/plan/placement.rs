@@ -442,4 +442,8 @@ fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     // The last hidden states, and the gradients that replace them one by one.
     carver.item("hidden states (torch)", Tier::Device, (group + 1) * request.units[last].input_bytes, false);
     carver.item("workspace (torch)", Tier::Device, request.workspace_bytes, false);
+    let torch = |i: &&Item| i.what.ends_with("(torch)") && i.tier == Tier::Device;
+    let used: u64 = carver.items.iter().filter(torch).map(|i| i.bytes).sum();
+    carver.item("fragmentation (torch)", Tier::Device, (used as f64 * request.fragmentation) as u64, false);
+    carver.item("context and libraries (torch)", Tier::Device, request.context_bytes, false);
 }

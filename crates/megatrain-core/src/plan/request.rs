@@ -135,6 +135,27 @@ impl Default for Rates {
     }
 }
 
+/// Shares of the measured rates that a whole step sustains, measured on a card: matmuls with everything between them, a
+/// link used in both directions, and a host optimizer that shares its memory with the link.
+const SUSTAINED_MATMUL: f64 = 0.73;
+const SUSTAINED_LINK: f64 = 0.9;
+const SUSTAINED_ADAMW: f64 = 0.85;
+const SUSTAINED_HBM: f64 = 0.8;
+
+impl Rates {
+    /// What a step gets of the measured rates, each of which was measured alone.
+    #[must_use]
+    pub fn sustained(&self) -> Self {
+        Self {
+            h2d_gbs: self.h2d_gbs * SUSTAINED_LINK,
+            d2h_gbs: self.d2h_gbs * SUSTAINED_LINK,
+            matmul_tflops: self.matmul_tflops * SUSTAINED_MATMUL,
+            adamw_gparams: self.adamw_gparams * SUSTAINED_ADAMW,
+            hbm_gbs: self.hbm_gbs * SUSTAINED_HBM,
+        }
+    }
+}
+
 /// A model, a batch and a machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -156,6 +177,12 @@ pub struct Request {
     /// Device bytes that torch needs for the passing tensors of one unit.
     #[serde(default)]
     pub workspace_bytes: u64,
+    /// Device bytes that the driver's context and the libraries' workspaces take.
+    #[serde(default)]
+    pub context_bytes: u64,
+    /// What torch's allocator holds beyond what is in use, as a share of that.
+    #[serde(default)]
+    pub fragmentation: f64,
     /// What may be used.
     pub budget: Budget,
     /// The kind of device.
@@ -233,6 +260,9 @@ impl Request {
         }
         if self.micro_batches == 0 {
             return invalid("micro_batches must be at least 1, not 0".to_owned());
+        }
+        if !(0.0..=1.0).contains(&self.fragmentation) {
+            return invalid(format!("fragmentation is {}; it must be a share between 0 and 1", self.fragmentation));
         }
         if self.precision == Precision::Fp32 && self.grad_precision == Precision::Bf16 {
             return invalid("precision fp32 sends fp32 gradients; grad_precision bf16 needs precision bf16".to_owned());

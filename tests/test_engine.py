@@ -395,3 +395,19 @@ def test_names_of_the_package_are_those_it_lists() -> None:
     assert megatrain.Decoder.from_config(config()).num_layers == 4
     with pytest.raises(AttributeError, match="no attribute 'Adam'"):
         _ = megatrain.Adam
+
+
+@pytest.mark.parametrize(
+    ("mask", "dropped"),
+    [([1, 1, 1, 1, 1, 0, 0, 0], True), ([0, 0, 1, 1, 1, 1, 1, 1], False), ([1, 1, 0, 1, 1, 1, 1, 1], False)],
+    ids=["behind", "before", "between"],
+)
+def test_padding_behind_a_row_needs_no_dense_mask_in_a_causal_model(mask: list[int], dropped: bool) -> None:
+    ours = engine(build())
+    hidden = torch.tensor([mask, [1] * 8])
+    ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(hidden == 0, -100)
+    micro = ours.prepare([{"input_ids": ids, "labels": labels, "attention_mask": hidden}]).micro_batches[0]
+    assert (micro.attention_mask is None) == dropped
+    loud = ours.prepare([{"input_ids": ids, "labels": ids, "attention_mask": hidden}]).micro_batches[0]
+    assert loud.attention_mask is not None, "padding that is supervised sees what the mask lets it see"

@@ -332,7 +332,7 @@ HEAD = """# Architectures
 Written by `python tests/families.py`; a test fails when it is not current. Each row is a tiny random model of stock
 transformers, which `tests/test_families.py` trains on every run:
 
-- *padded*: three clipped AdamW steps of two right-padded micro-batches in fp32 on the CPU. Losses, gradient norms, and
+- *padded*: three clipped AdamW steps of two padded micro-batches (one behind, one before) in fp32 on the CPU. Losses, gradient norms, and
   of every tensor the gradient, both moments and the weight differ from an fp64 run by at most 1e-5, or by three times
   what plain fp32 PyTorch does, the largest of three ways to split the rows.
 - *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.

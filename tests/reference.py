@@ -67,7 +67,8 @@ def build(kind: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int 
 def batches(
     count: int = 3, *, seed: int = 0, rows: int = 2, seq: int = 32, padded: bool = False, vocab: int = 256
 ) -> list[dict[str, Tensor]]:
-    """Micro-batches of random tokens with unequal numbers of supervised ones, right-padded where asked."""
+    """Micro-batches of random tokens with unequal numbers of supervised ones, padded behind and before by turns where
+    asked (padding behind needs no mask, padding before does)."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(count):
@@ -77,7 +78,7 @@ def batches(
         batch = {"input_ids": ids, "labels": labels}
         if padded:
             mask = torch.ones_like(ids)
-            mask[0, seq - 9 + index :] = 0
+            mask[0, slice(0, 5 + index) if index % 2 else slice(seq - 9 + index, seq)] = 0
             labels[mask == 0] = -100
             batch["attention_mask"] = mask
         made.append(batch)

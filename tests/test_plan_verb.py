@@ -201,6 +201,74 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(
     assert said in capsys.readouterr().err
 
 
+CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"memory": "79GiB"}}
+
+
+def settled(model: str, rows: int, **sections: dict[str, Any]) -> planning.Settled:
+    """A step of `rows` by 1,024 tokens on the card."""
+    document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
+    train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
+    card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
+    config, described = Config.of(document | {"train": train} | sections), machine.from_description(card, "card")
+    decoder = draw_up(config, described, plan_only=True).decoder
+    return planning.settle(config, decoder, device="cuda", machine=described, rows=rows)
+
+
+def counts(found: planning.Settled) -> tuple[int, int, int]:
+    """Units with their state on the device, layers kept, layers whose input goes to the host."""
+    units = found.plan["units"]
+    kept = sum(unit["activation"] == "keep" for unit in units[1:-1])
+    return sum(u["state"] == "device" for u in units), kept, sum(u["input"] == "host" for u in units)
+
+
+def test_on_a_card_32768_tokens_are_computed_at_a_time_and_half_as_many_as_often_as_needed_to_fit() -> None:
+    small = {"memory": {"gpu": "12GiB"}}
+    assert (settled("qwen2.5-3b", 32, **small).micro_batch, settled("qwen2.5-3b", 32, **small).micro_batches) == (
+        (32, 1024),
+        1,
+    )
+    long = settled("qwen2.5-3b", 128, **small)
+    assert (long.micro_batch[0], long.micro_batches) == (32, 4)
+    assert counts(long)[2] > 0, "layer inputs of 19 GB go to the host"
+    assert settled("qwen2.5-3b", 32, memory={"gpu": "6GiB"}).micro_batch[0] in (4, 8, 16)
+    slow = settled("qwen2.5-3b", 32, rates={"matmul_tflops": 1.0, "adamw_gparams": 100.0})
+    assert slow.micro_batch == settled("qwen2.5-3b", 32).micro_batch == (32, 1024)
+
+
+def test_state_comes_to_the_card_until_the_hosts_part_is_hidden_then_activations_are_kept() -> None:
+    few, many = counts(settled("qwen2.5-3b", 8)), counts(settled("qwen2.5-3b", 32))
+    assert few[0] == 38, "nothing hides the host's updates of a small step"
+    assert 2 < many[0] < 38
+    assert many[1] > 10
+    assert many[2] == 0
+    clipped, immediate = settled("qwen2.5-7b", 16), settled("qwen2.5-7b", 16, train=IMMEDIATE)
+    assert counts(clipped)[0] > counts(immediate)[0], "immediate updates hide beneath the whole step"
+    assert settled("qwen2.5-7b", 64).micro_batches == 2
+
+
+IMMEDIATE = {"update": "immediate", "max_grad_norm": None}
+
+
+def test_the_context_and_fragmentation_are_in_the_sum_and_a_little_is_left_besides() -> None:
+    found = settled("qwen2.5-3b", 32)
+    items = {item["what"]: item["bytes"] for item in found.plan["items"] if item["tier"] == "device"}
+    assert items["context and libraries (torch)"] > GIB // 2
+    assert items["fragmentation (torch)"] > 0
+    assert GIB // 2 < 79 * GIB - found.budget["device"] < 2 * GIB
+    assert found.plan["totals"]["device"] > 0.9 * found.budget["device"]
+    estimate = found.plan["estimate"]
+    assert estimate["step_s"] < estimate["expected_step_s"] < 2 * estimate["step_s"]
+
+
+@pytest.mark.parametrize(("rows", "micro_batch", "keep", "measured"), [(8, 8, 31, 70.9e9), (32, 16, 6, 70.2e9)])
+def test_planned_device_memory_is_within_a_tenth_of_what_was_measured_and_not_below(
+    rows: int, micro_batch: int, keep: int, measured: float
+) -> None:
+    plan = {"state_on_device": 38, "keep": keep, "micro_batch": micro_batch}
+    planned = settled("qwen2.5-3b", rows, plan=plan, memory={"gpu": "85GiB"}).plan["totals"]["device"]
+    assert measured <= planned <= 1.1 * measured
+
+
 def test_every_public_shape_has_the_parameters_that_its_name_says() -> None:
     for name, shape in SHAPES.items():
         if name == "tiny":

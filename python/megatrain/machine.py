@@ -72,11 +72,12 @@ class Machine:
         return max(0, self.memory_available - max(3 * GIB // 4, self.memory_available // 20))
 
     def gpu_budget(self) -> int:
-        """`memory.gpu: auto`: the card's memory, less its context, library workspaces and fragmentation."""
+        """`memory.gpu: auto`: the card's memory, less a little for what no plan foresees. The context, the libraries'
+        workspaces and fragmentation are part of the plan."""
         if self.gpu is None:
             return 0
         offered = self.gpu.total_bytes if self.gpu.free_bytes is None else self.gpu.free_bytes
-        return max(0, offered - max(3 * GIB // 2, self.gpu.total_bytes // 25))
+        return max(0, offered - max(GIB // 2, self.gpu.total_bytes // 80))
 
 
 class Readers:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatrain")
 
-MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 4096}
+MICRO_BATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
 """Most tokens that are computed at a time, where nothing is asked for: enough to fill the device, and no more."""
 
 _LARGEST_SEARCHED = 1 << 14
@@ -409,6 +409,7 @@ class Report:
             "budget": settled.budget,
             "plan": settled.plan,
             "step_s": self.step_s,
+            "expected_step_s": self.estimate.get("expected_step_s"),
             "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
             "bound": self.estimate["bound"],
             "lanes": self.estimate["lanes"],

@@ -1,0 +1,203 @@
+"""What a compiled layer keeps for its backward and needs while it runs, found by tracing it; no card is needed.
+
+`torch.compile` traces a layer's forward and backward as one graph and cuts it in two where least has to be kept: what
+is pointwise is made again in backward. The same tracing and the same cut, on tensors without data, say how many bytes
+that is. The fused attention kernels are one opaque operation here, which keeps what they keep.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_ALIGN = 512
+"""Bytes to which torch's allocator rounds."""
+
+
+class Cut(NamedTuple):
+    """Bytes of one layer with one micro-batch of the rows that it was traced with."""
+
+    kept: int
+    """What backward needs beyond weights, the layer's input and the tensors that all layers share."""
+    backward: int
+    """Most that backward has allocated at one time beyond that, all gradients included."""
+    forward: int
+    """Most that forward has allocated at one time, `kept` and the output included."""
+
+
+def cut(
+    module: nn.Module,
+    args: tuple[Any, ...],  # beside the hidden states; their tensors are shared by all layers
+    kwargs: dict[str, Any],
+    shape: tuple[int, int, int],  # of the hidden states: batch, seq, width
+    dtype: torch.dtype,
+    tuple_output: bool,
+) -> Cut:
+    """Traces and cuts a layer. Raises whatever tracing raises for a layer that cannot be traced without data."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    flat, spec = tree_flatten((args, kwargs))
+    places = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    names = list(state)
+
+    def layer(hidden: Tensor, *rest: Tensor) -> tuple[Tensor]:
+        given = list(flat)
+        for place, value in zip(places, rest[len(names) :], strict=True):
+            given[place] = value
+        args, kwargs = tree_unflatten(given, spec)
+        weights = dict(zip(names, rest, strict=False))
+        output = torch.func.functional_call(module, weights, (hidden, *args), kwargs)
+        return (output[0] if tuple_output else output,)
+
+    with FakeTensorMode() as mode:
+        hidden = torch.empty(shape, dtype=dtype).requires_grad_()
+        weights = [_like(value).requires_grad_(value.requires_grad) for value in state.values()]
+        shared = [_like(flat[place]) for place in places]
+        with _FusedAttention():
+            joint: Any = aot_export_joint_simple(
+                layer, (hidden, *weights, *shared), trace_joint=True, decompositions=select_decomp_table()
+            )
+        with mode:
+            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+    output, *saved = _results(forward)
+    inputs = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
+    kept = {_storage(node): _bytes(node.meta["val"]) for node in saved if isinstance(node.meta.get("val"), Tensor)}
+    return Cut(
+        kept=sum(size for storage, size in kept.items() if storage not in inputs),
+        backward=_peak(backward, _results(backward)),
+        forward=_peak(forward, [output, *saved]),
+    )
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def _results(graph: fx.GraphModule) -> list[fx.Node]:
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    return [node for node in tree_flatten(output.args[0])[0] if isinstance(node, fx.Node)]
+
+
+def _storage(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(node)
+
+
+def _bytes(value: Any) -> int:
+    """Of what an operation returns, as the allocator rounds it."""
+    tensors = [part for part in tree_flatten(value)[0] if isinstance(part, Tensor)]
+    return sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in tensors)
+
+
+def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
+    """Most bytes that a graph's operations have allocated at one time, its inputs not counted.
+
+    Pointwise operations have no memory of their own unless a matmul, a reduction or the caller reads what they make;
+    everything has its own memory from when it is made until the last operation that reads it.
+    """
+    from torch._functorch.partitioners import get_default_op_list
+
+    kinds, results = get_default_op_list(), set(results)
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    time = {node: at for at, node in enumerate(nodes)}
+
+    def passes(node: fx.Node) -> bool:
+        return kinds.is_view(node) or node.target is operator.getitem
+
+    def reduces(node: fx.Node) -> bool:
+        return getattr(node.target, "overloadpacket", None) in _reductions()
+
+    @functools.cache
+    def is_read(node: fx.Node) -> bool:
+        """Whether anything reads the value from memory, rather than within the kernel that makes it."""
+        if node in results:
+            return True
+        users = [user for user in node.users if user.op == "call_function"]
+        return any(is_read(u) if passes(u) else not (kinds.is_fusible(u) or reduces(u)) for u in users)
+
+    reads: dict[fx.Node, set[fx.Node]] = {}  # the memory that a node's value is read from
+    last: dict[fx.Node, int] = {}
+    for node in nodes:
+        sources = set().union(*(reads.get(source, set()) for source in node.all_input_nodes))
+        fused = kinds.is_fusible(node) and not reduces(node) and not is_read(node)
+        reads[node] = sources if fused or passes(node) else {node}
+        for source in sources:
+            last[source] = max(last.get(source, 0), time[node])
+    for node in results:
+        for source in reads.get(node, ()):
+            last[source] = len(nodes)
+    ends: dict[int, int] = {}
+    now = most = 0
+    for node in nodes:
+        if reads[node] == {node}:
+            size = _bytes(node.meta.get("val"))
+            now += size
+            ends[last.get(node, time[node])] = ends.get(last.get(node, time[node]), 0) + size
+        most = max(most, now)
+        now -= ends.pop(time[node], 0)
+    return most
+
+
+@functools.cache
+def _reductions() -> frozenset[Any]:
+    aten = torch.ops.aten
+    return frozenset(
+        {aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.prod, aten.any, aten.all}
+    )
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Puts the opaque operation in the place of attention."""
+
+    _ARGUMENTS = ("query", "key", "value")
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(self._ARGUMENTS, args, strict=False)) | (kwargs or {})
+        return _attention()(*(named[name] for name in self._ARGUMENTS))[0]
+
+
+@functools.cache
+def _attention() -> Any:
+    """The operation: (query, key, value), each (batch, heads, seq, width), to output and one fp32 number a query."""
+    name = "megatrain::fused_attention"
+    torch.library.define(name, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
+    torch.library.define(
+        f"{name}_backward",
+        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor sums) -> (Tensor, Tensor, Tensor)",
+    )
+
+    def fake(query: Tensor, _key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        # in the memory order of the queries, as the kernels do
+        alike = query.shape[-1] == value.shape[-1]
+        output = torch.empty_like(query) if alike else query.new_empty(*query.shape[:-1], value.shape[-1])
+        return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+    def fake_backward(
+        _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _output: Tensor, _sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    def gradients(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        return torch.ops.megatrain.fused_attention_backward(grad, *ctx.saved_tensors)
+
+    torch.library.register_fake(name, fake)
+    torch.library.register_fake(f"{name}_backward", fake_backward)
+    torch.library.register_autograd(name, gradients, setup_context=keep)
+    return torch.ops.megatrain.fused_attention

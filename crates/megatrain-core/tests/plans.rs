@@ -100,7 +100,7 @@ fn contended(layers: usize, update: f64, mode: UpdateMode) -> Request {
     let mut tight = request.clone();
     (tight.requests.keep, tight.requests.state_on_device) = (Some(0), Some(Count::Units(2)));
     // What is left holds the activations of five layers, or the state of about sixteen.
-    request.budget.device = plan(&tight).unwrap().totals.device + (5 * 40 << 20);
+    request.budget.device = plan(&tight).unwrap().totals.device + ((5 * 40) << 20);
     request
 }
 

@@ -133,6 +133,10 @@ class ComputeOp:
     def tied_grad(self) -> int | None:
         """Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model."""
     @property
+    def round_tied(self) -> bool:
+        """Whether `tied_accumulator`, complete now, is to be rounded into `tied_grad`: the rows that the step does not
+        look up are landed from there before the embedding's backward."""
+    @property
     def activation(self) -> Literal["keep", "offload", "recompute"]: ...
     @property
     def input_on_host(self) -> bool:
@@ -178,13 +182,17 @@ class Engine:
         compute_stream: int = 0,
         groups: list[tuple[float, float, float, float, float]] | None = None,
         accumulate: bool = False,
+        rows: tuple[int, Any] | None = None,
     ) -> None:
         """Starts a pass.
 
         `compute_stream` is the handle of the stream that Python computes on
         (`torch.cuda.current_stream().cuda_stream`); it must not be destroyed while the engine may use it. `groups` (lr,
         beta1, beta2, eps, weight_decay; one a group) is given for immediate updates only. `accumulate` adds this pass's
-        gradients to those of the last one, which have not been applied."""
+        gradients to those of the last one, which have not been applied. `rows` names a trained table of the embed unit
+        (index of the tensor; where the head is tied, the table that it uses) and the rows of it that the pass looks up:
+        int64, distinct, ascending, anything with DLPack on the CPU. With immediate updates the other rows are updated
+        beneath backward; nothing else depends on it."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
         no more."""

@@ -30,6 +30,7 @@ class ComputeOp(Protocol):
     accumulator: int | None
     tied_accumulator: int | None
     tied_grad: int | None
+    round_tied: bool
     activation: Literal["keep", "offload", "recompute"]
     input_on_host: bool
     stage: int | None
@@ -166,6 +167,8 @@ class Pass:
             hidden, micro, self._options, sums, self._tied_sum(op), op.first
         )
         self._round(op)
+        if op.round_tied:
+            self._round_tied(op)
 
     def _backward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
@@ -241,6 +244,23 @@ class Pass:
         if op.last and op.accumulator is not None and op.grad is not None:
             views, plane = self._shop.grads[op.unit], self._shop.sums[op.unit]
             views.flat(op.grad).copy_(plane.flat(op.accumulator))
+
+    def _round_tied(self, op: ComputeOp) -> None:
+        """Where no token is looked up, the head's use of the tied weight is all of its gradient."""
+        tied = self._tied_tensor()
+        if tied is not None and op.tied_accumulator is not None and op.tied_grad is not None:
+            grad, total = self._shop.grads[0].at(op.tied_grad)[tied], self._shop.sums[0].at(op.tied_accumulator)[tied]
+            if grad is not None and total is not None:
+                grad.copy_(total)
+
+    def looked_up(self) -> tuple[int, Tensor] | None:
+        """The embedding table whose other rows get no gradient from the embedding's backward, as `core.begin` takes
+        it: index in the embed unit and distinct rows (U,); the largest one, or the one that the head uses too."""
+        tables = self._prepared.tables
+        shapes = self._shop.layouts[0].slices
+        largest = max(tables, key=lambda table: shapes[table].shape[0], default=None)
+        table = self._tied_tensor() if self._shop.decoder.tied else largest
+        return (table, tables[table][0]) if table is not None and table in tables else None
 
     def _tied_tensor(self) -> int | None:
         """Index in the embed unit of the tensor that the head uses too."""

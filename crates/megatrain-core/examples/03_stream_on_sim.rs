@@ -98,7 +98,14 @@ fn train(seed: u64) -> Result<Vec<u8>, Error> {
     }
     let group = Group { lr: 1e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
     for step in 0..3 {
-        let begin = Begin { pass: Pass::Train, micro_batches: 3, compute_stream: 0, groups: None, accumulate: false };
+        let begin = Begin {
+            pass: Pass::Train,
+            micro_batches: 3,
+            compute_stream: 0,
+            groups: None,
+            rows: None,
+            accumulate: false,
+        };
         ready(engine.begin(&begin, LIMIT)?)?;
         while let Some(op) = ready(engine.next(LIMIT)?)? {
             compute(&device, &engine, &op);

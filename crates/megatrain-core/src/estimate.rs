@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::layout::Precision;
+use crate::layout::{Precision, Role};
 use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request};
 use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
 use crate::stream::progress::{Id, Progress};
@@ -55,7 +55,8 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
     let facts = Facts::from_placement(request, plan, &placement);
     let shape = Shape { pass: Pass::Train, micro_batches: plan.micro_batches };
     let (first, steady) = Schedule::steady(&facts, shape)?;
-    let durations = Durations { request, plan, placement: &placement, rates };
+    let looked_up = facts.early.then(|| looked_up(request, plan));
+    let durations = Durations { request, plan, placement: &placement, rates, looked_up };
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
     Ok(Clock::new(seconds).run(request, &first, &steady))
 }
@@ -72,12 +73,24 @@ struct Durations<'a> {
     plan: &'a Plan,
     placement: &'a Placement,
     rates: &'a Rates,
+    /// The fraction of the embedding's rows that a step looks up, where the others are updated early.
+    looked_up: Option<f64>,
+}
+
+/// At most a row a token.
+fn looked_up(request: &Request, plan: &Plan) -> f64 {
+    let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
+    let Some(shape) = tables.map(|t| &t.shape).max_by_key(|shape| shape[0]) else { return 1.0 };
+    let hidden = (shape[1] * request.precision.dtype().size()).max(1);
+    let tokens = u64::from(plan.micro_batches) * request.units[1].input_bytes / hidden;
+    (tokens as f64 / shape[0].max(1) as f64).min(1.0)
 }
 
 impl Durations<'_> {
     fn of(&self, op: &Op) -> f64 {
         let unit = op.unit as usize;
         let (r, layout) = (self.rates, &self.placement.layouts[unit]);
+        let part = &self.placement.parts[unit][op.part as usize];
         let upload = |bytes: u64| bytes as f64 / (r.h2d_gbs * 1e9);
         let download = |bytes: u64| bytes as f64 / (r.d2h_gbs * 1e9);
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
@@ -85,12 +98,13 @@ impl Durations<'_> {
         // AdamW moves 26 bytes a parameter over split planes, 28 over fp32 weights with fp32 gradients.
         let moved = if self.request.precision == Precision::Bf16 { 26 } else { 28 };
         match op.kind {
-            Kind::Load => upload(layout.image_bytes),
+            Kind::Load => upload(part.image.end - part.image.start),
             Kind::Fetch => upload(self.placement.staged[unit]),
             Kind::Save => download(self.placement.staged[unit]),
             Kind::Land => {
-                let norm = memory(self.placement.grad_bytes(unit));
-                norm + op.slab.map_or(0.0, |_| download(self.placement.grad_bytes(unit)))
+                let bytes = (part.elements.end - part.elements.start) * self.placement.grad_precision.dtype().size();
+                let norm = if op.early { 0.0 } else { memory(bytes) };
+                norm + op.slab.map_or(0.0, |_| download(bytes))
             }
             Kind::Embed | Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes),
             Kind::Forward => compute(1.0),
@@ -99,7 +113,15 @@ impl Durations<'_> {
             Kind::Backward => compute(2.0),
             Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::Update if op.lane == Lane::Update => memory(moved * layout.num_trainable()),
-            Kind::Update => layout.num_trainable() as f64 / (r.adamw_gparams * 1e9),
+            Kind::Update => {
+                let share = (part.elements.end - part.elements.start) as f64 / layout.elements as f64;
+                let rows = match (self.looked_up, op.early) {
+                    (Some(touched), false) if unit == 0 => touched,
+                    (Some(touched), true) => 1.0 - touched,
+                    (_, early) => f64::from(u8::from(!early)),
+                };
+                rows * share * layout.num_trainable() as f64 / (r.adamw_gparams * 1e9)
+            }
             Kind::Verdict => 0.0,
         }
     }

@@ -199,6 +199,20 @@ impl Adamw {
         divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
     }
 
+    /// Updates only these stretches of `updates`, whose `tensor` is an index into them.
+    ///
+    /// # Errors
+    /// As for [`Adamw::update`], and when a stretch leaves its tensor.
+    pub fn update_stretches(&self, pool: &Pool, updates: &[TensorUpdate], stretches: &[Stretch]) -> Result<()> {
+        updates.iter().try_for_each(TensorUpdate::check)?;
+        stretches.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
+        let lens: Vec<u64> = stretches.iter().map(|s| s.len).collect();
+        divide(pool, &lens, |s| {
+            let within = stretches[s.tensor];
+            updates[within.tensor].apply_checked(self.isa, within.start + s.start, s.len);
+        })
+    }
+
     /// The memory traffic of [`Adamw::update`] without its arithmetic, to measure that against. Ruins the planes.
     ///
     /// # Errors

@@ -7,7 +7,7 @@
 //! name, and a plan that does not fit is refused with its sum.
 use serde::{Deserialize, Serialize};
 
-pub use self::placement::{DeviceState, HostState, NormPlace, Placement, Region, Stretch};
+pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch};
 pub use self::request::{Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
 

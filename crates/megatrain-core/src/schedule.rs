@@ -128,6 +128,13 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
+    /// Which part of the unit is landed, updated or sent.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub part: u32,
+    /// Whether only those rows of the embedding are meant that the step does not look up: their gradients are final
+    /// before backward begins.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub early: bool,
     /// Where it is issued.
     pub lane: Lane,
     /// Ready operations of a lane are issued lowest number first.
@@ -146,6 +153,11 @@ pub struct Op {
     pub stage: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes what it may skip by reference")]
+const fn is_zero(part: &u32) -> bool {
+    *part == 0
 }
 
 /// What a pass is for.
@@ -220,7 +232,7 @@ impl Schedule {
         for held in &self.resident {
             places.insert(place(held.unit, held.slot), held.unit);
         }
-        for op in self.ops.iter().filter(|op| op.kind == Kind::Load) {
+        for op in self.ops.iter().filter(|op| op.kind == Kind::Load && op.part == 0) {
             places.insert(place(op.unit, op.slot), op.unit);
         }
         let updated = |unit: u32| self.ops.iter().any(|op| op.kind == Kind::Update && op.unit == unit);

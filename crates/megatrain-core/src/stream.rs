@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
+pub use self::rows::Rows;
 use self::shared::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
@@ -35,6 +36,7 @@ mod memory;
 mod passes;
 mod perform;
 pub(crate) mod progress;
+mod rows;
 mod shared;
 mod stats;
 
@@ -84,6 +86,9 @@ pub struct Begin {
     pub compute_stream: u64,
     /// Hyper-parameters by group: with immediate updates only.
     pub groups: Option<Vec<Group>>,
+    /// The rows of the embedding that a training pass looks up, where they are known. Without them, all its rows wait
+    /// for the end of backward.
+    pub rows: Option<Rows>,
     /// Adds this pass's gradients to those of the last one, which have not been applied.
     pub accumulate: bool,
 }

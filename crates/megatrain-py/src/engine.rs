@@ -7,7 +7,7 @@ use megatrain_core::layout::{Dtype, Role};
 use megatrain_core::plan::{Region, Request};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName};
+use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName, Rows};
 use megatrain_core::{Error, Result};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -42,6 +42,15 @@ impl Engine {
             py.check_signals()?;
         }
     }
+}
+
+/// Rows of a table as an int64 array.
+fn looked_up(tensor: usize, rows: &Bound<'_, PyAny>) -> PyResult<Rows> {
+    let array = Array::read("rows", rows)?;
+    array.expect("rows", &[Element::I64])?;
+    let row = |&row: &i64| u64::try_from(row).map_err(|_| PyValueError::new_err(format!("rows: {row} is negative")));
+    let rows = array.slice::<i64>().iter().map(row).collect::<PyResult<_>>()?;
+    Ok(Rows { tensor, rows })
 }
 
 #[pymethods]
@@ -89,7 +98,8 @@ impl Engine {
         self.engine.weights_offset(unit)
     }
 
-    #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keywords")]
+    #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false, rows = None))]
     fn begin(
         &self,
         py: Python<'_>,
@@ -98,6 +108,7 @@ impl Engine {
         compute_stream: u64,
         groups: Option<Vec<GroupTuple>>,
         accumulate: bool,
+        rows: Option<(usize, Bound<'_, PyAny>)>,
     ) -> PyResult<()> {
         let pass = match kind {
             "train" => Pass::Train,
@@ -105,7 +116,8 @@ impl Engine {
             other => return Err(PyValueError::new_err(format!("a pass is of kind train or eval, not {other:?}"))),
         };
         let groups = groups.map(|g| g.into_iter().map(group).collect());
-        let begin = Begin { pass, micro_batches, compute_stream, groups, accumulate };
+        let rows = rows.map(|(tensor, rows)| looked_up(tensor, &rows)).transpose()?;
+        let begin = Begin { pass, micro_batches, compute_stream, groups, rows, accumulate };
         self.wait(py, |engine| engine.begin(&begin, SLICE))
     }
 

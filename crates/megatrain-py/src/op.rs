@@ -78,6 +78,11 @@ impl ComputeOp {
     }
 
     #[getter]
+    fn round_tied(&self) -> bool {
+        self.op.round_tied
+    }
+
+    #[getter]
     fn activation(&self) -> &'static str {
         match self.op.activation {
             Activation::Keep => "keep",

@@ -1,4 +1,6 @@
 //! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
+use std::ops::Range;
+
 use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
 use crate::layout::{NORM_BLOCK, Precision, UnitLayout};
@@ -71,11 +73,26 @@ pub struct NormPlace {
     pub first: u64,
 }
 
+/// A part of a unit's trainable plane that is landed, updated and sent by itself: whole blocks of the gradient norm,
+/// with the padding behind them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its elements.
+    pub elements: Range<u64>,
+    /// Its blocks of the gradient norm.
+    pub blocks: Range<u64>,
+    /// Its bytes of the image; those of the last part include what is frozen.
+    pub image: Range<u64>,
+}
+
 /// Where everything lies.
 #[derive(Clone, Debug)]
 pub struct Placement {
     /// The units' layouts.
     pub layouts: Vec<UnitLayout>,
+    /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
+    /// otherwise be the sum of landing, update and sending.
+    pub parts: Vec<Vec<Part>>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
     pub own: Vec<Option<Stretch>>,
     /// The slots.
@@ -124,6 +141,10 @@ const ALIGN: u64 = 512;
 const PAGE: u64 = 4096;
 /// Bytes of the window for reading and writing state on the device.
 const WINDOW: u64 = 4 << 20;
+/// Blocks of the gradient norm (65,536 elements each) that a part has at least: the host updates them in a millisecond.
+const PART_BLOCKS: u64 = 64;
+/// The most parts. The first part's landing and the last one's sending are all that does not overlap.
+const MOST_PARTS: u64 = 16;
 
 struct Carver {
     sizes: [u64; 6],
@@ -165,6 +186,7 @@ impl Placement {
             return Err(Error::Invalid(format!("the plan has {} units, the request {n}", plan.units.len())));
         }
         let mut p = Self {
+            parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -412,6 +434,29 @@ impl Placement {
         self.slabs.push(bytes);
         u32::try_from(self.slabs.len() - 1).expect("fewer slabs than 2^32")
     }
+}
+
+/// Cuts a unit. Only the ends have a place of their own for weights and gradient while their state is on the host.
+fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Part> {
+    let blocks = layout.norm_blocks();
+    let total = blocks.len() as u64;
+    let end = unit == 0 || unit + 1 == request.units.len();
+    let cut = end && total > 0 && plan.units[unit].state == State::Host && !request.requests.accumulate;
+    let wanted = request.requests.parts.map_or_else(|| (total / PART_BLOCKS).min(MOST_PARTS), u64::from);
+    let count = if cut { wanted.clamp(1, total) } else { 1 };
+    let size = layout.precision.dtype().size();
+    let first = |part: u64| total * part / count;
+    let element = |part: u64| match usize::try_from(first(part)) {
+        _ if part == 0 => 0,
+        Ok(block) if part < count => blocks[block].0,
+        _ => layout.elements,
+    };
+    let part = |i: u64| {
+        let elements = element(i)..element(i + 1);
+        let last = if i + 1 == count { layout.image_bytes } else { elements.end * size };
+        Part { image: elements.start * size..last, elements, blocks: first(i)..first(i + 1) }
+    };
+    (0..count).map(part).collect()
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.

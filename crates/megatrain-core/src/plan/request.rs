@@ -109,6 +109,8 @@ pub struct Requests {
     pub state_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
+    /// Parts in which the embedding and the head are landed, updated and sent; by default as their size asks for.
+    pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
     pub accumulate: bool,
 }
@@ -292,6 +294,9 @@ impl Request {
         }
         if r.stage_buffers.is_some_and(|s| s < 2) {
             return invalid("plan.stage_buffers must be at least 2 (one is filled while one is emptied)".to_owned());
+        }
+        if r.parts == Some(0) {
+            return invalid("plan.parts must be at least 1, not 0".to_owned());
         }
         if let Some(slabs) = r.slabs {
             if self.update == UpdateMode::JustInTime {

@@ -1,4 +1,5 @@
 //! Writes a pass down in program order.
+use super::facts::UnitFacts;
 use super::hazards::Tracker;
 use super::slots::{Turn, assign};
 use super::{Facts, Kind, Lane, Op, Pass, Resident, Schedule, Shape};
@@ -6,6 +7,8 @@ use crate::error::{Error, Result};
 
 /// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
 const CIRCULATING_SLABS: usize = 4;
+/// Behind whatever holds up backward, before all that may wait until the next forward.
+const EARLY: u32 = u32::MAX / 2 - 1;
 
 struct Builder<'a> {
     facts: &'a Facts,
@@ -106,6 +109,9 @@ impl Builder<'_> {
         let head = self.facts.head();
         if last {
             self.land(head, self.facts.unit(head).own_grad);
+            if self.facts.early {
+                self.update_early();
+            }
         }
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
@@ -158,7 +164,9 @@ impl Builder<'_> {
     fn load_own(&mut self, unit: u32, group: &std::ops::Range<u32>) {
         let there = self.facts.unit(unit).on_device || self.resident.contains(&Resident { unit, slot: None });
         if group.start == 0 && !there {
-            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |_| {});
+            for part in 0..self.facts.unit(unit).parts {
+                self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| op.part = part);
+            }
         }
     }
 
@@ -183,12 +191,35 @@ impl Builder<'_> {
             own => own,
         };
         // What backward has just left behind is landed before anything that comes later.
-        self.push(Kind::Land, unit, 0, Lane::Download, self.computed - 1, |op| (op.grad, op.slab) = (grad, slab));
+        for part in 0..facts.parts {
+            self.push(Kind::Land, unit, 0, Lane::Download, self.computed - 1, |op| {
+                (op.grad, op.slab, op.part) = (grad, slab, part);
+            });
+        }
         if self.facts.accumulate {
             self.push(Kind::Gather, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
         }
         if self.facts.immediate {
             self.update(unit, slab);
+        }
+    }
+
+    /// What the embedding's backward will not change: beneath the layers' backward, so that behind it only the rows that
+    /// were looked up are updated between this step and the next. A tied embedding's gradient is then the head's, which
+    /// is landed for that; otherwise those rows have none.
+    fn update_early(&mut self) {
+        let UnitFacts { own_grad: grad, own_slab: slab, parts, .. } = *self.facts.unit(0);
+        if self.facts.tied {
+            for part in 0..parts {
+                self.push(Kind::Land, 0, 0, Lane::Download, EARLY, |op| {
+                    (op.grad, op.slab, op.part, op.early) = (grad, slab, part, true);
+                });
+            }
+        }
+        for part in 0..parts {
+            self.push(Kind::Update, 0, 0, Lane::Host, EARLY, |op| {
+                (op.slab, op.part, op.early) = (slab, part, true);
+            });
         }
     }
 
@@ -211,7 +242,9 @@ impl Builder<'_> {
         let (lane, grad) = if facts.on_device { (Lane::Update, facts.own_grad) } else { (Lane::Host, None) };
         let slab = slab.filter(|_| !self.facts.accumulate);
         // The next forward meets the units in this order; see also `reuse_slabs_first`.
-        self.push(Kind::Update, unit, 0, lane, unit, |op| (op.grad, op.slab) = (grad, slab));
+        for part in 0..facts.parts {
+            self.push(Kind::Update, unit, 0, lane, unit, |op| (op.grad, op.slab, op.part) = (grad, slab, part));
+        }
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of
@@ -220,6 +253,7 @@ impl Builder<'_> {
         let mut needed = std::collections::HashSet::new();
         for op in self.ops.iter_mut().rev() {
             match (op.kind, op.slab) {
+                _ if op.early => {}
                 (Kind::Land, Some(slab)) => {
                     needed.insert(slab);
                 }
@@ -238,6 +272,8 @@ impl Builder<'_> {
             kind,
             unit,
             micro_batch,
+            part: 0,
+            early: false,
             lane,
             priority,
             slot: None,

@@ -152,7 +152,9 @@ impl<'a> Graph<'a> {
     fn check_hazards(&self, facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
         let mut contents = Contents::default();
         for held in previous.map_or(&[][..], |p| &p.resident) {
-            contents.0.insert(place(*held), Content { writer: None, holds: (held.unit, 0), readers: Vec::new() });
+            for place in places(facts, *held) {
+                contents.0.insert(place, Content { writer: None, holds: (held.unit, 0), readers: Vec::new() });
+            }
         }
         for (index, op) in self.ops[..self.start].iter().enumerate() {
             let shape = previous.map_or(schedule.shape, |p| p.shape);
@@ -161,15 +163,16 @@ impl<'a> Graph<'a> {
             }
         }
         for held in &schedule.resident {
-            if contents.0.get(&place(*held)).is_none_or(|c| c.holds != (held.unit, 0)) {
+            let there = |place| contents.0.get(&place).is_some_and(|c| c.holds == (held.unit, 0));
+            if !places(facts, *held).all(there) {
                 let unit = held.unit;
                 return Err(Error::Invalid(format!("schedule: unit {unit} is not on the device when the pass begins")));
             }
         }
         // What the pass does not know to be there must be loaded again, even where it happens to lie.
-        let known: HashSet<Resource> = schedule.resident.iter().map(|&held| place(held)).collect();
+        let known: HashSet<Resource> = schedule.resident.iter().flat_map(|&held| places(facts, held)).collect();
         for (resource, content) in &mut contents.0 {
-            let weights = matches!(resource, Resource::Slot(_) | Resource::Own(_));
+            let weights = matches!(resource, Resource::Slot(_) | Resource::Own(..));
             if weights && must_be_written(facts, *resource) && !known.contains(resource) {
                 content.holds = STALE;
             }
@@ -253,9 +256,10 @@ impl Contents {
                 self.0.insert(resource, content);
             }
         }
-        if let (Kind::Update, Resource::Image(unit)) = (op.kind, resource) {
+        // (What is updated early is still to be read by this pass, as it was.)
+        if let (Kind::Update, false, Resource::Image(unit, _)) = (op.kind, op.early, resource) {
             for (place, content) in &mut self.0 {
-                if matches!(place, Resource::Slot(_) | Resource::Own(_)) && content.holds == (unit, 0) {
+                if matches!(place, Resource::Slot(_) | Resource::Own(..)) && content.holds == (unit, 0) {
                     content.holds = STALE;
                 }
             }
@@ -263,64 +267,83 @@ impl Contents {
     }
 }
 
-fn place(held: Resident) -> Resource {
-    held.slot.map_or(Resource::Own(held.unit), Resource::Slot)
+fn places(facts: &Facts, held: Resident) -> impl Iterator<Item = Resource> {
+    let parts = if held.slot.is_some() { 1 } else { facts.unit(held.unit).parts };
+    (0..parts).map(move |part| held.slot.map_or(Resource::Own(held.unit, part), Resource::Slot))
 }
 
 /// Host planes and weights that live on the device are there from the start; all else must be written first.
 fn must_be_written(facts: &Facts, resource: Resource) -> bool {
     match resource {
-        Resource::Image(_) => false,
-        Resource::Own(unit) => !facts.unit(unit).on_device,
+        Resource::Image(..) => false,
+        Resource::Own(unit, _) => !facts.unit(unit).on_device,
         _ => true,
     }
 }
 
 fn read_rule(resource: Resource) -> &'static str {
     match resource {
-        Resource::Image(_) => "weights are sent only after the update that changes them",
-        Resource::Own(_) | Resource::Slot(_) => "weights are loaded before they are used",
+        Resource::Image(..) => "weights are sent only after the update that changes them",
+        Resource::Own(..) | Resource::Slot(_) => "weights are loaded before they are used",
         Resource::Grad(_) => "a gradient is landed after backward has finished it",
-        Resource::Slab(_) => "a gradient is used only after it has landed",
+        Resource::Slab(..) => "a gradient is used only after it has landed",
         Resource::Stage(_) => "activations are in the staging buffer before they are used",
         Resource::Area(..) => "activations are on the host before they are fetched",
-        Resource::Sums(_) => "the norm is taken after all gradients have landed",
+        Resource::Sums(..) => "the norm is taken after all gradients have landed",
         Resource::Store(_) => "an update follows the sum over passes",
+        Resource::Loss => "nothing is updated before the loss is known to be finite",
         Resource::Verdict => "an update follows the verdict",
+        Resource::Count(_) => COUNTED,
     }
 }
 
 fn write_rule(resource: Resource) -> &'static str {
     match resource {
-        Resource::Image(_) => "weights are not changed while they are sent",
-        Resource::Own(_) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
+        Resource::Image(..) => "weights are not changed while they are sent",
+        Resource::Own(..) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
         Resource::Grad(_) => "a gradient buffer is not used again before it has landed",
-        Resource::Slab(_) => "a slab is not used again before its gradient has been consumed",
+        Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
         Resource::Stage(_) => "a staging buffer is not used again before it has been emptied",
         Resource::Area(..) => "activations on the host are not overwritten before they have been fetched",
-        Resource::Sums(_) => "norm sums are not overwritten before the verdict",
+        Resource::Sums(..) => "norm sums are not overwritten before the verdict",
         Resource::Store(_) => "the store is not overwritten before the update",
+        Resource::Count(_) => COUNTED,
+        Resource::Loss => "a loss is not replaced before all who wait for it have seen it",
         Resource::Verdict => "a verdict holds until all updates have seen it",
     }
 }
 
-/// Every unit that trains lands once and is updated once, where its state lives.
+/// For all parts of a unit this is one update; the last of them counts it.
+const COUNTED: &str = "the parts of a unit are updated in order";
+
+/// Every part of a unit that trains lands once and is updated once, where its state lives; so are, before that, the
+/// embedding's rows that the step does not look up.
 fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
     let train = schedule.shape.pass == Pass::Train;
     for unit in 0..=facts.head() {
         let trains = train && facts.unit(unit).trains;
-        let count = |kind: Kind| schedule.ops.iter().filter(|o| o.kind == kind && o.unit == unit).count();
-        for (kind, expected) in [
-            (Kind::Land, usize::from(trains)),
-            (Kind::Gather, usize::from(trains && facts.accumulate)),
-            (Kind::Update, usize::from(trains)),
+        let early = trains && unit == 0 && facts.early;
+        for (kind, early, expected) in [
+            (Kind::Land, false, trains),
+            (Kind::Land, true, early && facts.tied),
+            (Kind::Gather, false, trains && facts.accumulate),
+            (Kind::Update, false, trains),
+            (Kind::Update, true, early),
         ] {
-            let found = count(kind);
-            if found != expected {
-                return Err(Error::Invalid(format!(
-                    "schedule: {kind:?} of unit {unit} occurs {found} times, not {expected}"
-                )));
+            let of_kind = |o: &&Op| (o.kind, o.unit, o.early) == (kind, unit, early);
+            for part in 0..facts.unit(unit).parts {
+                let found = schedule.ops.iter().filter(of_kind).filter(|o| o.part == part).count();
+                if found != usize::from(expected) {
+                    return Err(Error::Invalid(format!(
+                        "schedule: {kind:?} of unit {unit}, part {part}, occurs {found} times, not {}",
+                        usize::from(expected)
+                    )));
+                }
             }
+        }
+        let parts = facts.unit(unit).parts;
+        if let Some(op) = schedule.ops.iter().find(|o| o.unit == unit && o.part >= parts) {
+            return Err(broken(op, "a unit has the parts that the plan gave it"));
         }
         let lane = if facts.unit(unit).on_device { Lane::Update } else { Lane::Host };
         if let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Update && o.unit == unit && o.lane != lane) {

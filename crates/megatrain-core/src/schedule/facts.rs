@@ -25,6 +25,8 @@ pub struct Facts {
     pub tied: bool,
     /// Whether gradients are gathered in an fp32 store.
     pub accumulate: bool,
+    /// Whether the embedding's rows that a step does not look up are updated beneath its backward.
+    pub early: bool,
 }
 
 /// One unit.
@@ -36,6 +38,8 @@ pub struct UnitFacts {
     pub on_device: bool,
     /// Whether it has a place of its own on the device.
     pub own_place: bool,
+    /// Parts in which it is landed, updated and sent.
+    pub parts: u32,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
     /// Its own landing place.
@@ -62,6 +66,7 @@ impl Facts {
             trains: placement.trains(u),
             on_device: plan.units[u].state == State::Device,
             own_place: placement.own[u].is_some(),
+            parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
@@ -78,6 +83,7 @@ impl Facts {
             immediate: request.update == UpdateMode::Immediate,
             tied: request.tied,
             accumulate: request.requests.accumulate,
+            early: request.update == UpdateMode::Immediate && placement.trains(0) && plan.units[0].state == State::Host,
         }
     }
 

@@ -6,24 +6,28 @@ use super::{Dep, Edge, Facts, Kind, Lane, Op, Pass, Shape};
 /// Something that operations share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Resource {
-    /// A unit's planes on the host.
-    Image(u32),
-    /// A unit's own place on the device.
-    Own(u32),
+    /// A part of a unit's planes on the host.
+    Image(u32, u32),
+    /// A part of a unit's own place on the device.
+    Own(u32, u32),
     /// A slot.
     Slot(u32),
     /// A gradient buffer.
     Grad(u32),
-    /// A landing place.
-    Slab(u32),
+    /// A part of a landing place.
+    Slab(u32, u32),
     /// A staging buffer.
     Stage(u32),
     /// A unit's place on the host for one micro-batch's activations.
     Area(u32, u32),
-    /// The norm sums of a unit on the host.
-    Sums(u32),
+    /// The norm sums of a part of a unit on the host.
+    Sums(u32, u32),
     /// The fp32 store of a unit.
     Store(u32),
+    /// How often a unit has been updated.
+    Count(u32),
+    /// The loss, which the caller has found to be finite.
+    Loss,
     /// The caller's decision.
     Verdict,
 }
@@ -47,11 +51,12 @@ fn writes_grad(facts: &Facts, shape: Shape, unit: u32, micro_batch: u32) -> bool
 /// Everything that an operation touches.
 pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, Access)> {
     let (unit, mb) = (op.unit, op.micro_batch);
-    let weights = |u: u32| match (u == op.unit, op.slot) {
-        (true, Some(slot)) => Resource::Slot(slot),
-        _ => Resource::Own(u),
-    };
+    let parts = |u: u32| 0..facts.unit(u).parts;
     let mut list = Vec::with_capacity(4);
+    let reads_weights = |list: &mut Vec<_>, u: u32| match op.slot {
+        Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(u, 0))),
+        _ => list.extend(parts(u).map(|part| (Resource::Own(u, part), Access::Read(u, 0)))),
+    };
     let sum = |list: &mut Vec<_>, u: u32, grad: Option<u32>, first: bool| {
         if let Some(grad) = grad
             && writes_grad(facts, shape, u, mb)
@@ -62,37 +67,41 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
     };
     match op.kind {
         Kind::Load => {
-            list.push((Resource::Image(unit), Access::Read(unit, 0)));
-            list.push((weights(unit), Access::Write(unit, 0)));
+            list.push((Resource::Image(unit, op.part), Access::Read(unit, 0)));
+            let place = op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot);
+            list.push((place, Access::Write(unit, 0)));
         }
-        Kind::Embed => list.push((weights(unit), Access::Read(unit, 0))),
+        Kind::Embed => reads_weights(&mut list, unit),
         Kind::Forward => {
-            list.push((weights(unit), Access::Read(unit, 0)));
+            reads_weights(&mut list, unit);
             if let (Pass::Train, Some(stage)) = (shape.pass, op.stage) {
                 list.push((Resource::Stage(stage), Access::Write(unit, mb)));
             }
         }
         Kind::Loss => {
-            list.push((weights(unit), Access::Read(unit, 0)));
+            reads_weights(&mut list, unit);
             if facts.tied {
-                list.push((Resource::Own(0), Access::Read(0, 0)));
+                reads_weights(&mut list, 0);
             }
             if shape.pass == Pass::Train {
                 sum(&mut list, unit, op.grad, true);
-                if facts.tied && facts.unit(0).trains && !facts.unit(0).sums_apart {
+                if facts.tied && facts.unit(0).trains && (!facts.unit(0).sums_apart || facts.early) {
                     sum(&mut list, 0, facts.unit(0).own_grad, true);
+                }
+                if facts.early && !facts.tied {
+                    list.push((Resource::Loss, Access::Write(unit, mb)));
                 }
             }
         }
         Kind::Backward => {
-            list.push((weights(unit), Access::Read(unit, 0)));
+            reads_weights(&mut list, unit);
             if let Some(stage) = op.stage {
                 list.push((Resource::Stage(stage), Access::Read(unit, mb)));
             }
             sum(&mut list, unit, op.grad, true);
         }
         Kind::EmbedBackward => {
-            list.push((weights(unit), Access::Read(unit, 0)));
+            reads_weights(&mut list, unit);
             // A tied embedding's sum was begun by the loss.
             sum(&mut list, unit, op.grad, !facts.tied);
         }
@@ -109,38 +118,52 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
                 list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
             }
             if let Some(slab) = op.slab {
-                list.push((Resource::Slab(slab), Access::Write(unit, 0)));
+                list.push((Resource::Slab(slab, op.part), Access::Write(unit, 0)));
             }
-            list.push((Resource::Sums(unit), Access::Write(unit, 0)));
+            // The norm is that of the whole gradient, and so comes with what lands last.
+            if !op.early {
+                list.push((Resource::Sums(unit, op.part), Access::Write(unit, 0)));
+            }
         }
         Kind::Gather => {
-            list.push((Resource::Slab(op.slab.unwrap_or(0)), Access::Read(unit, 0)));
+            list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
             list.push((Resource::Store(unit), Access::Write(unit, 0)));
-            list.push((Resource::Sums(unit), Access::Add(unit, 0)));
+            list.push((Resource::Sums(unit, 0), Access::Add(unit, 0)));
         }
         Kind::Verdict => {
             let trained = (0..=facts.head()).filter(|&u| facts.unit(u).trains);
-            list.extend(trained.map(|u| (Resource::Sums(u), Access::Read(u, 0))));
+            let sums = trained.flat_map(|u| parts(u).map(move |part| (Resource::Sums(u, part), Access::Read(u, 0))));
+            list.extend(sums);
             list.push((Resource::Verdict, Access::Write(0, 0)));
         }
         Kind::Update => {
-            if facts.immediate {
-                list.push((Resource::Sums(unit), Access::Read(unit, 0)));
+            if op.early {
+                if !facts.tied {
+                    list.push((Resource::Loss, Access::Read(facts.head(), shape.micro_batches - 1)));
+                }
+            } else if facts.immediate {
+                list.push((Resource::Sums(unit, op.part), Access::Read(unit, 0)));
             } else {
                 list.push((Resource::Verdict, Access::Read(0, 0)));
             }
             if facts.accumulate {
                 list.push((Resource::Store(unit), Access::Read(unit, 0)));
             } else if let Some(slab) = op.slab {
-                list.push((Resource::Slab(slab), Access::Read(unit, 0)));
+                // Without a tied head's gradient, zeros are put there to update by.
+                let zeros = op.early && !facts.tied;
+                let access = if zeros { Access::Write(unit, 0) } else { Access::Read(unit, 0) };
+                list.push((Resource::Slab(slab, op.part), access));
+            }
+            if facts.unit(unit).parts > 1 || (unit == 0 && facts.early) {
+                list.push((Resource::Count(unit), Access::Write(unit, 0)));
             }
             if facts.unit(unit).on_device {
                 if let Some(grad) = op.grad {
                     list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
                 }
-                list.push((Resource::Own(unit), Access::Write(unit, 0)));
+                list.push((Resource::Own(unit, 0), Access::Write(unit, 0)));
             } else {
-                list.push((Resource::Image(unit), Access::Write(unit, 0)));
+                list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
             }
         }
     }

@@ -64,6 +64,9 @@ pub struct ComputeOp {
     pub tied_accumulator: Option<u64>,
     /// Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model.
     pub tied_grad: Option<u64>,
+    /// Whether `tied_accumulator`, which no further `loss` adds to, is to be rounded into `tied_grad`: the rows that the
+    /// step does not look up are landed from there before the embedding's backward.
+    pub round_tied: bool,
     /// What becomes of the unit's activations.
     pub activation: Activation,
     /// Whether the unit's input goes to the host between forward and backward.
@@ -159,6 +162,10 @@ impl Shared {
                         let whole = self.placement.accumulator[0].or(grad.map(|g| self.placement.grads[g as usize]));
                         stale.extend(whole.map(|stretch| self.memory.at(stretch)));
                     }
+                    if self.rounds_tied(op, shape) {
+                        let grad = self.placement.own_grad[0].map(|g| self.placement.grads[g as usize]);
+                        stale.extend(grad.map(|stretch| self.memory.at(stretch)));
+                    }
                 }
                 Kind::Backward => sums(op.unit, op.grad, &mut stale),
                 // A tied embedding's sum was begun by the loss; its transfer buffer is still written afresh at the end.
@@ -175,6 +182,12 @@ impl Shared {
             self.device.fill(Stream::Compute, memory, 0xff)?;
         }
         Ok(!stale.is_empty())
+    }
+
+    /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it lands early.
+    fn rounds_tied(&self, op: &Op, shape: Shape) -> bool {
+        let last = shape.pass == Pass::Train && op.micro_batch + 1 == shape.micro_batches;
+        op.kind == Kind::Loss && last && self.tied && self.facts.early && self.placement.accumulator[0].is_some()
     }
 
     fn describe(&self, op: &Op, shape: Shape) -> ComputeOp {
@@ -205,6 +218,7 @@ impl Shared {
             accumulator: p.accumulator[unit].filter(|_| summing).map(|s| s.offset),
             tied_accumulator: p.accumulator[0].filter(|_| tied_sum).map(|s| s.offset),
             tied_grad: p.own_grad[0].filter(|_| tied_loss && train).map(|g| p.grads[g as usize].offset),
+            round_tied: self.rounds_tied(op, shape),
             activation: plan.activation,
             input_on_host: plan.input == Place::Host,
             stage: op.stage.filter(|_| train).map(|s| p.stage[s as usize].offset),

@@ -57,7 +57,8 @@ impl Shared {
             core.undecided = Some(number);
             core.updates_begun = false;
             if let Some(groups) = begin.groups.as_ref().filter(|_| self.immediate) {
-                let decision = Decision { groups: groups.clone(), grad_scale: 1.0, skip: false };
+                let rows = begin.rows.clone().map(Arc::new);
+                let decision = Decision { groups: groups.clone(), rows, grad_scale: 1.0, skip: false };
                 core.decisions.insert(number, decision);
             }
         }
@@ -78,6 +79,7 @@ impl Shared {
         if begin.pass == Pass::Eval {
             return Ok(());
         }
+        begin.rows.iter().try_for_each(|rows| rows.check(&self.placement.layouts[0]))?;
         match (core.undecided, begin.accumulate) {
             (Some(_), false) => {
                 return invalid(
@@ -189,7 +191,7 @@ impl Shared {
             _ => 1.0,
         };
         if !self.immediate {
-            let decision = Decision { groups: groups.to_vec(), grad_scale: clip, skip: skipped };
+            let decision = Decision { groups: groups.to_vec(), rows: None, grad_scale: clip, skip: skipped };
             core.decisions.insert(verdict.pass, decision);
         }
         core.progress.take_op(verdict);

@@ -1,12 +1,15 @@
 //! What a lane does for one operation.
+use std::ops::Range;
+
 use super::lanes::stream;
 use super::progress::Awaited;
+use super::rows::{Share, stretches};
 use super::shared::{Decision, Shared, Token};
 use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
 use crate::layout::{Dtype, Role, TensorLayout};
 use crate::optimizer::{TensorSum, TensorUpdate, kernel};
-use crate::plan::Stretch;
+use crate::plan::{Part, Stretch};
 use crate::schedule::{Kind, Op};
 use crate::store::arena::HostSpan;
 
@@ -48,10 +51,12 @@ impl Shared {
         let place = op.slot.map_or(self.placement.own[unit], |slot| Some(self.placement.slots[slot as usize]));
         let place = self.memory.at(place.expect("a unit without a slot has a place of its own"));
         let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are loaded");
+        let part = &self.placement.parts[unit][op.part as usize].image;
+        let place = place.slice(part.start, part.end - part.start);
         if self.options.poison {
             self.device.fill(Stream::Upload, &place, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &planes.image, &place.slice(0, planes.image.len() as u64))
+        self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place)
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
@@ -82,22 +87,28 @@ impl Shared {
         let unit = op.unit as usize;
         let grad = op.grad.expect("what lands has a gradient buffer");
         let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
+        let dtype = self.grad_dtype();
+        let Part { elements, blocks, .. } = &self.placement.parts[unit][op.part as usize];
+        let slab = op.slab.map(|slab| within(&self.slab(slab, unit), elements, dtype.size()));
         let norm = self.placement.norm[unit].as_ref().expect("what lands is trained");
-        let (table, sums) = (self.memory.at(norm.table), self.memory.at(norm.sums));
+        let count = blocks.end - blocks.start;
+        let table = self.memory.at(norm.table).slice(blocks.start * 16, count * 16);
+        let sums = self.memory.at(norm.sums).slice(blocks.start * 8, count * 8);
+        let host_sums = within(&self.memory.sums[unit], blocks, 8);
         if self.options.poison {
             // Nobody reads a slab before its gradient has landed, nor the sums before the verdict.
-            self.memory.sums[unit].fill(0xff);
-            if let Some(slab) = op.slab {
-                self.memory.slabs[slab as usize].fill(0xff);
+            slab.iter().for_each(|slab| slab.fill(0xff));
+            if !op.early {
+                host_sums.fill(0xff);
             }
         }
-        let dtype = self.grad_dtype();
-        self.device.sum_squares(Stream::Download, &grad, dtype, &table, norm.blocks, &sums)?;
-        self.device.copy_to_host(Stream::Download, &sums, &self.memory.sums[unit])?;
-        match op.slab {
-            Some(slab) => self.device.copy_to_host(Stream::Download, &grad, &self.slab(slab, unit)),
-            None => Ok(()),
+        if !op.early {
+            self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
+            self.device.copy_to_host(Stream::Download, &sums, &host_sums)?;
         }
+        let Some(slab) = slab else { return Ok(()) };
+        let grad = grad.slice(elements.start * dtype.size(), slab.len() as u64);
+        self.device.copy_to_host(Stream::Download, &grad, &slab)
     }
 
     /// The unit's part of a landing place that larger units may share.
@@ -145,9 +156,11 @@ impl Shared {
         if decision.skip {
             return Ok(None);
         }
-        if self.immediate {
-            let blocks = self.placement.norm[unit].as_ref().map_or(0, |n| n.blocks);
-            if self.memory.sums[unit].elements::<f64>(0, blocks).iter().any(|s| !s.is_finite()) {
+        let parts = &self.placement.parts[unit];
+        if self.immediate && !op.early {
+            let blocks = &parts[op.part as usize].blocks;
+            let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
+            if sums.iter().any(|s| !s.is_finite()) {
                 let name = &self.placement.layouts[unit].name;
                 return Err(Error::Invalid(format!(
                     "the gradient of unit {name} is not finite; with immediate updates the step cannot be taken back"
@@ -163,7 +176,9 @@ impl Shared {
             Ok((index, scalars))
         });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
-        for &(index, _) in &coefficients {
+        // All parts make up one update; the schedule runs them in order.
+        let last = !op.early && op.part as usize + 1 == parts.len();
+        for &(index, _) in coefficients.iter().filter(|_| last) {
             store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
         }
         Ok(Some(coefficients))
@@ -178,9 +193,42 @@ impl Shared {
         };
         let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
         let layout = &self.placement.layouts[unit];
-        let update = |(tensor, scalars)| planes.update(layout, tensor, &grad, dtype, scalars);
-        let updates: Vec<TensorUpdate> = coefficients.into_iter().map(update).collect();
-        self.adamw.update(&self.pool, &updates)
+        let update = |&(tensor, scalars): &(usize, _)| planes.update(layout, tensor, &grad, dtype, scalars);
+        let updates: Vec<TensorUpdate> = coefficients.iter().map(update).collect();
+        let split = unit == 0 && self.facts.early;
+        let parts = &self.placement.parts[unit];
+        if parts.len() == 1 && !split {
+            return self.adamw.update(&self.pool, &updates);
+        }
+        let rows = decision.and_then(|d| d.rows.as_deref());
+        let share = match (split, op.early) {
+            (false, _) => Share::All,
+            (true, true) => Share::Early(rows),
+            (true, false) => Share::Late(rows),
+        };
+        let elements = &parts[op.part as usize].elements;
+        let mut stretches = stretches(layout, elements, share);
+        if stretches.is_empty() {
+            return Ok(());
+        }
+        if op.early && !self.tied {
+            self.zero(&within(&grad, elements, dtype.size()))?;
+        }
+        for stretch in &mut stretches {
+            let of_update = |&(tensor, _): &(usize, _)| tensor == stretch.tensor;
+            stretch.tensor = coefficients.iter().position(of_update).expect("every trained tensor has coefficients");
+        }
+        self.adamw.update_stretches(&self.pool, &updates, &stretches)
+    }
+
+    /// Zeros, written by the optimizer's threads.
+    fn zero(&self, span: &HostSpan) -> Result<()> {
+        let threads = self.pool.threads();
+        let each = span.len().div_ceil(threads);
+        self.pool.run(threads, &|i| {
+            let start = (i * each).min(span.len());
+            span.slice(start, each.min(span.len() - start)).fill(0);
+        })
     }
 
     fn update_on_device(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
@@ -222,6 +270,11 @@ impl Shared {
     fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
         self.device.elapsed_ms(from, to)
     }
+}
+
+/// Elements `range` of a span, of `size` bytes each.
+fn within(span: &HostSpan, range: &Range<u64>, size: u64) -> HostSpan {
+    part(span, range.start, range.end - range.start, size)
 }
 
 fn part(span: &HostSpan, element: u64, numel: u64, size: u64) -> HostSpan {

@@ -310,6 +310,8 @@ mod tests {
             kind: Kind::Load,
             unit: 0,
             micro_batch: 0,
+            part: 0,
+            early: false,
             lane,
             priority,
             slot: None,

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::memory::Memory;
 use super::progress::{Id, Progress};
+use super::rows::Rows;
 use super::stats::Counters;
 use super::{Group, Options};
 use crate::device::{Device, Event, Stream};
@@ -34,6 +35,7 @@ pub(super) struct Failure {
 #[derive(Clone, Debug)]
 pub(super) struct Decision {
     pub(super) groups: Vec<Group>,
+    pub(super) rows: Option<Arc<Rows>>,
     pub(super) grad_scale: f64,
     pub(super) skip: bool,
 }

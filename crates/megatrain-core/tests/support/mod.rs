@@ -12,7 +12,7 @@ use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{Budget, DeviceKind, Rates, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Outcome, Phase, PlaneName};
+use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Outcome, Phase, PlaneName, Rows};
 
 /// Elements of a hidden state.
 pub const WIDTH: usize = 37;
@@ -78,6 +78,10 @@ pub struct Toy {
     pub request: Request,
     /// Makes the loss's gradient infinite.
     pub spoil: Arc<std::sync::atomic::AtomicBool>,
+    /// Rows of the embedding that have a gradient of its own; all of them unless set.
+    pub rows: Option<Vec<u64>>,
+    /// Whether the engine is told these rows.
+    pub tell: bool,
     hidden: Activations,
     grads: Activations,
 }
@@ -110,7 +114,8 @@ fn put(memory: &mut SimMemory, at: &DeviceMemory, precision: Precision, values: 
 impl Toy {
     pub fn new(device: SimDevice, request: Request) -> Self {
         let spoil = Arc::default();
-        Self { device, request, spoil, hidden: Activations::default(), grads: Activations::default() }
+        let (hidden, grads) = (Activations::default(), Activations::default());
+        Self { device, request, spoil, rows: None, tell: false, hidden, grads }
     }
 
     /// Initial weights, the same whatever the plan.
@@ -144,7 +149,9 @@ impl Toy {
 
     pub fn begin(&self, engine: &Engine, pass: Pass, micro_batches: u32, accumulate: bool) -> Result<()> {
         let groups = (self.request.update == UpdateMode::Immediate && pass == Pass::Train).then(|| GROUPS.to_vec());
-        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, accumulate };
+        let told = self.rows.clone().filter(|_| self.tell && pass == Pass::Train);
+        let rows = told.map(|rows| Rows { tensor: 0, rows });
+        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows, accumulate };
         engine.begin(&begin, FOREVER).map(ready)
     }
 
@@ -192,6 +199,8 @@ impl Toy {
             let embed = &engine.layouts()[0];
             engine.region(Region::Weights).slice(o, embed.elements * precision.dtype().size())
         });
+        let early = op.tied_grad.filter(|_| op.round_tied).map(|o| embed_plane(Region::Grads, o, sent.dtype().size()));
+        let rows = self.rows.clone().filter(|_| op.unit == 0);
         let (hidden, grads) = (Arc::clone(&self.hidden), Arc::clone(&self.grads));
         let op = op.clone();
         let train = !matches!(op.phase, Phase::Loss) || op.grad.is_some();
@@ -249,6 +258,14 @@ impl Toy {
                     for (j, d) in dw[first..first + numel].iter_mut().enumerate() {
                         *d += dy[j % WIDTH] * 1e-3;
                     }
+                    if let Some(rows) = &rows {
+                        let own = |j: usize| rows.contains(&(j as u64 / 3));
+                        dw[first..first + numel]
+                            .iter_mut()
+                            .enumerate()
+                            .filter(|(j, _)| !own(*j))
+                            .for_each(|(_, d)| *d = 0.0);
+                    }
                     if let Some(below) = unit.checked_sub(1) {
                         let dx = (0..WIDTH).map(|i| dy[i] * w[first + (i * 11) % numel] + 0.01).collect();
                         grads.insert((below, mb), dx);
@@ -262,6 +279,9 @@ impl Toy {
                             total[WIDTH..].fill(0.0);
                         }
                         put(memory, at, *precision, &total);
+                        if let Some(early) = &early {
+                            put(memory, early, sent, &total);
+                        }
                     }
                     let Some(grad) = &grad else { return };
                     let real = |j: usize| (first..first + numel).contains(&j) || (bias..bias + WIDTH).contains(&j);

@@ -252,6 +252,7 @@ impl Array {
 /// Numbers of which any bytes are a value.
 pub(crate) trait Number: Copy {}
 impl Number for u16 {}
+impl Number for i64 {}
 impl Number for f32 {}
 
 /// Asks the array for a capsule, with and (for producers older than DLPack 1.0) without the version keyword.

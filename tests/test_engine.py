@@ -411,3 +411,99 @@ def test_padding_behind_a_row_needs_no_dense_mask_in_a_causal_model(mask: list[i
     assert (micro.attention_mask is None) == dropped
     loud = ours.prepare([{"input_ids": ids, "labels": ids, "attention_mask": hidden}]).micro_batches[0]
     assert loud.attention_mask is not None, "padding that is supervised sees what the mask lets it see"
+
+
+def test_a_model_whose_weights_were_taken_is_refused_and_never_drawn_at_random() -> None:
+    model = build()
+    with pytest.raises(DoesNotFit):
+        megatrain.Engine(model, device="cpu", micro_batch=(2, 32), micro_batches=1, memory={"host": "64KiB"})
+    with pytest.raises(ConfigError, match="moved into an earlier engine"):
+        megatrain.Engine(model, device="cpu")
+
+
+def test_an_engine_cut_off_while_it_was_set_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = megatrain.Engine(build(), device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(ours._runtime, "_build", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            ours.step(batches(1))
+    with pytest.raises(EngineBroken, match="load the model again"):
+        ours.step(batches(1))
+
+
+def test_a_model_with_a_weight_that_is_not_finite_is_refused_by_name() -> None:
+    model = build()
+    model.lm_head.weight.data[0, 0] = math.nan
+    with pytest.raises(ConfigError, match="lm_head.weight"):
+        megatrain.Engine(model, device="cpu").step(batches(1))
+
+
+def test_a_failing_pass_drops_the_gradients_that_waited_and_the_engine_goes_on() -> None:
+    one, other = batches(2)
+    ours, wanted = (engine(build(), plan={"accumulate": True}) for _ in range(2))
+    ours.forward_backward([one], normalizer=30.0)
+    with pytest.raises(ZeroDivisionError):
+        ours.forward_backward([other], loss_fn=lambda *_: torch.zeros(1 // 0), normalizer=30.0)
+    with pytest.raises(ConfigError, match="without forward_backward"):
+        ours.optimizer_step()
+    ours.step([one])
+    wanted.step([one])
+    assert_unchanged(ours, weights(wanted))
+
+
+def test_autocast_around_a_step_changes_no_bit() -> None:
+    ours, wanted = (engine(build()) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours.step(batches(2))
+    assert found == wanted.step(batches(2))
+    assert_unchanged(ours, weights(wanted))
+
+
+def test_a_save_never_takes_the_place_of_what_is_no_checkpoint(tmp_path: Path) -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    file, folder = tmp_path / "notes.txt", tmp_path / "project"
+    file.write_text("mine")
+    folder.mkdir()
+    (folder / "main.py").write_text("mine")
+    for place in (file, folder):
+        with pytest.raises(ConfigError, match="is no checkpoint"):
+            ours.save(place)
+    assert file.read_text() == (folder / "main.py").read_text() == "mine"
+    for _ in range(2):  # an earlier checkpoint gives way
+        ours.save(tmp_path / "saved")
+
+
+def test_calls_out_of_order_and_shapeless_micro_batches_are_refused() -> None:
+    ours = engine(build())
+    with pytest.raises(ConfigError, match="without forward_backward"):
+        ours.optimizer_step()
+    with pytest.raises(ConfigError, match="at least one batch"):
+        ours.evaluate([])
+    assert ours.logprobs([]) == []
+    given: list[Any] = [batches(1)[0], ["text"], [{"input_ids": [[1, 2], [3]]}], [{"input_ids": "text"}]]
+    for wrong in given:
+        with pytest.raises(ConfigError):
+            ours.step(wrong)
+    with pytest.raises(ConfigError, match="dtype must be"):
+        ours.save_pretrained("nowhere", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"grad_precision": "fp8"},
+        {"label_smoothing": 2},
+        {"z_loss": math.nan},
+        {"micro_batch": 4},
+        {"micro_batch": (0, 16)},
+        {"micro_batches": 0},
+        {"plan": {"loss_chunk": -1}},
+        {"plan": {"slots": 0}},
+        {"plan": {"slots": "three"}},
+        {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+    ],
+)
+def test_arguments_out_of_range_are_refused_as_wrong_requests(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        megatrain.Engine(build(), device="cpu", **settings).step(batches(1))

@@ -81,6 +81,8 @@ class Preparer:
 
     def prepare(self, batches: Sequence[Batch], *, need_labels: bool = True, keep_empty: bool = False) -> Prepared:
         """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take."""
+        if isinstance(batches, Mapping):
+            raise ConfigError("micro-batches must be a list of dicts, not one dict; write [batch]")
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
         checked = [self._check(i, batch, need_labels) for i, batch in enumerate(batches)]
@@ -132,6 +134,8 @@ class Preparer:
 
     def _check(self, index: int, batch: Batch, need_labels: bool) -> MicroBatch:
         where = f"micro-batch {index}"
+        if not isinstance(batch, Mapping):
+            raise ConfigError(f"{where} must be a dict of tensors, not {type(batch).__name__}")
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
         shape = (int(ids.shape[0]), int(ids.shape[1]))
         decoder = self._decoder
@@ -271,7 +275,10 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
     """`value` as an int64 CPU tensor (batch, seq)."""
     if value is None:
         raise ConfigError(f"{where} has no {name}")
-    tensor = torch.as_tensor(value).cpu()
+    try:
+        tensor = torch.as_tensor(value).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
     if tensor.ndim != 2 or tensor.is_floating_point() or 0 in tensor.shape:
         raise ConfigError(
             f"{where}: {name} must be integers of shape (batch, seq), not {tensor.dtype} {[*tensor.shape]}"

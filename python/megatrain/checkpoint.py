@@ -68,10 +68,12 @@ def save(
 ) -> None:
     """Writes a checkpoint of the engine's state after `step` optimizer steps. Pending updates are waited for first.
 
-    A checkpoint at `folder` is replaced once the new one is complete. Raises StorageError with the bytes needed and
-    free when the disk is full, before the first byte where that can be seen; nothing is left behind then.
+    A checkpoint at `folder` is replaced once the new one is complete; anything else there is refused by ConfigError.
+    Raises StorageError with the bytes needed and free when the disk is full, before the first byte where that can be
+    seen; nothing is left behind then.
     """
     folder = Path(folder)
+    _refuse_other(folder)
     decoder, core = engine.decoder, engine.core
     weights = export.DTYPES[decoder.precision]
     trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
@@ -118,6 +120,14 @@ def save(
         export.write_model_files(temporary, decoder, weights, tokenizer, tokenizer_dir)
         write_file(temporary / "state.json", state_text)
         _write_manifest(temporary, step, decoder.precision, sums)
+
+
+def _refuse_other(folder: Path) -> None:
+    """Raises ConfigError where something stands that is no checkpoint, nor what is left of one in a run."""
+    if not folder.exists() or _STEP.fullmatch(folder.name) or (folder / "manifest.json").is_file():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists already and is no checkpoint; name another folder, or remove it first")
 
 
 def _write_manifest(folder: Path, step: int, precision: str, sums: Mapping[str, list[int]]) -> None:

@@ -23,7 +23,7 @@ from megatrain import _core, checkpoint, export, numerics, weights
 from megatrain.batches import Batch, MicroBatch, Prepared, Preparer
 from megatrain.ends import HeadTemplate, LossFn, LossOptions
 from megatrain.errors import ConfigError, EngineBroken, MegatrainError
-from megatrain.model import Decoder
+from megatrain.model import PRECISIONS, Decoder
 from megatrain.optim import AdamW
 from megatrain.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.step import Pass, random_key
@@ -120,7 +120,23 @@ class Engine:
             raise ConfigError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
             )
+        if optimizer is not None and not isinstance(optimizer, AdamW):
+            raise ConfigError(f"optimizer must be a megatrain.AdamW, not {type(optimizer).__name__}")
         self.optimizer = optimizer if optimizer is not None else AdamW()
+        if grad_precision not in PRECISIONS:
+            raise ConfigError(f"grad_precision must be {' or '.join(PRECISIONS)}, not {grad_precision!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
+        if not 0 <= z_loss < math.inf:
+            raise ConfigError(f"z_loss must be finite and not negative, not {z_loss}")
+        sizes = micro_batch if micro_batch is not None else (1, 1)
+        if not isinstance(sizes, tuple | list) or len(sizes) != 2 or min(sizes) < 1:
+            raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
+        if micro_batches is not None and micro_batches < 1:
+            raise ConfigError(f"micro_batches must be at least 1, not {micro_batches}")
+        chunk = (plan or {}).get("loss_chunk")
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk}")
         if update not in ("just_in_time", "immediate"):
             raise ConfigError(f"update must be just_in_time or immediate, not {update!r}")
         if max_grad_norm is not None and (not math.isfinite(max_grad_norm) or max_grad_norm <= 0):
@@ -146,6 +162,9 @@ class Engine:
         self._preparer = Preparer(self.decoder, torch_device)
         self._step = 0
         self._open_micro_batches = 0
+        self._open_loss: float | None = None
+        """Loss of the passes since the last update; None where there was none."""
+        self._open_tokens = 0
         self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -254,7 +273,9 @@ class Engine:
         return self._forward_backward(micro_batches, loss_fn, normalizer)[0]
 
     def optimizer_step(self) -> StepOutput:
-        """The second half of `step`."""
+        """The second half of `step`. Raises ConfigError when there is no first."""
+        if self._open_loss is None:
+            raise ConfigError("optimizer_step was called without forward_backward; call that first")
         return self._apply(self._open_loss, self._open_tokens)
 
     def _forward_backward(
@@ -293,21 +314,26 @@ class Engine:
                 groups=self.optimizer.core_groups() if immediate else None,
                 accumulate=self._open_micro_batches > 0,
             )
-            self._run(run, core, _refuse_nonfinite if immediate else None)
+            try:
+                self._run(run, core, _refuse_nonfinite if immediate else None)
+            except BaseException:
+                self._forget_gradients()  # those of earlier passes have gone with this one's
+                raise
         total = sum(float(loss) for loss in torch.stack([t for t in run.losses if t is not None]).tolist())
         loss = total / divisor
         self._open_micro_batches += len(prepared.micro_batches)
-        self._open_loss += loss
+        self._open_loss = (self._open_loss or 0.0) + loss
         self._open_tokens += prepared.num_tokens
         return loss, prepared.num_tokens
 
     def _apply(self, loss: float, tokens: int) -> StepOutput:
         if not self._open_micro_batches:
+            self._forget_gradients()
             reason = "no micro-batch has a supervised token"
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
         outcome = self.core.apply(self.optimizer.core_groups(), self.max_grad_norm)
-        self._open_micro_batches = 0
+        self._forget_gradients()
         self._step += 1
         return StepOutput(
             loss=loss,
@@ -318,6 +344,10 @@ class Engine:
             reason="a gradient is not finite" if outcome.skipped else "",
         )
 
+    def _forget_gradients(self) -> None:
+        """No gradients wait for an update."""
+        self._open_micro_batches, self._open_loss, self._open_tokens = 0, None, 0
+
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next updates; groups with their own keep their ratio to it."""
         self.optimizer.set_lr(lr)
@@ -327,6 +357,8 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss per supervised token, without smoothing or other terms. No update."""
         total, tokens = 0.0, 0
+        if not batches:
+            raise ConfigError("evaluate needs at least one batch")
         for prepared in self._in_groups(batches, need_labels=True):
             run = self._evaluate(prepared)
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
@@ -356,7 +388,7 @@ class Engine:
 
     def _in_groups(self, batches: Sequence[Batch], need_labels: bool, keep_empty: bool = False) -> Iterator[Prepared]:
         """Batches in groups of as many as were planned for."""
-        most = self._runtime.micro_batches or len(batches)
+        most = self._runtime.micro_batches or max(1, len(batches))
         for start in range(0, len(batches), most):
             part = batches[start : start + most]
             prepared = self._preparer.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
@@ -532,10 +564,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _numerics(self) -> Iterator[None]:
-        """Random state and determinism as the step wants them, and as the caller had them afterwards."""
+        """Random state, arithmetic and determinism as the step wants them, and as the caller had them afterwards."""
         cuda = self.device.type == "cuda"
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[self.device] if cuda else []))
+            # the precision is the engine's own, and a layer is replayed under the one it was computed in
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
             if self.deterministic and cuda:
                 from torch.nn.attention import SDPBackend, sdpa_kernel
 

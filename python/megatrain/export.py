@@ -76,7 +76,7 @@ def save_pretrained(
     source has it (every expert apart), or the library's own (experts fused). Raises ConfigError when `out` is in use
     already, StorageError when it cannot be written."""
     out = Path(out)
-    target = DTYPES[decoder.precision if dtype == "auto" else dtype]
+    target = _target(dtype, decoder.precision)
     _refuse_used(out, overwrite)
     blocks = _blocks(decoder, layout)
     dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
@@ -112,7 +112,7 @@ def export_checkpoint(
     from megatrain.checkpoint import Checkpoint
 
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)
-    target = DTYPES[source.precision if dtype == "auto" else dtype]
+    target = _target(dtype, source.precision)
     _refuse_used(out, overwrite)
     try:
         weights = FileWeights(source.shards("model"))
@@ -304,6 +304,12 @@ def _of_total(progress: Callable[[int, int], None] | None, total: int) -> Callab
         progress(min(done[0], total), total)
 
     return report
+
+
+def _target(dtype: DtypeName, precision: str) -> torch.dtype:
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
+    return DTYPES[precision if dtype == "auto" else dtype]
 
 
 def _refuse_used(out: Path, overwrite: bool) -> None:

@@ -71,6 +71,10 @@ class Unit:
     """Index of the layer's structure; None for embed and head."""
 
 
+_TAKEN = "_megatrain_has_taken_the_weights"
+"""Marks a model whose weights were moved out; it would be drawn at random if it were taken for one on meta."""
+
+
 class Decoder:
     """A causal language model, cut into units. Parameters stay on meta, buffers are real and on the CPU."""
 
@@ -109,7 +113,7 @@ class Decoder:
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
         if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
             raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
-        self._freeze(freeze, frozen_dtypes or {})
+        self._freeze((freeze,) if isinstance(freeze, str) else freeze, frozen_dtypes or {})
         self.index_names = _index_attributes(self.layers)
         self.structure_of, self.structures = _structures(self.layers, self.index_names)
         self.units = self._cut()
@@ -211,9 +215,15 @@ class Decoder:
                     raise ConfigError(
                         f"buffer {prefix}{name} has no values: build the model on the CPU or let megatrain build it"
                     )
+        if getattr(self.model, _TAKEN, False):
+            raise ConfigError(
+                f"the weights of this {type(self.model).__name__} were moved into an earlier engine, and none are left "
+                "in it; load or build the model again"
+            )
         for name, parameter in list(self.model.named_parameters()):
             if parameter.device.type != "meta":
                 self.values[name] = parameter.detach()
+                setattr(self.model, _TAKEN, True)
         common = cast("Any", self.model).get_input_embeddings().weight.dtype
         replaced: dict[int, nn.Parameter] = {}
         for module in self.model.modules():

@@ -75,6 +75,8 @@ class Runtime:
         self._workshop: Workshop | None = None
         self._plan: dict[str, Any] = {}
         self._closed = False
+        self._emptied = False
+        """Whether values were taken out of the model; they are gone when setting up fails after that."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -160,9 +162,12 @@ class Runtime:
         if self._closed:
             raise EngineBroken("the engine is closed")
         request = json.dumps(self.request(micro_batch, micro_batches))
-        planned = _core.plan(request)
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
-        core = _core.Engine(self._core_device, request, planned, json.dumps(options))
+        try:
+            planned = _core.plan(request)
+            core = _core.Engine(self._core_device, request, planned, json.dumps(options))
+        except ValueError as error:
+            raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
             log.warning("%s", warning)
         try:
@@ -209,6 +214,10 @@ class Runtime:
             self._load(decoder, core)
             values.clear()
             return
+        if self._emptied:
+            raise EngineBroken(
+                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+            )
         if not any(not ref.is_buffer and name in values for name, ref in decoder.tensors.items()):
             initialize.initialize(decoder, core, self._seed, device=self.device.type)
             values.clear()
@@ -216,12 +225,16 @@ class Runtime:
         missing = [name for name in decoder.tensors if name not in values]
         if missing:
             raise ConfigError(f"{missing[0]} has no values (it is on the meta device) while other parameters have")
+        self._emptied = True
         for name, ref in decoder.tensors.items():
             value = values.pop(name).cpu()
-            if ref.role == "trainable":
-                core.write(ref.unit, ref.tensor, "master", value.contiguous().flatten())
-            else:
-                core.write(ref.unit, ref.tensor, "weights", value.to(ref.dtype).contiguous().flatten())
+            plane = "master" if ref.role == "trainable" else "weights"
+            if ref.role != "trainable":
+                value = value.to(ref.dtype)
+            try:
+                core.write(ref.unit, ref.tensor, plane, value.contiguous().flatten())
+            except ValueError as error:
+                raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
     def _build(self, core: Any, plan: dict[str, Any]) -> Workshop:
         """Templates and views over the core's regions."""

@@ -129,7 +129,7 @@ class Engine:
             raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
         if not 0 <= z_loss < math.inf:
             raise ConfigError(f"z_loss must be finite and not negative, not {z_loss}")
-        sizes = micro_batch if micro_batch is not None else (1, 1)
+        sizes: Any = micro_batch if micro_batch is not None else (1, 1)
         if not isinstance(sizes, tuple | list) or len(sizes) != 2 or min(sizes) < 1:
             raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
         if micro_batches is not None and micro_batches < 1:

@@ -1,5 +1,6 @@
 """The real engine through its checkpoints (H16, H18): bit-equal to never having stopped, under any placement."""
 
+import concurrent.futures
 from pathlib import Path
 from typing import Any
 
@@ -152,4 +153,42 @@ def test_a_save_that_fails_leaves_the_engine_usable(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
     engine.step(batches(1, 3))
     engine.save(tmp_path / "step-2", step=2)
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["two slots", "state on the device"])
+def test_planes_may_be_read_and_written_from_several_threads(placement: str) -> None:
+    """Checkpoints do so; state on the device passes through one window, which must not be shared by two calls."""
+    decoder = Decoder.from_config(llama(False, vocab_size=20_000), precision="bf16")
+    engine = Engine(decoder, device="cpu", micro_batch=(1, 8), micro_batches=1, **PLACEMENTS[placement])
+    core: Any = engine.core
+    # large ones, so that calls overlap, of which the device holds the first
+    refs = [decoder.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    generator = torch.Generator().manual_seed(0)
+    wanted = {}
+    for ref in refs:
+        size = (torch.Size(ref.shape).numel(),)
+        upper = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, generator=generator)
+        lower = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, generator=generator)
+        moments = torch.randn(2, *size, generator=generator)
+        # an exponent of all ones is not a number, and is not what is tested
+        wanted[ref.name] = {
+            "weights": (upper & ~0x4000).view(torch.bfloat16),
+            "residual": lower,
+            "exp_avg": moments[0],
+            "exp_avg_sq": moments[1],
+        }
+    work = [
+        (ref, plane) for _ in range(8) for ref in refs for plane in ("weights", "residual", "exp_avg", "exp_avg_sq")
+    ]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda w: core.write(w[0].unit, w[0].tensor, w[1], wanted[w[0].name][w[1]]), work))
+
+        def differs(item: tuple[Any, str]) -> bool:
+            ref, plane = item
+            out = torch.empty_like(wanted[ref.name][plane])
+            core.read(ref.unit, ref.tensor, plane, out)
+            return not torch.equal(out.view(torch.uint8), wanted[ref.name][plane].view(torch.uint8))
+
+        assert not any(pool.map(differs, work))
     engine.close()

@@ -1,5 +1,6 @@
 //! Reading and writing planes, wherever a unit's state lives.
 use std::str::FromStr;
+use std::sync::PoisonError;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -184,6 +185,8 @@ impl Shared {
                 "{name}: {bytes} bytes from element {start} on leave its {numel} elements"
             )));
         }
+        // It guards no value that a panic could leave half-changed.
+        let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         // At most 16 bytes an element (a frozen fp64 tensor takes 8, split planes 12), in whole lines.
         let most = (self.memory.window.len() as u64 / 16) & !2047;
         let mut done = 0;

@@ -1,5 +1,5 @@
 //! Everything that an engine allocates, once, before the first step.
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::error::{Error, Item, Result, Tier};
@@ -22,6 +22,8 @@ pub(crate) struct Memory {
     pub(crate) sums: Vec<HostSpan>,
     /// The window through which state on the device is read and written.
     pub(crate) window: HostSpan,
+    /// Held while the window is in use: checkpoints read and write planes from several threads.
+    pub(crate) window_use: Mutex<()>,
     /// What could not be had as asked, a sentence each.
     pub(crate) warnings: Vec<String>,
     regions: Vec<DeviceMemory>,
@@ -77,7 +79,19 @@ impl Memory {
         warnings.sort();
         warnings.dedup();
         warnings.extend(pinning.warning());
-        let memory = Self { store, slabs, areas, gathered, sums, window, warnings, regions, landing, gathering };
+        let memory = Self {
+            store,
+            slabs,
+            areas,
+            gathered,
+            sums,
+            window,
+            window_use: Mutex::default(),
+            warnings,
+            regions,
+            landing,
+            gathering,
+        };
         memory.write_norm_tables(placement, device)?;
         Ok(memory)
     }

@@ -1,5 +1,6 @@
 """`megatrain plan`: what fits and what does not, without weights, data or a card; its totals are what is allocated."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,27 @@ def test_what_the_plan_says_is_what_the_engine_allocates(tmp_path: Path) -> None
         assert json.loads(engine.core.allocated()) == own
 
 
+@pytest.fixture(autouse=True)
+def no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was once measured on this machine stays out of the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+
+
+def test_rates_that_were_measured_are_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain import probe
+
+    words = ("tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128")
+    assumed = answer(capsys, *words)
+    assert assumed["rates_measured"] is False
+    measured = dict.fromkeys(probe.UNITS, 2.0) | {"matmul_tflops": 1e-3}
+    assert probe.keep(machine.read(), "cpu", measured) is not None
+    found = answer(capsys, *words)
+    assert found["rates_measured"] is True
+    assert found["step_s"] > 10 * assumed["step_s"]
+    probe.write_description(machine.read(), measured, tmp_path / "me.yaml")
+    assert answer(capsys, *words, "--machine", str(tmp_path / "me.yaml"))["step_s"] == found["step_s"]
+
+
 def test_no_step_of_a_real_run_is_faster_than_the_bound(tmp_path: Path) -> None:
     from megatrain.run_folder import read_metrics
     from megatrain.trainer import Trainer
@@ -204,13 +226,15 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(
 CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"memory": "79GiB"}}
 
 
-def settled(model: str, rows: int, **sections: dict[str, Any]) -> planning.Settled:
-    """A step of `rows` by 1,024 tokens on the card."""
+def settled(model: str, rows: int, free: int | None = None, **sections: dict[str, Any]) -> planning.Settled:
+    """A step of `rows` by 1,024 tokens on the card, of which `free` bytes are free."""
     document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
     train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
     card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
     config, described = Config.of(document | {"train": train} | sections), machine.from_description(card, "card")
     decoder = draw_up(config, described, plan_only=True).decoder
+    cards = tuple(dataclasses.replace(gpu, free_bytes=free) for gpu in described.gpus)
+    described = dataclasses.replace(described, gpus=cards)
     return planning.settle(config, decoder, device="cuda", machine=described, rows=rows)
 
 
@@ -233,6 +257,14 @@ def test_on_a_card_32768_tokens_are_computed_at_a_time_and_half_as_many_as_often
     assert settled("qwen2.5-3b", 32, memory={"gpu": "6GiB"}).micro_batch[0] in (4, 8, 16)
     slow = settled("qwen2.5-3b", 32, rates={"matmul_tflops": 1.0, "adamw_gparams": 100.0})
     assert slow.micro_batch == settled("qwen2.5-3b", 32).micro_batch == (32, 1024)
+
+
+def test_what_happens_to_be_free_on_the_card_changes_placement_and_never_the_split() -> None:
+    idle, busy = settled("qwen2.5-3b", 32), settled("qwen2.5-3b", 32, free=20 * GIB)
+    assert busy.micro_batch == idle.micro_batch
+    assert busy.plan["totals"]["device"] < 20 * GIB < idle.plan["totals"]["device"]
+    with pytest.raises(DoesNotFit, match="device memory"):
+        settled("qwen2.5-3b", 32, free=6 * GIB)
 
 
 def test_state_comes_to_the_card_until_the_hosts_part_is_hidden_then_activations_are_kept() -> None:

@@ -451,7 +451,8 @@ def lower_bound_rates(settled: Settled) -> dict[str, float]:
 def _estimate(settled: Settled) -> dict[str, Any]:
     from megatrain import _core
 
-    wanted = {key: settled.rates[key] for key in settled.request["rates"]} | lower_bound_rates(settled)
+    rates = lower_bound_rates(settled)
+    wanted = {key: rates[key] for key in settled.request["rates"]}
     found: dict[str, Any] = json.loads(
         _core.simulate(json.dumps(settled.request), json.dumps(settled.plan), json.dumps(wanted))
     )

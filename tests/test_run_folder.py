@@ -88,6 +88,14 @@ def test_a_refusal_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "config.yaml").exists()
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "export", "checkpoints"])
+def test_what_a_run_would_replace_is_not_taken_from_a_folder_of_something_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"holds '{name}'"):
+        RunFolder(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
 def test_a_folder_that_cannot_be_written_is_a_wrong_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output\.dir"):

@@ -27,11 +27,29 @@ log = logging.getLogger("megatrain")
 _STEP = re.compile(r"step-(\d+)")
 
 
+_OURS_ALONE = ("lock", "status.json", "metrics.jsonl")
+_REPLACED = ("config.yaml", "plan.json", "log.txt", "checkpoints", "export")
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raises ConfigError for a folder without a trace of a run where a run would replace or remove something."""
+    if any((path / name).exists() for name in _OURS_ALONE):
+        return
+    for name in _REPLACED:
+        if (path / name).exists():
+            raise ConfigError(
+                f"output.dir is {str(path)!r}, which is not a run's folder and holds {name!r}, in whose place a run "
+                "puts its own; name another folder"
+            )
+
+
 class RunFolder:
-    """Opens (and makes) a run's folder and holds its lock until `close`. Raises ConfigError when another has it."""
+    """Opens (and makes) a run's folder and holds its lock until `close`. Raises ConfigError when another has it, and
+    when it is no run's but holds what a run would replace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _refuse_foreign(path)
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:

@@ -332,9 +332,9 @@ HEAD = """# Architectures
 Written by `python tests/families.py`; a test fails when it is not current. Each row is a tiny random model of stock
 transformers, which `tests/test_families.py` trains on every run:
 
-- *padded*: three clipped AdamW steps of two padded micro-batches (one behind, one before) in fp32 on the CPU. Losses, gradient norms, and
-  of every tensor the gradient, both moments and the weight differ from an fp64 run by at most 1e-5, or by three times
-  what plain fp32 PyTorch does, the largest of three ways to split the rows.
+- *padded*: three clipped AdamW steps of two padded micro-batches (one behind, one before) in fp32 on the CPU. Losses,
+  gradient norms, and of every tensor the gradient, both moments and the weight differ from an fp64 run by at most 1e-5,
+  or by three times what plain fp32 PyTorch does, the largest of three ways to split the rows.
 - *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.
   *refused*: the model cannot keep documents apart, so packed rows are refused; train it with `data.packing: false`.
 - *experts*: how transformers computes them; each way is trained. `batched_mm` gathers weights and is refused.

@@ -67,6 +67,11 @@ class Machine:
         """The card that a run would use."""
         return self.gpus[0] if self.gpus else None
 
+    def idle(self) -> "Machine":
+        """This machine if nothing else ran on it: what decides about numbers must not depend on what is free now."""
+        gpus = tuple(dataclasses.replace(gpu, free_bytes=None) for gpu in self.gpus)
+        return dataclasses.replace(self, gpus=gpus, memory_available=max(self.memory_available, self.memory_limit))
+
     def host_budget(self) -> int:
         """`memory.host: auto`: what is available, less head-room for the process itself and for the page cache."""
         return max(0, self.memory_available - max(3 * GIB // 4, self.memory_available // 20))

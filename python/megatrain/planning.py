@@ -166,23 +166,21 @@ def settle(
     rows: int,  # most sequences of a step
     saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
 ) -> Settled:
-    """Decides the micro-batches and makes the plan. Raises DoesNotFit with the sum when even one row at a time does
-    not fit."""
+    """Decides the micro-batches by what fits on the machine when nothing else runs on it, and makes the plan for what
+    is free now. Raises DoesNotFit with the sum."""
     rates, measured = probe.rates(machine, device)
     options = engine_plan(config, device, machine)
     if saved and "loss_chunk" not in options and (saved.get("device") == "cpu") == (device == "cpu"):
         options["loss_chunk"] = saved.get("loss_chunk")
+    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
+    size = first = _first_split(config, device, rows, saved)
+    while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
+        size = -(-size // 2)
     planner = _Planner(config, decoder, device, machine, rates, options)
-    first = _first_split(config, device, rows, saved)
-    size = first
-    while True:
-        try:
-            budget, request, plan = planner.fit(size, -(-rows // size))
-            break
-        except DoesNotFit as error:
-            if config.plan.micro_batch is not None or size == 1:
-                raise _explained(error, config, device, machine) from None
-            size = -(-size // 2)
+    try:
+        budget, request, plan = planner.fit(size, -(-rows // size))
+    except DoesNotFit as error:
+        raise _explained(error, config, device, machine) from None
     if size != first:
         log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
     return Settled(
@@ -304,6 +302,14 @@ class _Planner:
         self.budget = budgets(config, device, machine)
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         self.optimizer = optimizer_for(config, names)
+
+    def fits(self, rows: int, micro_batches: int) -> bool:
+        """Whether `fit` finds a plan."""
+        try:
+            self.fit(rows, micro_batches)
+        except DoesNotFit:
+            return False
+        return True
 
     def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
         """(budget, request, plan). On the CPU device and host share one memory: what the host needs is taken off the

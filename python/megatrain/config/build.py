@@ -139,7 +139,7 @@ def _convert_union(value: Any, parts: tuple[Any, ...], key: str, root: type) -> 
     for part in parts:
         try:
             return _convert_scalar(value, part)
-        except TypeError:  # noqa: PERF203 - a handful of parts
+        except TypeError:
             continue
         except ValueError as error:
             reason = error

@@ -96,9 +96,7 @@ def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tens
     return {f"{root}.{name}": tensor.detach().cpu().contiguous().view(-1) for name, tensor in named}
 
 
-def _draw_by_constructor(
-    rule: Callable[[nn.Module], None], part: nn.Module, name: str, seed: int, device: str
-) -> None:
+def _draw_by_constructor(rule: Callable[[nn.Module], None], part: nn.Module, name: str, seed: int, device: str) -> None:
     """For a module that the model's class says nothing about: what torch's constructor would have drawn."""
     with _seeded(seed, name, device):
         if callable(getattr(part, "reset_parameters", None)):

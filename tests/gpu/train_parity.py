@@ -80,7 +80,7 @@ def resident(
                 logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
             )
             (loss / supervised).backward()
-            total += float(loss)
+            total += float(loss.detach())
             for s, p in zip(sums, parameters, strict=True):
                 s.add_(p.grad)
                 p.grad = None
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--only", default="", help="comma-separated names of cases")
     arguments = parser.parse_args()
-    lr = 1e-4
+    lr = 3e-5
     layers = SHAPES[arguments.shape][0]
     tied = not arguments.untied
     cases: dict[str, tuple[int, float | None, dict[str, Any], str]] = {

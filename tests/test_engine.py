@@ -459,6 +459,16 @@ def test_autocast_around_a_step_changes_no_bit() -> None:
     assert_unchanged(ours, weights(wanted))
 
 
+def test_inference_mode_around_a_call_changes_no_bit() -> None:
+    data = batches(2)
+    ours, wanted = (megatrain.Engine(build(), device="cpu") for _ in range(2))
+    with torch.inference_mode():
+        assert ours.evaluate([{**data[0], "input_ids": data[0]["input_ids"] + 0}]) == wanted.evaluate(data[:1])
+        assert ours.step(data) == wanted.step(data)
+    assert ours.step(data) == wanted.step(data)
+    assert_unchanged(ours, weights(wanted))
+
+
 def test_a_save_never_takes_the_place_of_what_is_no_checkpoint(tmp_path: Path) -> None:
     ours = engine(build())
     ours.step(batches(1))

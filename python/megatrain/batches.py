@@ -79,6 +79,7 @@ class Preparer:
         self._lock = threading.Lock()
         self._plain: collections.OrderedDict[tuple[int, int], tuple[Record, Record]] = collections.OrderedDict()
 
+    @torch.inference_mode(False)
     def prepare(self, batches: Sequence[Batch], *, need_labels: bool = True, keep_empty: bool = False) -> Prepared:
         """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take."""
         if isinstance(batches, Mapping):
@@ -277,6 +278,7 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
         raise ConfigError(f"{where} has no {name}")
     try:
         tensor = torch.as_tensor(value).cpu()
+        tensor = tensor.clone() if tensor.is_inference() else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
     if tensor.ndim != 2 or tensor.is_floating_point() or 0 in tensor.shape:

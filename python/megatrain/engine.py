@@ -278,6 +278,7 @@ class Engine:
             raise ConfigError("optimizer_step was called without forward_backward; call that first")
         return self._apply(self._open_loss, self._open_tokens)
 
+    @torch.inference_mode(False)
     def _forward_backward(
         self, micro_batches: "Sequence[Batch] | Prepared", loss_fn: LossFn | None, normalizer: float | None
     ) -> tuple[float, int]:
@@ -395,6 +396,7 @@ class Engine:
             if prepared.micro_batches:
                 yield prepared
 
+    @torch.inference_mode(False)
     def _evaluate(self, prepared: Prepared, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
         core = self._runtime.ready(prepared, not self._open_micro_batches)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
@@ -570,6 +572,12 @@ class Engine:
             stack.enter_context(torch.random.fork_rng(devices=[self.device] if cuda else []))
             # the precision is the engine's own, and a layer is replayed under the one it was computed in
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            if cuda:
+                # a matmul that is split over its inner dimension adds its parts in fp32 too
+                matmul = torch.backends.cuda.matmul
+                reduced = matmul.allow_bf16_reduced_precision_reduction
+                stack.callback(setattr, matmul, "allow_bf16_reduced_precision_reduction", reduced)
+                matmul.allow_bf16_reduced_precision_reduction = False
             if self.deterministic and cuda:
                 from torch.nn.attention import SDPBackend, sdpa_kernel
 

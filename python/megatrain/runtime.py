@@ -157,6 +157,7 @@ class Runtime:
         if core is not None:
             core.close()
 
+    @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
     def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
         if self._closed:

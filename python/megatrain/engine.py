@@ -314,6 +314,7 @@ class Engine:
                 self._stream(),
                 groups=self.optimizer.core_groups() if immediate else None,
                 accumulate=self._open_micro_batches > 0,
+                rows=run.looked_up() if immediate else None,
             )
             try:
                 self._run(run, core, _refuse_nonfinite if immediate else None)

@@ -46,11 +46,16 @@ pub(crate) struct Progress<T> {
     passes: VecDeque<PassProgress<T>>,
     ready: [BTreeSet<(u64, u32, u32)>; 6],
     next_number: u64,
+    /// Uploads that have been taken and are not over.
+    uploads: usize,
 }
+
+/// Uploads under way at most: one runs, and the other waits so that the link never does.
+const UPLOADS: usize = 2;
 
 impl<T> Default for Progress<T> {
     fn default() -> Self {
-        Self { passes: VecDeque::new(), ready: Default::default(), next_number: 0 }
+        Self { passes: VecDeque::new(), ready: Default::default(), next_number: 0, uploads: 0 }
     }
 }
 
@@ -110,12 +115,21 @@ impl<T: Clone> Progress<T> {
     }
 
     /// Takes the ready operation of lowest priority number of the oldest pass.
+    ///
+    /// A stream runs its operations in the order in which they were queued: those taken early stand before one that is
+    /// ready later and more urgent. So of uploads only two are under way at a time, or else the weights that the next
+    /// forward needs first, whose updates end last, would be sent behind all others.
     pub(crate) fn take(&mut self, lane: Lane) -> Option<Id> {
+        if lane == Lane::Upload && self.uploads == UPLOADS {
+            return None;
+        }
         let (pass, _, op) = self.ready[lane as usize].pop_first()?;
         let pass = self.pass_mut(pass);
         pass.status[op as usize] = Status::Taken;
         pass.under_way += 1;
-        Some(Id { pass: pass.number, op })
+        let id = Id { pass: pass.number, op };
+        self.uploads += usize::from(lane == Lane::Upload);
+        Some(id)
     }
 
     /// Whether the lane has a ready operation.
@@ -204,6 +218,8 @@ impl<T: Clone> Progress<T> {
         }
         pass.open -= 1;
         pass.under_way -= 1;
+        let upload = pass.schedule.ops[id.op as usize].lane == Lane::Upload;
+        self.uploads -= usize::from(upload);
         if before != Status::Issued {
             self.release(id, Edge::Issued);
         }
@@ -387,5 +403,23 @@ mod tests {
         assert!(progress.take(Lane::Host).is_none());
         progress.drop_newest();
         assert!(!progress.is_alive(number) && progress.under_way() == 0);
+    }
+
+    #[test]
+    fn an_upload_that_is_ready_late_and_urgent_waits_for_two_others_at_most() {
+        let free: Outline<'_> = (Lane::Upload, 5, &[]);
+        let late: Outline<'_> = (Lane::Upload, 0, &[(0, Edge::Complete, false)]);
+        let mut progress = Progress::<()>::default();
+        let number = progress.begin(schedule(&[(Lane::Host, 0, &[]), free, free, free, late]));
+        let update = progress.take(Lane::Host).unwrap();
+        let first = progress.take(Lane::Upload).unwrap();
+        progress.issued(first, ());
+        progress.take(Lane::Upload).unwrap();
+        assert_eq!(progress.take(Lane::Upload), None);
+        assert!(progress.is_ready(Lane::Upload));
+        progress.complete(update);
+        progress.complete(first);
+        assert_eq!(progress.take(Lane::Upload), Some(id(number, 4)));
+        assert_eq!(progress.take(Lane::Upload), None);
     }
 }

@@ -97,10 +97,9 @@ class Preparer:
         )
 
     def to_device(self, micro: MicroBatch, with_batch: bool = False) -> MicroBatch:
-        """The micro-batch on the device, copied asynchronously."""
-        record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]
+        """The micro-batch on the device, copied asynchronously; masks and rotary tables follow with `with_record`."""
         if self._device.type == "cpu":
-            return dataclasses.replace(micro, record=record)
+            return micro
         batch = micro.batch
         if with_batch:
             batch = {k: self.move(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -112,9 +111,13 @@ class Preparer:
             attention_mask=self.move(micro.attention_mask) if micro.attention_mask is not None else None,
             position_ids=self.move(micro.position_ids) if micro.position_ids is not None else None,
             lookups=[self.move(where) for where in micro.lookups],
-            record=record,
             batch=batch,
         )
+
+    def with_record(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch with what its layers are called with on the device, copied asynchronously."""
+        record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]
+        return dataclasses.replace(micro, record=record)
 
     def move(self, tensor: Tensor) -> Tensor:
         """A tensor on the device; from pinned memory, since a pageable copy would wait for the device."""

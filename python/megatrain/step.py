@@ -87,7 +87,11 @@ class Pass:
         self._preparer = preparer
         self._prepared = prepared
         count = len(prepared.micro_batches)
-        self._micro: list[MicroBatch | None] = [None] * count
+        # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
+        with_batch = options.loss_fn is not None
+        self._micro: list[MicroBatch | None] = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
+        tables = prepared.tables if training else {}
+        self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
         self._hidden: list[Tensor | None] = [None] * count
         self._grad: list[Tensor | None] = [None] * count
         self._turns: dict[tuple[int, int], Turn] = {}
@@ -121,9 +125,9 @@ class Pass:
     def _embed(self, op: ComputeOp) -> None:
         m = op.micro_batch
         shop = self._shop
-        micro = self._micro[m] = self._preparer.to_device(
-            self._prepared.micro_batches[m], with_batch=self._options.loss_fn is not None
-        )
+        micro = self._micro[m]
+        assert micro is not None
+        micro = self._micro[m] = self._preparer.with_record(micro)
         shop.embed.bound.bind(op.weights)
         self._reseed(m, 0)
         self._hidden[m] = shop.embed.forward(micro)
@@ -191,10 +195,7 @@ class Pass:
         self._grad[m] = self._micro[m] = None
         shop.embed.bound.bind(op.weights)
         if op.first:
-            self._rows = {
-                table: RowSums(self._preparer.move(rows), padding)
-                for table, (rows, padding) in self._prepared.tables.items()
-            }
+            self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
         if op.grad is not None:
             self._reseed(m, 0)
             of_rows, of_others = shop.embed.backward(micro, grad)

@@ -7,8 +7,6 @@ name of an architecture.
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.optim import match
 from megatrain.recording import Probe, Recorder, probe, untouched
+from megatrain.structure import index_attributes, structures
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +113,8 @@ class Decoder:
         if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
             raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
         self._freeze((freeze,) if isinstance(freeze, str) else freeze, frozen_dtypes or {})
-        self.index_names = _index_attributes(self.layers)
-        self.structure_of, self.structures = _structures(self.layers, self.index_names)
+        self.index_names = index_attributes(self.layers)
+        self.structure_of, self.structures = structures(self.layers, self.index_names)
         self.units = self._cut()
         self.tensors: dict[str, TensorRef] = {t.name: t for unit in self.units for t in unit.tensors}
         self.tables = self._tables()
@@ -314,7 +313,7 @@ class Decoder:
     def _unused_in_layers(self) -> list[str]:
         """The same inside the layers, by running one of each structure on meta."""
         record = self.recorder.record(torch.zeros(1, 2, dtype=torch.int64))
-        of, first = _structures(self.layers, _index_attributes(self.layers))
+        of, first = structures(self.layers, index_attributes(self.layers))
         prefix = ".".join(p for p in (self.base_name, self.layers_name) if p)
         unused = []
         for structure, layer in enumerate(first):
@@ -573,68 +572,3 @@ def _layer_list(base: nn.Module, config: Any) -> str:
         raise ConfigError(f"{type(base).__name__} has no list of {depth} decoder layers")
     name, _ = max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return str(name)
-
-
-def _attributes(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """`(module, attribute, value)` of everything in a layer that is neither tensor nor child."""
-    ignored = set(nn.Module().__dict__) - {"training"} | {"training"}
-    for path, module in layer.named_modules():
-        for name, value in module.__dict__.items():
-            if name not in ignored and not isinstance(value, (Tensor, nn.Module)):
-                yield path, name, value
-
-
-def _index_attributes(layers: list[nn.Module]) -> set[tuple[str, str]]:
-    """Attributes that hold nothing but the layer's index, wherever they occur."""
-    always: dict[tuple[str, str], bool] = {}
-    for index, layer in enumerate(layers):
-        for path, name, value in _attributes(layer):
-            is_index = type(value) is int and value == index
-            always[path, name] = always.get((path, name), True) and is_index
-    return {key for key, value in always.items() if value}
-
-
-def _structures(layers: list[nn.Module], index_names: set[tuple[str, str]]) -> tuple[list[int], list[int]]:
-    """For each layer the index of its structure, and for each structure the first layer that has it."""
-    known: dict[Any, int] = {}
-    of: list[int] = []
-    first: list[int] = []
-    for index, layer in enumerate(layers):
-        key = _signature(layer, index_names)
-        if key not in known:
-            known[key] = len(first)
-            first.append(index)
-        of.append(known[key])
-    return of, first
-
-
-def _signature(layer: nn.Module, index_names: set[tuple[str, str]]) -> tuple[Any, ...]:
-    """Everything that decides what a layer computes from its inputs and weights."""
-    modules = tuple((path, f"{type(m).__module__}.{type(m).__qualname__}") for path, m in layer.named_modules())
-    parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-    shared = {f"{m}.{n}" if m else n for m, module in layer.named_modules() for n in module._non_persistent_buffers_set}
-    buffers = tuple((n, tuple(b.shape), b.dtype, _digest(b) if n in shared else None) for n, b in layer.named_buffers())
-    attributes = tuple(
-        (path, name, "index" if (path, name) in index_names else _value(value))
-        for path, name, value in _attributes(layer)
-    )
-    return modules, parameters, buffers, attributes
-
-
-def _digest(buffer: Tensor) -> bytes:
-    return buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _value(value: Any) -> Any:
-    """Something hashable that is equal only where the attribute means the same."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
-        return value
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return (type(value).__name__, tuple(_value(v) for v in value))
-    if isinstance(value, dict):
-        return ("dict", tuple((_value(k), _value(v)) for k, v in value.items()))
-    if isinstance(value, functools.partial):
-        return ("partial", _value(value.func), _value(value.args), _value(value.keywords))
-    if inspect.isroutine(value) or isinstance(value, type):
-        return getattr(value, "__qualname__", repr(value))
-    return id(value)

@@ -206,6 +206,17 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
         make(tmp_path, {"train": str(path)}, vocab_size=100)
 
 
+def test_of_a_single_text_the_end_is_held_out_and_nothing_is_lost_or_doubled(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {n}\n" for n in range(200)))
+    (trained,), (held,) = rows(path, split=0.9), rows(path, split=0.1, held_out=True)
+    assert trained.text + held.text == path.read_text()
+    assert held.text.startswith("line ")
+    assert 15 <= held.text.count("\n") <= 20
+    train, evaluation = make(tmp_path, {"train": str(path), "eval": 0.1})
+    assert train.num_rows == evaluation.num_rows == 1
+
+
 def test_a_fraction_is_held_out_of_training(tmp_path):
     path = write(tmp_path / "a.jsonl", *({"text": f"row {n}"} for n in range(100)))
     train, held_out = make(tmp_path, {"train": str(path), "eval": 0.2})

@@ -197,7 +197,7 @@ def build_engine(
         decoder,
         optimizer=planning.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
         max_grad_norm=train.max_grad_norm,
-        grad_precision=str(train.grad_precision),
+        grad_precision=train.grad_precision or "bf16",
         update=train.update,
         device=settled.device,
         label_smoothing=train.label_smoothing,

@@ -94,8 +94,9 @@ class SourceConfig:
     weight: float = 1.0
     """How many times an epoch takes each row; 0.5 takes another half each epoch."""
     split: float | str | None = None
-    """A fraction of the rows, by their content: for evaluation from one end, for training from the other. Or the name
-    of a split, which is that of files (`train-00001.jsonl`) or of a folder."""
+    """A fraction of the rows, by their content: for evaluation from one end, for training from the other; of a single
+    text its end and its beginning, parted where a line ends. Or the name of a split, which is that of files
+    (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a field to the file's: `{text: body}`; also `role` and `content` inside messages."""
 
@@ -260,8 +261,8 @@ class TrainConfig:
             raise ConfigError(f"train.label_smoothing is {self.label_smoothing}; it must be below 1")
         if self.schedule.min_lr > self.lr:
             raise ConfigError(f"train.schedule.min_lr ({self.schedule.min_lr}) is above train.lr ({self.lr}); lower it")
-        if self.grad_precision is None:
-            object.__setattr__(self, "grad_precision", "fp32" if self.precision == "fp32" else "bf16")
+        if self.grad_precision is None and self.precision != "auto":  # else it follows the device, like the precision
+            object.__setattr__(self, "grad_precision", self.precision)
         elif self.precision == "fp32" and self.grad_precision == "bf16":
             raise ConfigError(
                 "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"

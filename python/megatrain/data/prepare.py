@@ -215,8 +215,8 @@ def _sequences(config: Config, pieces: Pieces, index: int, *, train: bool) -> Se
 def _split_hint(settings: SourceConfig) -> str:
     if isinstance(settings.split, float):
         return (
-            f" with split: {settings.split}; a split takes whole rows, and a text file is one row. Give more rows, "
-            "another fraction, or a file of its own"
+            f" with split: {settings.split}; a split takes whole rows, and parts a single text where a line ends. Give "
+            "more rows, another fraction, or a file of its own"
         )
     return ""
 

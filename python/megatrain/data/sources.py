@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -101,21 +102,29 @@ class Source:
     def rows(self) -> Iterator[Row]:
         """Every row of the asked split, in order. Raises ConfigError naming file and line."""
         keep = _split_filter(self.config, held_out=self.held_out)
+        every = self._every()
+        if keep is None:
+            yield from every
+            return
+        first = list(itertools.islice(every, 2))
+        if len(first) == 1 and first[0].kind == "text":
+            part = keep.part(first[0].text)
+            if part.strip():
+                yield dataclasses.replace(first[0], text=part)
+            return
+        yield from filter(keep, itertools.chain(first, every))
+
+    def _every(self) -> Iterator[Row]:
         if self._documents is not None:
             for index, (_, value) in enumerate(self._documents):
-                row = (
-                    Row(kind="text", file=index, number=0, text=value)
-                    if isinstance(value, str)
-                    else Row(kind="chat", file=index, number=0, messages=tuple(value))
-                )
-                if keep is None or keep(row):
-                    yield row
+                if isinstance(value, str):
+                    yield Row(kind="text", file=index, number=0, text=value)
+                else:
+                    yield Row(kind="chat", file=index, number=0, messages=tuple(value))
             return
         for index, name in enumerate(self.files):
             for number, value in _read(name, self.config.format):
-                row = _row(value, self.config, index, number, self.where(index, number))
-                if keep is None or keep(row):
-                    yield row
+                yield _row(value, self.config, index, number, self.where(index, number))
 
 
 def _find(config: SourceConfig) -> tuple[str, ...]:
@@ -375,6 +384,13 @@ class _Split:
 
     fraction: float
     upper: bool
+
+    def part(self, text: str) -> str:
+        """Of a source that is one text: its end is held out, its beginning trained on, parted where a line ends."""
+        count = round(self.fraction * 2**32)
+        cut = len(text) * (count if self.upper else 2**32 - count) >> 32
+        cut = text.find("\n", cut) + 1 or len(text)
+        return text[:cut] if self.upper else text[cut:]
 
     def __call__(self, row: Row) -> bool:
         content = json.dumps([row.text, row.completion, row.messages], sort_keys=True, default=str)

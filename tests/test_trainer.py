@@ -366,3 +366,10 @@ def test_groups_and_no_decay_become_the_optimizers_groups(tmp_path: Path) -> Non
     assert found == {names[0]: (1e-4, 0.5), names[1]: (1e-3, 0.1), names[2]: (1e-3, 0.0)}
     with pytest.raises(ConfigError, match="no_decay"):
         optimizer_for(Config.of(settings(tmp_path, train={"steps": 2, "batch_size": 2, "no_decay": ["*bias"]})), names)
+
+
+def test_the_log_file_holds_every_line_of_the_run_whatever_is_shown(tmp_path: Path) -> None:
+    Trainer(Config.of(settings(tmp_path))).fit()
+    said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "step 1/" in said
+    assert "loss" in said

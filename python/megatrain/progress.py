@@ -89,28 +89,27 @@ class Display:
             )
         elif self.mode == "json":
             self._write(record.as_json())
-        elif self.mode == "lines" and (record.step % every == 0 or record.step in (1, self._total)):
+        if record.step % every == 0 or record.step in (1, self._total):
             bound = f", bound by {record.bound}" if record.bound else ""
             skipped = ", SKIPPED (gradient not finite)" if record.skipped else ""
-            self._write(
+            self._tell(
                 f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, "
                 f"lr {record.lr:.3g}, "
-                f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}"
+                f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}",
+                shown=self.mode == "lines",
             )
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """A held-out loss was measured after `step`."""
         if self.mode == "json":
             self._write(dumps({"step": step, "eval_loss": loss, "eval_tokens": tokens}))
-        else:
-            self._write(f"step {step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+        self._tell(f"step {step}: held-out loss {loss:.4f} over {tokens:,} tokens", shown=self.mode != "json")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """A sample was drawn after `step`."""
         if self.mode == "json":
             self._write(dumps({"step": step, "prompt": prompt, "sample": text}))
-        else:
-            self._write(f"step {step}: {prompt!r} -> {text!r}")
+        self._tell(f"step {step}: {prompt!r} -> {text!r}", shown=self.mode != "json")
 
     def end(self) -> None:
         """The bar leaves."""
@@ -126,6 +125,12 @@ class Display:
             with contextlib.suppress(ValueError):
                 self.err.write(text + "\n")
                 self.err.flush()
+
+    def _tell(self, text: str, *, shown: bool) -> None:
+        """A line of the run: always for its log file, and `shown` here where that is its form."""
+        log.debug(text)
+        if shown:
+            self._write(text)
 
     def _write(self, text: str) -> None:
         if self._progress is not None:

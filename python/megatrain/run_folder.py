@@ -85,13 +85,12 @@ class RunFolder:
         return self.path / "export"
 
     def begin_log(self) -> None:
-        """Sends the package's log to `log.txt`, appended."""
+        """Sends the package's log to `log.txt`, appended: messages, and the lines of steps, which it says quietly."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handler.setLevel(logging.INFO)
+        handler.setLevel(logging.DEBUG)
         log.addHandler(handler)
-        if log.level == logging.NOTSET or log.level > logging.INFO:
-            log.setLevel(logging.INFO)
+        log.setLevel(logging.DEBUG)
         self._handler = handler
 
     def write_config(self, text: str) -> None:

@@ -25,13 +25,12 @@ def plan(report: "Report") -> None:
         f"{report.largest_micro_batch} rows would fit"
     )
     line(
-        f"step: at least {report.step_s:.3g} s, {report.step_tokens / report.step_s:,.0f} tokens/s at most; bound by "
+        f"step: about {report.expected_step_s:.3g} s expected, at least {report.step_s:.3g} s "
+        f"({report.step_tokens / report.step_s:,.0f} tokens/s at most); bound by "
         f"{estimate['bound']} ({lanes})"
     )
     if not settled.measured:
-        line(
-            "rates: not measured, so the bound is that of the fastest hardware; `megatrain probe` measures this machine"
-        )
+        line("rates: not measured, so those of a usual machine are expected; `megatrain probe` measures this one")
     if report.free_clipping_tokens is not None:
         line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
     line(

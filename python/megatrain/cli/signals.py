@@ -54,7 +54,7 @@ def _watch(reader: int) -> None:
             seen += 1
             name = signal.Signals(number).name
             if seen == 1:
-                _say(f"{name}: stopping at the next safe point and saving; once more stops at once\n")
+                _say(f"\n{name}: stopping at the next safe point and saving; once more stops at once\n")
             else:
                 _say(f"{name} again: stopped at once\n" + ("\x1b[?25h" if sys.stderr.isatty() else ""))
                 os._exit(128 + number)

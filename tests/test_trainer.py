@@ -369,7 +369,7 @@ def test_groups_and_no_decay_become_the_optimizers_groups(tmp_path: Path) -> Non
 
 
 def test_the_log_file_holds_every_line_of_the_run_whatever_is_shown(tmp_path: Path) -> None:
-    Trainer(Config.of(settings(tmp_path))).fit()
+    Trainer(settings(tmp_path)).fit()
     said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert "step 1/" in said
     assert "loss" in said

@@ -312,6 +312,21 @@ def test_the_best_checkpoint_outlives_retention_and_early_stopping_ends_the_run(
     best = read_status(tmp_path / "run")["best_step"]
     steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "run/checkpoints").iterdir())
     assert steps == sorted({best, result.step} - {0})
+    again = fit(config)
+    assert again.step == result.step, "the same command does not go on with a run that ended early"
+
+
+def test_an_evaluation_that_gave_way_to_a_stop_is_made_up(tmp_path: Path) -> None:
+    more = {"eval": {"at_start": False, "every": 3, "keep_best": True}}
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"}, **more)
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"}, **more)
+    fit(straight)
+    stop = Stop()
+    assert fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT"))).eval_loss is None
+    fit(parted)
+    wanted, found = (read_metrics(tmp_path / name) for name in ("straight", "parted"))
+    assert found[3]["eval_loss_before"] == wanted[2]["eval_loss"]
+    assert read_status(tmp_path / "parted")["best_step"] == read_status(tmp_path / "straight")["best_step"]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ class Position:
     best_step: int | None = None
     stale_evals: int = 0
     """Evaluations since the lowest."""
+    owed_eval: bool = False
+    """Whether the evaluation that was due after `step` gave way to a stop, and is still to be made."""
     seconds: float = 0.0
     """Wall time in steps, over all parts of the run."""
 

@@ -160,6 +160,11 @@ class _Run:
             log.info("all %d steps are done already", self.total)
         try:
             self._first_evaluation()
+            if position.owed_eval and not self.stop.requested:
+                self._evaluate(position.step)
+                self.before = {"eval_loss_before": position.eval_loss}
+            if position.step < self.total and self._is_stale():
+                log.info("the run stopped early after step %d; raise or remove eval.early_stop to go on", position.step)
             self.display.begin(position.step, self.total)
             with contextlib.closing(self._batches()) as batches:
                 for step, batch, prepared in batches:
@@ -201,7 +206,7 @@ class _Run:
             return batch, prepare(batch.micro_batches)
 
         steps = range(self.position.step + 1, self.total + 1)
-        if not steps or self.stop.requested:
+        if not steps or self.stop.requested or self._is_stale():
             return
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-batch") as pool:
             coming = pool.submit(make, steps[0])
@@ -292,7 +297,7 @@ class _Run:
         evaluation, samples = self.config.eval, self.config.eval.samples
         last = step == self.total
         due = evaluation.every is not None and step % evaluation.every == 0
-        if self.parts.eval_loader is not None and (due or last) and not self.stop.requested:
+        if self.parts.eval_loader is not None and (due or last):
             ended = self._evaluate(step)
         if samples.every is not None and (step % samples.every == 0 or last) and not self.stop.requested:
             self._sample(step)
@@ -318,8 +323,9 @@ class _Run:
 
     def _evaluate(self, step: int) -> bool:
         """Held-out loss after a step; returns whether it has stopped falling (early_stop)."""
-        position, settings = self.position, self.config.eval
-        loss = self._held_out_loss(step)
+        position = self.position
+        loss = None if self.stop.requested else self._held_out_loss(step)
+        position.owed_eval = loss is None
         if loss is None:
             return False
         position.eval_loss = loss
@@ -332,15 +338,19 @@ class _Run:
             self.new_best = True
         else:
             position.stale_evals += 1
-        if settings.early_stop is not None and position.stale_evals >= settings.early_stop:
+        if self._is_stale():
             log.info(
                 "held-out loss has not fallen below %.4f (step %s) for %d evaluations: stopping early",
                 position.best_loss,
                 position.best_step,
                 position.stale_evals,
             )
-            return True
-        return False
+        return self._is_stale()
+
+    def _is_stale(self) -> bool:
+        """Whether `eval.early_stop` evaluations in a row have not been better than the best."""
+        limit = self.config.eval.early_stop
+        return limit is not None and self.position.stale_evals >= limit
 
     def _held_out_loss(self, step: int) -> float | None:
         """Mean over supervised tokens; None when a stop request came in between."""

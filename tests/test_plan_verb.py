@@ -331,3 +331,21 @@ def test_a_wrong_description_is_a_wrong_request(tmp_path: Path, capsys: pytest.C
     path = written(tmp_path, "odd.yaml", H100 | {"gpus": 2})
     assert main(["plan", "tiny", "--machine", path]) == 2
     assert "gpus" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_shape_is_answered_with_those_that_are_and_without_the_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "llama-3-70b"]) == 2
+    said = capsys.readouterr().err
+    assert "no known shape" in said
+    assert "qwen2.5-72b" in said
+    assert "OWNER/NAME" in said
+
+
+def test_a_refusal_says_each_sum_once_in_readable_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "device=cpu", "memory.gpu=3MiB"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("does not fit") == 1
+    assert "3.00 MiB allowed" in said
+    assert "in all" in said

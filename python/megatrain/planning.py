@@ -361,6 +361,20 @@ def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine)
     """The same with the sum line by line, where the budgets come from, and what to do."""
     budget = budgets(config, device, machine)
     lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
+    names = {
+        "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
+        "host": "host memory",
+    }
+    sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
+    over = [
+        f"{format_bytes(needed)} of {names[tier]} are needed and {format_bytes(budget[tier])} allowed"
+        for tier, needed in sums.items()
+        if needed > budget[tier]
+    ]
+    if not over:  # on the CPU both come out of the same memory
+        together = format_bytes(sum(sums.values()))
+        over = [f"{together} of host memory are needed and {format_bytes(budget['host'])} allowed"]
+    lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
     host = (
         f"host memory: {format_bytes(budget['host'])} of {format_bytes(machine.memory_available)} available "
         f"({machine.memory_source}, limit {format_bytes(machine.memory_limit)})"
@@ -371,8 +385,10 @@ def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine)
     if device == "cuda" and machine.gpu is not None:
         source = f"of {machine.gpu.name}" if config.memory.gpu == "auto" else "(memory.gpu)"
         card = [f"device memory: {format_bytes(budget['device'])} {source}"]
+    elif config.memory.gpu != "auto":
+        card = [f"{names['device']}: {format_bytes(budget['device'])} (memory.gpu)"]
     advice = "Use a smaller model, data.seq_len or train batch, freeze parameters, or give more memory"
-    explained = DoesNotFit("\n".join([f"this does not fit. {error}", *lines, host, *card, advice]))
+    explained = DoesNotFit("\n".join([f"this does not fit: {'; '.join(over)}", *lines, host, *card, advice]))
     explained.items = error.items
     return explained
 

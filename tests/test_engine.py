@@ -517,3 +517,19 @@ def test_calls_out_of_order_and_shapeless_micro_batches_are_refused() -> None:
 def test_arguments_out_of_range_are_refused_as_wrong_requests(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         megatrain.Engine(build(), device="cpu", **settings).step(batches(1))
+
+
+def test_settings_that_are_no_numbers_are_refused_with_their_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, data = engine(build()), batches(1)
+    for call in (
+        lambda: ours.set_lr("1e-3"),  # type: ignore[arg-type]
+        lambda: ours.forward_backward(data, normalizer="x"),  # type: ignore[arg-type]
+        lambda: megatrain.Engine(build(), device="cpu", max_grad_norm="1"),  # type: ignore[arg-type]
+        lambda: megatrain.Trainer(5),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=r"'1e-3'|'x'|'1'|5"):
+            call()
+    assert ours.forward_backward(data, normalizer=torch.tensor(4.0)) > 0  # type: ignore[arg-type]
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is two"):
+        engine(build())

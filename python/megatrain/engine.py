@@ -116,7 +116,7 @@ class Engine:
 
         Raises ConfigError for what cannot be done, DoesNotFit with the sum.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             raise ConfigError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
             )
@@ -139,8 +139,8 @@ class Engine:
             raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk}")
         if update not in ("just_in_time", "immediate"):
             raise ConfigError(f"update must be just_in_time or immediate, not {update!r}")
-        if max_grad_norm is not None and (not math.isfinite(max_grad_norm) or max_grad_norm <= 0):
-            raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm}")
+        if max_grad_norm is not None and not _positive(max_grad_norm):
+            raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
         if update == "immediate" and max_grad_norm is not None:
             raise ConfigError(
                 f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
@@ -288,9 +288,9 @@ class Engine:
             prepared = self.prepare(micro_batches, with_loss_fn=loss_fn is not None)
         if not self._open_micro_batches:
             self._open_loss, self._open_tokens = 0.0, 0
+        if normalizer is not None and not _positive(normalizer):
+            raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         divisor = float(prepared.num_tokens if normalizer is None else normalizer)
-        if normalizer is not None and not (math.isfinite(divisor) and divisor > 0):
-            raise ConfigError(f"normalizer must be positive and finite, not {normalizer}")
         if prepared.empty:
             log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
         if not prepared.micro_batches:
@@ -587,6 +587,14 @@ class Engine:
                 torch.use_deterministic_algorithms(True, warn_only=False)
                 stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
             yield
+
+
+def _positive(value: Any) -> bool:
+    """Whether `value` is a positive finite number; a 0-d tensor is one, a text that looks like one is not."""
+    try:
+        return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _refuse_nonfinite(loss: Tensor) -> None:

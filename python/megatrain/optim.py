@@ -74,8 +74,12 @@ class AdamW:
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate; groups with their own keep their ratio to it, as under a schedule of torch's."""
-        if not math.isfinite(lr) or lr < 0:
-            raise ConfigError(f"lr must be finite and not negative, not {lr}")
+        try:
+            allowed = math.isfinite(lr) and lr >= 0
+        except TypeError:
+            allowed = False
+        if not allowed:
+            raise ConfigError(f"lr must be finite and not negative, not {lr!r}")
         if self._base_lr == 0 and lr != 0 and any(g.lr for g in self.groups[1:]):
             raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
         self._lr = lr

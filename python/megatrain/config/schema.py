@@ -80,7 +80,11 @@ class Config:
         """What is given as a Config: itself, a mapping, or the path of a YAML file."""
         if isinstance(config, Config):
             return config
-        return cls.from_dict(config) if isinstance(config, Mapping) else cls.load(config)
+        if isinstance(config, Mapping):
+            return cls.from_dict(config)
+        if not isinstance(config, (str, PathLike)):
+            raise ConfigError(f"a configuration is a path, a mapping or a Config, not {config!r}")
+        return cls.load(config)
 
     def to_dict(self) -> dict[str, Any]:
         """The effective settings as plain values; `from_dict` gives an equal Config back."""

@@ -68,9 +68,10 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path:
         (folder.checkpoints / name).mkdir(parents=True)
     (folder.path / "plan.json.tmp").write_text("half")
     (folder.path / "notes.txt").write_text("mine")
+    (folder.path / "draft.tmp").write_text("mine too")
     folder.clear_leftovers()
     assert sorted(entry.name for entry in folder.checkpoints.iterdir()) == ["step-1"]
-    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "lock", "notes.txt"]
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["checkpoints", "draft.tmp", "lock", "notes.txt"]
     folder.close()
 
 

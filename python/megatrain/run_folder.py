@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,12 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 _OURS_ALONE = ("lock", "status.json", "metrics.jsonl")
+_LEFTOVERS = (
+    ".tmp-export",
+    ".removing-export",
+    *(f"{name}.tmp" for name in ("config.yaml", "plan.json", "metrics.jsonl", "status.json")),
+)
+"""What an interrupted run can leave in its folder's root."""
 _REPLACED = ("config.yaml", "plan.json", "log.txt", "checkpoints", "export")
 
 
@@ -151,12 +157,10 @@ class RunFolder:
         return removed
 
     def clear_leftovers(self) -> None:
-        """Removes what an interrupted save, export or removal left behind."""
-        for parent in (self.checkpoints, self.path):
-            if parent.is_dir():
-                for entry in parent.iterdir():
-                    if entry.name.startswith((".removing-", ".tmp-")) or entry.name.endswith(".tmp"):
-                        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        """Removes what an interrupted save, export or removal left behind: names of ours and no others."""
+        if self.checkpoints.is_dir():
+            _remove(e for e in self.checkpoints.iterdir() if e.name.startswith((".tmp-step-", ".removing-step-")))
+        _remove(self.path / name for name in _LEFTOVERS)
 
     def need(self, size: int, what: str) -> None:
         """Raises StorageError when the disk has less than `size` free bytes for `what`."""
@@ -217,6 +221,14 @@ def read_status(run: Path) -> dict[str, Any]:
 def is_run(path: Path) -> bool:
     """Whether a folder is one of ours."""
     return (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file())
+
+
+def _remove(entries: Iterable[Path]) -> None:
+    for entry in entries:
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def replace(path: Path, text: str) -> None:

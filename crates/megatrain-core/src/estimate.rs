@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::layout::{Precision, Role};
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request};
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
 use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
 use crate::stream::progress::{Id, Progress};
 
@@ -56,7 +56,8 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
     let shape = Shape { pass: Pass::Train, micro_batches: plan.micro_batches };
     let (first, steady) = Schedule::steady(&facts, shape)?;
     let looked_up = facts.early.then(|| looked_up(request, plan));
-    let durations = Durations { request, plan, placement: &placement, rates, looked_up };
+    let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
+    durations.contention = durations.contention(&steady);
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
     Ok(Clock::new(seconds).run(request, &first, &steady))
 }
@@ -75,6 +76,13 @@ struct Durations<'a> {
     rates: &'a Rates,
     /// The fraction of the embedding's rows that a step looks up, where the others are updated early.
     looked_up: Option<f64>,
+    /// By how much the link slows the host's updates down.
+    contention: f64,
+}
+
+/// Bytes that AdamW moves a parameter: over split planes, or over fp32 weights with fp32 gradients.
+fn update_bytes(precision: Precision) -> u64 {
+    if precision == Precision::Bf16 { 26 } else { 28 }
 }
 
 /// At most a row a token.
@@ -95,16 +103,12 @@ impl Durations<'_> {
         let download = |bytes: u64| bytes as f64 / (r.d2h_gbs * 1e9);
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
         let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
-        // AdamW moves 26 bytes a parameter over split planes, 28 over fp32 weights with fp32 gradients.
-        let moved = if self.request.precision == Precision::Bf16 { 26 } else { 28 };
         match op.kind {
-            Kind::Load => upload(part.image.end - part.image.start),
-            Kind::Fetch => upload(self.placement.staged[unit]),
-            Kind::Save => download(self.placement.staged[unit]),
+            Kind::Load | Kind::Fetch => upload(self.link_bytes(op)),
+            Kind::Save => download(self.link_bytes(op)),
             Kind::Land => {
-                let bytes = (part.elements.end - part.elements.start) * self.placement.grad_precision.dtype().size();
-                let norm = if op.early { 0.0 } else { memory(bytes) };
-                norm + op.slab.map_or(0.0, |_| download(bytes))
+                let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
+                norm + download(self.link_bytes(op))
             }
             Kind::Embed | Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes),
             Kind::Forward => compute(1.0),
@@ -112,7 +116,9 @@ impl Durations<'_> {
             Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => compute(3.0),
             Kind::Backward => compute(2.0),
             Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
-            Kind::Update if op.lane == Lane::Update => memory(moved * layout.num_trainable()),
+            Kind::Update if op.lane == Lane::Update => {
+                memory(update_bytes(self.request.precision) * layout.num_trainable())
+            }
             Kind::Update => {
                 let share = (part.elements.end - part.elements.start) as f64 / layout.elements as f64;
                 let rows = match (self.looked_up, op.early) {
@@ -120,10 +126,48 @@ impl Durations<'_> {
                     (Some(touched), true) => 1.0 - touched,
                     (_, early) => f64::from(u8::from(!early)),
                 };
-                rows * share * layout.num_trainable() as f64 / (r.adamw_gparams * 1e9)
+                self.contention * rows * share * layout.num_trainable() as f64 / (r.adamw_gparams * 1e9)
             }
             Kind::Verdict => 0.0,
         }
+    }
+
+    fn grad_bytes(&self, op: &Op) -> u64 {
+        let part = &self.placement.parts[op.unit as usize][op.part as usize];
+        (part.elements.end - part.elements.start) * self.placement.grad_precision.dtype().size()
+    }
+
+    /// What an operation moves between host and device.
+    fn link_bytes(&self, op: &Op) -> u64 {
+        let unit = op.unit as usize;
+        match op.kind {
+            Kind::Load => {
+                let image = &self.placement.parts[unit][op.part as usize].image;
+                image.end - image.start
+            }
+            Kind::Fetch | Kind::Save => self.placement.staged[unit],
+            Kind::Land if op.slab.is_some() => self.grad_bytes(op),
+            _ => 0,
+        }
+    }
+
+    /// What crosses the link while the host updates: under immediate updates everything; just in time, what the forward
+    /// beneath which they run is sent.
+    fn contention(&self, steady: &Schedule) -> f64 {
+        let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
+        let updated: u64 = host
+            .map(|op| {
+                let part = &self.placement.parts[op.unit as usize][op.part as usize];
+                part.elements.end - part.elements.start
+            })
+            .sum();
+        let beneath: u64 = if self.request.update == UpdateMode::Immediate {
+            steady.ops.iter().map(|op| self.link_bytes(op)).sum()
+        } else {
+            steady.ops.iter().take_while(|op| op.kind != Kind::Loss).map(|op| self.link_bytes(op)).sum()
+        };
+        let own = (updated * update_bytes(self.request.precision)).max(1);
+        1.0 + self.rates.link_cost * beneath as f64 / own as f64
     }
 }
 

@@ -224,9 +224,29 @@ impl Choice<'_> {
     /// Spends what is left of the device's memory. State on the device is worth having while the host's optimizer is
     /// what the step waits for, kept activations once it is not, and both are bought with the same bytes: so every
     /// number of units with their state on the device, with as many layers' activations as fit beside it, is a
-    /// candidate, and the fastest one is taken.
+    /// candidate, and the fastest one is taken. So is each with a slot for every layer before any activations: its weights
+    /// cross the link once a step, which leaves more of the host's memory to the optimizer.
     fn spend(&mut self) -> Result<()> {
-        let candidates = self.candidates()?;
+        let (kept_first, seconds) = self.fastest_of(|choice| choice.keep_most())?;
+        if self.request.requests.slots.is_none() {
+            let (slots_first, sooner) = self.fastest_of(|choice| {
+                choice.grow_slots(u32::MAX)?;
+                choice.keep_most()
+            })?;
+            if sooner * ALIKE < seconds {
+                self.plan = slots_first;
+                return Ok(());
+            }
+        }
+        self.plan = kept_first;
+        Ok(())
+    }
+
+    /// The fastest plan over every amount of state on the device, where `fill` says what the rest of the memory is for;
+    /// what that leaves goes to slots.
+    fn fastest_of(&mut self, fill: impl Fn(&mut Self) -> Result<()>) -> Result<(Plan, f64)> {
+        let base = self.plan.clone();
+        let candidates = self.candidates(fill)?;
         let mut seconds = vec![None; candidates.len()];
         // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
         let operations = 3 * self.request.units.len() * (4 + 4 * self.request.micro_batches as usize);
@@ -238,7 +258,9 @@ impl Choice<'_> {
         let near = best.saturating_sub(stride)..(best + stride + 1).min(candidates.len());
         let best = self.fastest(&candidates, &mut seconds, near)?;
         self.plan = candidates[best].clone();
-        self.grow_slots(u32::MAX)
+        self.grow_slots(u32::MAX)?;
+        let best_s = seconds[best].expect("the fastest one has been looked at");
+        Ok((std::mem::replace(&mut self.plan, base), best_s))
     }
 
     /// The index of the fastest candidate among those looked at so far and `these`.
@@ -263,11 +285,11 @@ impl Choice<'_> {
         Ok(best.unwrap_or(0))
     }
 
-    /// Plans with more and more units' state on the device, each with as many layers' activations kept as fit.
-    fn candidates(&mut self) -> Result<Vec<Plan>> {
+    /// Plans with more and more units' state on the device, each with the rest of the memory filled.
+    fn candidates(&mut self, fill: impl Fn(&mut Self) -> Result<()>) -> Result<Vec<Plan>> {
         let mut candidates = Vec::new();
         let (base, last) = (self.plan.clone(), self.request.units.len() - 1);
-        self.keep_most()?;
+        fill(self)?;
         candidates.push(std::mem::replace(&mut self.plan, base));
         if !self.places_state() {
             return Ok(candidates);
@@ -278,7 +300,7 @@ impl Choice<'_> {
             }
             if self.attempt(|plan| plan.units[unit].state = State::Device)? {
                 let base = self.plan.clone();
-                self.keep_most()?;
+                fill(self)?;
                 candidates.push(std::mem::replace(&mut self.plan, base));
             } else if unit != 0 && unit != last {
                 break;

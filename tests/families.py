@@ -288,16 +288,14 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(title="LLaVA", kind="llava", reason=OTHER_PARTS),
     Refusal(title="Llama 4 (with vision)", kind="llama4", reason=OTHER_PARTS),
     Refusal(title="Fuyu", kind="fuyu", reason="asks more of its base than hidden states"),
-    Refusal(
-        title="any router's auxiliary loss",
-        kind="mixtral",
-        changes={"output_router_logits": True, "num_local_experts": 4},
-        reason="the router's auxiliary loss is not supported",
-    ),
 )
 
 RANDOM_ROUTING = ("phimoe",)
 """Routers that draw random numbers in training, so that no other program has their numbers: replayed in recompute."""
+
+ROUTER_LOSS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss", "granitemoe", "qwen3-next", "qwen3.5-moe")
+"""Where stock transformers adds a router's auxiliary loss when `output_router_logits` is set, and its numbers can be
+compared."""
 
 NO_PACKING = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Linear attention carries its state over the border between two documents of a row; GPT-OSS builds its masks without
@@ -338,11 +336,15 @@ transformers, which `tests/test_families.py` trains on every run:
 - *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.
   *refused*: the model cannot keep documents apart, so packed rows are refused; train it with `data.packing: false`.
 - *experts*: how transformers computes them; each way is trained. `batched_mm` gathers weights and is refused.
+- *router loss*: with `output_router_logits` in the model's configuration, `tests/test_router.py` trains it with the
+  router's auxiliary loss. It is taken over all tokens of the optimizer step, padding left out, of all layers: as stock
+  transformers takes it over the step as one batch, however the step is split into micro-batches. *none in stock*: stock
+  adds no such term, so none is added here.
 - *in and out*: a folder of stock `save_pretrained` is read, trained and exported. Its keys are the source's, stock
   `from_pretrained` finds none missing or unexpected, and logits are equal.
 
-| Architecture | `model_type` | padded | packed | experts | in and out |
-|---|---|---|---|---|---|"""
+| Architecture | `model_type` | padded | packed | experts | router loss | in and out |
+|---|---|---|---|---|---|---|"""
 BETWEEN = """
 [^1]: Its router draws random numbers in training, so no other program has the same ones. Recomputation is bit-equal
     to keeping activations instead.
@@ -361,7 +363,9 @@ def table() -> str:
         padded = "replayed [^1]" if name in RANDOM_ROUTING else "yes"
         packing = "refused" if name in NO_PACKING else padded
         experts = "eager, grouped_mm" if family.experts else ""
-        lines.append(f"| {family.title} | `{family.kind}` | {padded} | {packing} | {experts} | yes |")
+        router = "replayed [^1]" if name in RANDOM_ROUTING else "yes" if name in ROUTER_LOSS else "none in stock"
+        router = router if family.experts else ""
+        lines.append(f"| {family.title} | `{family.kind}` | {padded} | {packing} | {experts} | {router} | yes |")
     lines.append(BETWEEN)
     lines += [f"| {r.title} | `{r.kind}` | {r.reason} |" for r in REFUSED]
     return "\n".join(lines) + "\n"

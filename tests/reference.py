@@ -8,7 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,14 +100,28 @@ def supervised(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Sum of the cross-entropy over a micro-batch, logits upcast to fp32 as Hugging Face does."""
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    logits = model(**inputs, use_cache=False).logits
+def cross_entropy_sum(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Sum over a micro-batch, logits upcast to fp32 as Hugging Face does."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1), reduction="sum"
     )
+
+
+def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Sum of the cross-entropy over a micro-batch."""
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    return cross_entropy_sum(model(**inputs, use_cache=False).logits, batch)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
+    """Sum of the cross-entropy over a micro-batch divided by `tokens`, with the router's auxiliary loss where the
+    model's configuration asks for it."""
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    output: Any = model(**inputs, use_cache=False)
+    loss = cross_entropy_sum(output.logits, batch) / tokens
+    aux_loss = getattr(output, "aux_loss", None)
+    return loss if aux_loss is None else loss + cast("Any", model).router_aux_loss_coef * aux_loss
 
 
 class AllInDouble(TorchFunctionMode):
@@ -166,7 +180,7 @@ def run_reference(
         total = 0.0
         for batch in step:
             with AllInDouble() if exact else contextlib.nullcontext():
-                loss = loss_sum(model, batch) / tokens
+                loss = mean_loss(model, batch, tokens)
             loss.backward()
             total += float(loss.detach())
         gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
@@ -202,6 +216,11 @@ def at_once(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{k: torch.cat([batch[k] for batch in step]) for k in step[0]}]
 
 
+def turned(step: list[dict[str, Tensor]], by: int) -> list[dict[str, Tensor]]:
+    """The same rows, all in one micro-batch, in another order."""
+    return [{k: v.roll(by, 0) for k, v in batch.items()} for batch in at_once(step)]
+
+
 def engine(model: Any, **options: Any) -> megatrain.Engine:
     """Our engine on a copy of a stock model, with the reference's settings."""
     optimizer = options.pop("optimizer", None) or megatrain.AdamW(lr=3e-4, weight_decay=0.1)
@@ -217,18 +236,22 @@ def check_training(
     *,
     reference: dict[str, Any] | None = None,
     splits: bool = False,
+    whole: bool = False,
     **options: Any,
 ) -> tuple[megatrain.Engine, Run]:
     """Trains a model in our engine and by the reference in fp32 and fp64; compares losses, norms, gradients, moments
     and weights. With `splits` plain PyTorch's error is the largest of three splits of the rows: a gradient that cancels
-    to nearly nothing (a key's bias, a scalar) may be lucky in one. Returns our engine and the fp64 run."""
+    to nearly nothing (a key's bias, a scalar) may be lucky in one. With `whole` the reference has a step as one batch
+    in three orders of its rows. Returns our engine and the fp64 run."""
     settings = reference or {}
-    exact = run_reference(model, steps, dtype=torch.float64, **settings)
-    plain = [run_reference(model, steps, dtype=torch.float32, **settings)]
-    if splits:
-        for split in (by_row, at_once):
-            rows = [split(step) for step in steps]
-            plain += [run_reference(model, rows, dtype=torch.float32, **settings)]
+    ways = [by_row, at_once] if splits else []
+    given = steps
+    if whole:
+        given, ways = [at_once(step) for step in steps], [lambda step: turned(step, 1), lambda step: turned(step, 2)]
+    exact = run_reference(model, given, dtype=torch.float64, **settings)
+    plain = [run_reference(model, given, dtype=torch.float32, **settings)]
+    for way in ways:
+        plain += [run_reference(model, [way(step) for step in steps], dtype=torch.float32, **settings)]
     ours = engine(model, **options)
     outputs = [ours.step(step) for step in steps]
     for found, wanted, near in (

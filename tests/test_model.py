@@ -125,7 +125,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type 'spiral'"),
     ("gemma4_text", {"head_dim": 16}, "second input computed from embeddings"),
     ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64, "layerdrop": 0.1}, "layerdrop"),
-    ("mixtral", {"output_router_logits": True}, "output_router_logits"),
 ]
 
 

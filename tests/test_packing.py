@@ -142,6 +142,10 @@ def test_positions_restart_and_labels_never_cross_rows_in_a_window(tmp_path):
     assert batch.row_ids == (1, 0, 2)
     assert batch.lengths == (14, 9, 5)
     assert (batch.num_tokens, batch.num_supervised) == (28, 25)
+    with Loader(train, config, pad_id=3, mark_padding=True) as loader:
+        (marked,) = loader.batch(0).micro_batches
+    assert (marked.pop("padding_mask")[0] == 1).tolist() == real.tolist()
+    assert all(torch.equal(marked[name], micro_batch[name]) for name in marked)
 
 
 def test_a_packed_row_gives_the_logits_that_it_gives_alone(tmp_path):

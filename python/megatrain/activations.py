@@ -98,6 +98,7 @@ class Turn:
     """
 
     __slots__ = (
+        "_aside",
         "_count",
         "_image",
         "_input",
@@ -116,11 +117,13 @@ class Turn:
         "_stage_bytes",
         "_staged",
         "_storages",
+        "aside",
     )
 
     def __init__(
         self,
-        layer: Callable[[Tensor], Tensor],  # the unit with this micro-batch's arguments, its weights bound
+        # the unit with this micro-batch's arguments, its weights bound; it may return a second tensor beside its output
+        layer: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]],
         region: Region | None,  # `weights`; None where nothing will be unpacked
         storages: frozenset[int],  # those that hold weights
         image: int,  # byte of the unit's image in the region
@@ -131,6 +134,9 @@ class Turn:
         self._storages = storages
         self._image = image
         self._reseed = reseed
+        self.aside: Tensor | None = None
+        """The second tensor that the layer returned, detached."""
+        self._aside: GradientEdge | None = None
         self._count = 0
         self._rerun: list[Tensor | None] | None = None
         self._stage: Region | None = None
@@ -163,8 +169,12 @@ class Turn:
         pack = {"keep": self._keep, "offload": self._offload, "recompute": self._forget}[activation]
         self._reseed()
         with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
-            output = self._layer(leaf)
+            result = self._layer(leaf)
+        output, aside = result if isinstance(result, tuple) else (result, None)
         self._out = get_gradient_edge(output)
+        if aside is not None:
+            self.aside = aside.detach()
+            self._aside = get_gradient_edge(aside) if aside.requires_grad else None
         self._on_stage.clear()
         if input_on_host:
             # the graph's leaf must not hold the memory that has gone to the host
@@ -178,6 +188,7 @@ class Turn:
         parameters: list[Tensor],  # what else gradients are wanted of
         image: int,  # where the unit's image is now
         stage_at: int | None,  # where on the stage its activations are now
+        aside: Tensor | None = None,  # gradient of the layer's second tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of each parameter; None where there is none."""
         self._image = image
@@ -185,8 +196,10 @@ class Turn:
         if not self._input.numel() and stage_at is not None and self._stage is not None:
             self._input = self._stage.view(stage_at, self._shape, self._leaf.dtype)
             self._input_storage = self._stage.storage
-        outputs: tuple[GradientEdge, ...] = (self._out,)
-        return torch.autograd.grad(outputs, (self._leaf, *parameters), (grad,), allow_unused=True)
+        outputs, grads = [self._out], [grad]
+        if aside is not None and self._aside is not None:
+            outputs, grads = [*outputs, self._aside], [*grads, aside]
+        return torch.autograd.grad(outputs, (self._leaf, *parameters), grads, allow_unused=True)
 
     # -------------------------------------------------------------------------------------------- packing
 
@@ -220,13 +233,21 @@ class Turn:
         return _Recomputed(self._count - 1)
 
     def _copy_to_stage(self, tensor: Tensor) -> "_Staged | _Kept":
-        """Copies a tensor to the stage, once however many views of the same elements are saved. What no longer fits,
-        since a kernel saves more than was measured, stays on the device."""
-        dense = is_dense(tensor)
+        """Copies a tensor to the stage, once however many views of the same elements are saved; of one with gaps (half
+        of a fused projection) all that it is a view of. What no longer fits, since a kernel saves more than was
+        measured, stays on the device."""
         storage = tensor.untyped_storage()
+        if not is_dense(tensor):
+            # a view with gaps is fetched with the same gaps: kernels round by strides, so a gapless copy would show
+            whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            staged = self._copy_to_stage(whole)
+            if isinstance(staged, _Kept):
+                return _Kept(tensor, tensor._version)
+            byte = staged.byte + int(tensor.storage_offset()) * tensor.element_size()
+            return _Staged(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
-        shape, stride = tuple(tensor.shape), tensor.stride() if dense else _contiguous(tuple(tensor.shape))
-        if dense and key in self._on_stage:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if key in self._on_stage:
             alive, staged, version = self._on_stage[key]
             expired = alive.expired()  # type: ignore[no-untyped-call]
             if not expired and version == tensor._version and staged.dtype == tensor.dtype:
@@ -241,9 +262,8 @@ class Turn:
             target = self._stage.view(self._stage_at + staged.byte, shape, tensor.dtype, stride)
             target.copy_(tensor)
         self._staged = -(-end // STAGE_ALIGN) * STAGE_ALIGN
-        if dense:
-            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._on_stage[key] = (alive, staged, tensor._version)
+        alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._on_stage[key] = (alive, staged, tensor._version)
         return staged
 
     # ------------------------------------------------------------------------------------------ unpacking

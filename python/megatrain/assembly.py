@@ -159,7 +159,7 @@ def assemble(
         blueprint=blueprint,
         settled=settled,
         train=train,
-        loader=Loader(train, config, micro_batch=size, pad_id=pad),
+        loader=Loader(train, config, micro_batch=size, pad_id=pad, mark_padding=decoder.router is not None),
         held_out=held_out,
         eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
     )

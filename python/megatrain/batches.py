@@ -20,7 +20,8 @@ from megatrain.model import Decoder
 from megatrain.recording import Record
 
 Batch = Mapping[str, Any]
-"""`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`."""
+"""`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
+rows may name their padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for."""
 
 _CACHED_SHAPES = 16
 
@@ -43,6 +44,8 @@ class MicroBatch:
     """(num_tokens,), int64: which targets are supervised"""
     attention_mask: Tensor | None
     position_ids: Tensor | None
+    counted: Tensor | None
+    """(batch * seq, 1), fp32: 0 for padding, which a router's auxiliary loss leaves out; None: every token counts."""
     record: Record | None
     """None: that of the shape, which the recorder's cache holds."""
     lookups: list[Tensor]
@@ -87,13 +90,15 @@ class Preparer:
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
         checked = [self._check(i, batch, need_labels) for i, batch in enumerate(batches)]
-        used = [m for m in checked if m.num_tokens or keep_empty]
+        # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
+        whole = self._decoder.router is not None and any(m.num_tokens for m in checked)
+        used = [m for m in checked if m.num_tokens or keep_empty or whole]
         records = [m.record if m.record is not None else self._of_shape(m.shape)[0] for m in used]
         return Prepared(
             micro_batches=used,
             num_tokens=sum(m.num_tokens for m in used),
             tables=self._look_up(used, records),
-            empty=[m.index for m in checked if not m.num_tokens],
+            empty=[m.index for m in checked if not m.num_tokens and not whole],
         )
 
     def to_device(self, micro: MicroBatch, with_batch: bool = False) -> MicroBatch:
@@ -110,6 +115,7 @@ class Preparer:
             rows=self.move(micro.rows),
             attention_mask=self.move(micro.attention_mask) if micro.attention_mask is not None else None,
             position_ids=self.move(micro.position_ids) if micro.position_ids is not None else None,
+            counted=self.move(micro.counted) if micro.counted is not None else None,
             lookups=[self.move(where) for where in micro.lookups],
             batch=batch,
         )
@@ -159,6 +165,7 @@ class Preparer:
         targets = targets.flatten()
         rows = (targets != IGNORE).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
+        counted = self._counted(where, batch, mask, shape)
         if mask is not None and _only_follows(mask, (targets != IGNORE).view(shape)):
             mask = None
         record = None
@@ -176,10 +183,21 @@ class Preparer:
             rows=rows,
             attention_mask=mask,
             position_ids=positions,
+            counted=counted,
             record=record,
             lookups=[],
             batch=dict(batch),
         )
+
+    def _counted(self, where: str, batch: Batch, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+        """Which tokens a router's auxiliary loss is taken over."""
+        if self._decoder.router is None:
+            return None
+        padding = batch.get("padding_mask")
+        if padding is not None:
+            padding = _matrix(where, "padding_mask", padding, shape) != 0
+            mask = padding if mask is None else padding & (mask != 0)
+        return None if mask is None or bool(mask.all()) else (mask != 0).reshape(-1, 1).float()
 
     def _check_separated(self, where: str, positions: Tensor, record: Record) -> None:
         """Refuses packed rows where a layer would let a document see the one before: what has no attention mask (linear

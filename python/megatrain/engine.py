@@ -47,6 +47,9 @@ class StepOutput:
     """What the gradients were multiplied with."""
     reason: str = ""
     """Why nothing was updated."""
+    aux_loss: float | None = None
+    """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
+    coefficient."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,7 @@ class Engine:
         self._open_loss: float | None = None
         """Loss of the passes since the last update; None where there was none."""
         self._open_tokens = 0
+        self._open_aux_loss: float | None = None
         self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -243,7 +247,8 @@ class Engine:
         """One optimizer step over micro-batches: dicts of integer tensors (batch, seq) `input_ids`, `labels` (-100 is
         not supervised; shifted inside) and `attention_mask` or `position_ids`.
 
-        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`).
+        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
+        router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` gives another sum. Returns when loss and norm are known; updates may still run.
         Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
         """
@@ -270,6 +275,11 @@ class Engine:
             )
         if not self._open_micro_batches:
             self._runtime.plan_sums()
+        elif self.decoder.router is not None:
+            raise ConfigError(
+                "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
+                "forward_backward; give it all micro-batches, or set output_router_logits to false"
+            )
         return self._forward_backward(micro_batches, loss_fn, normalizer)[0]
 
     def optimizer_step(self) -> StepOutput:
@@ -307,7 +317,7 @@ class Engine:
         )
         run = self._pass(prepared, options, training=True)
         immediate = self.update == "immediate"
-        with self._numerics():
+        with numerics.arithmetic(self.device, self.deterministic):
             core.begin(
                 "train",
                 len(prepared.micro_batches),
@@ -323,6 +333,9 @@ class Engine:
                 raise
         total = sum(float(loss) for loss in torch.stack([t for t in run.losses if t is not None]).tolist())
         loss = total / divisor
+        if run.aux_loss is not None and self.decoder.router is not None:
+            self._open_aux_loss = float(run.aux_loss)
+            loss += self.decoder.router.coefficient * self._open_aux_loss
         self._open_micro_batches += len(prepared.micro_batches)
         self._open_loss = (self._open_loss or 0.0) + loss
         self._open_tokens += prepared.num_tokens
@@ -335,6 +348,7 @@ class Engine:
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
         outcome = self.core.apply(self.optimizer.core_groups(), self.max_grad_norm)
+        aux_loss = self._open_aux_loss
         self._forget_gradients()
         self._step += 1
         return StepOutput(
@@ -344,11 +358,12 @@ class Engine:
             skipped=outcome.skipped,
             clip=outcome.clip,
             reason="a gradient is not finite" if outcome.skipped else "",
+            aux_loss=aux_loss,
         )
 
     def _forget_gradients(self) -> None:
         """No gradients wait for an update."""
-        self._open_micro_batches, self._open_loss, self._open_tokens = 0, None, 0
+        self._open_micro_batches, self._open_loss, self._open_tokens, self._open_aux_loss = 0, None, 0, None
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next updates; groups with their own keep their ratio to it."""
@@ -357,7 +372,7 @@ class Engine:
     # ----------------------------------------------------------------------------------- without training
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per supervised token, without smoothing or other terms. No update."""
+        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update."""
         total, tokens = 0.0, 0
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
@@ -402,7 +417,7 @@ class Engine:
         core = self._runtime.ready(prepared, not self._open_micro_batches)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
         run = self._pass(prepared, options, training=False, collect=collect)
-        with self._numerics():
+        with numerics.arithmetic(self.device, self.deterministic):
             core.begin("eval", len(prepared.micro_batches), self._stream())
             self._run(run, core)
         return run
@@ -564,29 +579,6 @@ class Engine:
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-
-    @contextlib.contextmanager
-    def _numerics(self) -> Iterator[None]:
-        """Random state, arithmetic and determinism as the step wants them, and as the caller had them afterwards."""
-        cuda = self.device.type == "cuda"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[self.device] if cuda else []))
-            # the precision is the engine's own, and a layer is replayed under the one it was computed in
-            stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            if cuda:
-                # a matmul that is split over its inner dimension adds its parts in fp32 too
-                matmul = torch.backends.cuda.matmul
-                reduced = matmul.allow_bf16_reduced_precision_reduction
-                stack.callback(setattr, matmul, "allow_bf16_reduced_precision_reduction", reduced)
-                matmul.allow_bf16_reduced_precision_reduction = False
-            if self.deterministic and cuda:
-                from torch.nn.attention import SDPBackend, sdpa_kernel
-
-                before = torch.are_deterministic_algorithms_enabled()
-                stack.callback(torch.use_deterministic_algorithms, before)
-                torch.use_deterministic_algorithms(True, warn_only=False)
-                stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
-            yield
 
 
 def _positive(value: Any) -> bool:

@@ -40,15 +40,19 @@ class HeadKind:
 
 
 class HiddenStates(nn.Module):
-    """Stands for a model's base: returns the hidden states it was given."""
+    """Stands for a model's base: returns the hidden states, and the router logits of its layers, that it was given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        self.router_logits: tuple[Tensor, ...] | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """The base's output, whatever the arguments."""
-        return _base_output()(last_hidden_state=self.hidden)
+        output = _base_output()(last_hidden_state=self.hidden)
+        if self.router_logits is not None:
+            output.router_logits = self.router_logits
+        return output
 
 
 @functools.cache

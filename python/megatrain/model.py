@@ -20,6 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.optim import match
 from megatrain.recording import Probe, Recorder, probe, untouched
+from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Decoder:
         self.recorder, self.probe = self._probe()
         self.recorder.side = self.probe.side
         self.head: HeadKind = probe_head(self)
+        self.router: RouterLoss | None = find_router_loss(self)
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
         if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
             raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
@@ -501,8 +503,6 @@ def _refuse(model: nn.Module, config: Any) -> None:
     _refuse_parts(config, name)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name} is quantized; full-precision training needs an unquantized checkpoint")
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError("output_router_logits: the router's auxiliary loss is not supported yet; set it to false")
     if (getattr(config, "layerdrop", 0) or 0) > 0:
         raise ConfigError(f"layerdrop is {config.layerdrop}: layers that are skipped at random are not supported")
     attention = getattr(config, "_attn_implementation", None)

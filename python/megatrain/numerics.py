@@ -4,6 +4,8 @@ Two runs of one key on one kind of device give the same bits (on CUDA with `dete
 configuration, model and kind of device by fixed rules, and is stored with every checkpoint.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,3 +52,27 @@ def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
         for name in sorted({*stored, *current})
         if stored.get(name) != current.get(name)
     ]
+
+
+@contextlib.contextmanager
+def arithmetic(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Random state, arithmetic and determinism as a pass wants them, and as the caller had them afterwards."""
+    cuda = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+        # the precision is the engine's own, and a layer is replayed under the one it was computed in
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if cuda:
+            # a matmul that is split over its inner dimension adds its parts in fp32 too
+            matmul = torch.backends.cuda.matmul
+            reduced = matmul.allow_bf16_reduced_precision_reduction
+            stack.callback(setattr, matmul, "allow_bf16_reduced_precision_reduction", reduced)
+            matmul.allow_bf16_reduced_precision_reduction = False
+        if deterministic and cuda:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(torch.use_deterministic_algorithms, before)
+            torch.use_deterministic_algorithms(True, warn_only=False)
+            stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
+        yield

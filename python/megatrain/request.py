@@ -20,7 +20,8 @@ from megatrain.loss import default_chunk, workspace_bytes
 from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
 from megatrain.optim import AdamW
 from megatrain.recording import on_meta
-from megatrain.template import LayerCall
+from megatrain.router import RoutedLayer, gates_of
+from megatrain.template import LayerCall, RoutedCall
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,11 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
 
     args, kwargs = tree_map(to_meta, record.args[first]), tree_map(to_meta, record.kwargs[first])
     shared = (*_tensors(args), *_tensors(kwargs))
-    call = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
+    call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
+    gates = gates_of(decoder, first) if decoder.router is not None else []
+    if decoder.router is not None and gates:
+        routed = RoutedLayer(module, decoder.router, gates)
+        call = RoutedCall(routed, None, args, kwargs, decoder.recorder.tuple_output)
     storages = frozenset(p.untyped_storage()._cdata for p in module.parameters())
     turn = Turn(call, None, storages, 0, lambda: None)
     turn.use_stage(None, 0, 0, frozenset(t.untyped_storage()._cdata for t in shared))
@@ -137,7 +142,8 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         reason = str(error).partition("\n")[0]
         log.info("%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, reason)
         return eager
-    return Measured(found.kept, eager.flops, max(found.forward, found.kept + found.backward))
+    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and gates_of(decoder, first) else 0
+    return Measured(found.kept + router, eager.flops, max(found.forward, found.kept + found.backward))
 
 
 def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
@@ -147,6 +153,8 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
     chosen = getattr(config, "num_experts_per_tok", 1)
     inner = getattr(config, "moe_intermediate_size", getattr(config, "intermediate_size", 0))
     kept = tokens * decoder.dtype.itemsize * (10 * decoder.hidden_size + 4 * chosen * (inner + decoder.hidden_size))
+    if decoder.router is not None:
+        kept += decoder.router.kept_bytes(tokens)
     dense = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
     return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))
 
@@ -167,6 +175,13 @@ def plan_request(
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
+    group = (requests or {}).get("group")
+    if decoder.router is not None and group is not None and group < micro_batches:
+        raise ConfigError(
+            f"plan.group is {group} of {micro_batches} micro-batches: the router's auxiliary loss is taken over all "
+            "tokens of a step, so backward begins when all have been forward; leave plan.group out, or set "
+            "output_router_logits to false"
+        )
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     if grad_precision not in PRECISIONS:

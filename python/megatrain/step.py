@@ -96,6 +96,11 @@ class Pass:
         self._grad: list[Tensor | None] = [None] * count
         self._turns: dict[tuple[int, int], Turn] = {}
         self._rows: dict[int, RowSums] = {}
+        self._routed: dict[tuple[int, int], Tensor] = {}
+        """By unit and micro-batch: (2, E) sums of its routers."""
+        self._router_grad: Tensor | None = None
+        self.aux_loss: Tensor | None = None
+        """The router's auxiliary loss over all tokens of the step (0-d, on the device), without its coefficient."""
         self.losses: list[Tensor | None] = [None] * count
         """Sum of losses of each micro-batch (0-d, on the device)."""
         self.logprobs: list[Tensor | None] = [None] * count
@@ -140,15 +145,18 @@ class Pass:
         assert hidden is not None
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
-        layer = template.call(micro.record.args[unit - 1], micro.record.kwargs[unit - 1])
+        args, kwargs = micro.record.args[unit - 1], micro.record.kwargs[unit - 1]
         if not self._training:
-            self._hidden[m] = layer(hidden)
+            self._hidden[m] = template.call(args, kwargs)(hidden)
             return
+        layer = template.training_call(args, kwargs, micro.counted)
         turn = Turn(layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit))
         if op.stage is not None:
             turn.use_stage(shop.stage, op.stage, shop.stage_bytes, micro.record.storages())
         self._hidden[m] = None  # the turn holds it, or the stage does
         self._hidden[m] = turn.forward(hidden, op.activation, op.input_on_host)
+        if turn.aside is not None:
+            self._routed[unit, m] = turn.aside
         self._turns[unit, m] = turn
 
     def _loss(self, op: ComputeOp) -> None:
@@ -180,12 +188,25 @@ class Pass:
         assert grad is not None
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
+        if self._routed and self._router_grad is None:
+            self._balance()
         turn = self._turns.pop((unit, m))
-        grads = turn.backward(grad, template.parameters, op.weights, op.stage)
+        grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
         assert grads[0] is not None
         self._grad[m] = grads[0]
         accumulate([t for t in self._targets(op) if t is not None], grads[1:], op.first)
         self._round(op)
+
+    def _balance(self) -> None:
+        """The router's auxiliary loss, once every layer has seen every micro-batch, and what it sends back to each."""
+        router, count = self._shop.decoder.router, len(self._micro)
+        assert router is not None
+        units = {unit for unit, _ in self._routed}
+        assert len(self._routed) == len(units) * count, "backward began before all routers had run"
+        # in one order, whatever the plan's was
+        sums = torch.stack([self._routed[key] for key in sorted(self._routed)]).double().sum(0)
+        self.aux_loss, grad = router.total(sums)
+        self._router_grad = grad.to(next(iter(self._routed.values())).dtype)
 
     def _embed_backward(self, op: ComputeOp) -> None:
         m = op.micro_batch

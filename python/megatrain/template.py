@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatrain.activations import Region
 from megatrain.model import Decoder
 from megatrain.recording import copy_without
+from megatrain.router import RoutedLayer, gates_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +175,9 @@ class LayerTemplate:
         ]
         self._tuple = decoder.recorder.tuple_output
         self._run = _compiled(self.module) if compiled else self.module
+        gates = gates_of(decoder, first) if decoder.router is not None else []
+        routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
+        self._routed = _compiled(routed) if compiled and routed is not None else routed
 
     def bind(self, image: int, layer: int) -> None:
         """Makes this the `layer`-th layer, whose image is at byte `image` of region `weights`."""
@@ -184,6 +188,17 @@ class LayerTemplate:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
         """The layer as a function of its input alone."""
         return LayerCall(self._run, args, kwargs, self._tuple)
+
+    def training_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counted: Tensor | None,  # (tokens, 1) fp32, 0 for padding
+    ) -> "LayerCall | RoutedCall":
+        """The same, with the sums of the layer's routers where an auxiliary loss is taken of them."""
+        if self._routed is None:
+            return self.call(args, kwargs)
+        return RoutedCall(self._routed, counted, args, kwargs, self._tuple)
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""
@@ -218,6 +233,26 @@ class LayerCall:
         """Hidden states (batch, seq, width) in and out."""
         output = self._module(hidden, *self._args, **self._kwargs)
         return cast("Tensor", output[0] if self._tuple else output)
+
+
+class RoutedCall:
+    """A layer with routers, with a micro-batch's arguments."""
+
+    __slots__ = ("_args", "_counted", "_kwargs", "_module", "_tuple")
+
+    def __init__(
+        self, module: Any, counted: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], tuple_output: bool
+    ) -> None:
+        self._module = module
+        self._counted = counted
+        self._args = args
+        self._kwargs = kwargs
+        self._tuple = tuple_output
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states (batch, seq, width) in and out, and the (2, E) sums of the layer's routers."""
+        output, sums = self._module(hidden, self._counted, *self._args, **self._kwargs)
+        return cast("Tensor", output[0] if self._tuple else output), cast("Tensor", sums)
 
 
 def _has_attribute(module: nn.Module, path: str, name: str) -> bool:

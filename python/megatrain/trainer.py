@@ -243,6 +243,8 @@ class _Run:
             extra=self.before,
         )
         self.before = {}
+        if out.aux_loss is not None:
+            record.extra = {**record.extra, "aux_loss": out.aux_loss}
         self._measure(record, batch)
         self.pending = record
         if unsupervised:

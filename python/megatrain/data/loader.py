@@ -56,15 +56,25 @@ class StepBatch:
 class Loader:
     """Cuts a data set into optimizer steps, epoch by epoch; the next step's batch is made while one is computed."""
 
-    def __init__(self, dataset: Dataset, config: Config, *, micro_batch: int | None = None, pad_id: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: Config,
+        *,
+        micro_batch: int | None = None,
+        pad_id: int = 0,
+        mark_padding: bool = False,
+    ) -> None:
         """`micro_batch`: sequences computed at a time (None: `plan.micro_batch`, else a whole step). `pad_id`: what
-        stands where there is no token; it is never supervised and never attended to."""
+        stands where there is no token; it is never supervised and never attended to. `mark_padding`: with packing,
+        batches also say in `padding_mask` (1: token, 0: padding) where that is."""
         self._dataset = dataset
         self._data = config.data
         self._train = config.train
         self._max_eval_batches = config.eval.max_batches
         self._micro_batch = micro_batch or config.plan.micro_batch
         self._pad_id = pad_id
+        self._mark_padding = mark_padding
         self._firsts = np.cumsum([0] + [len(part.sequences) for part in dataset.parts])
         self._lengths = np.concatenate([_lengths(part) for part in dataset.parts])
         # Sequences of a step; None: as many as fit into batch_tokens.
@@ -262,10 +272,13 @@ class Loader:
                 at += length
             positions[line, at:] = np.arange(width - at)
         arrays = {"input_ids": input_ids, "labels": labels}
+        real = (np.arange(width) < np.array(used)[:, None]).astype(np.int64)
         if self._dataset.packing:
             arrays["position_ids"] = positions
+            if self._mark_padding:
+                arrays["padding_mask"] = real
         else:
-            arrays["attention_mask"] = (np.arange(width) < np.array(used)[:, None]).astype(np.int64)
+            arrays["attention_mask"] = real
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return tensors, int((labels != IGNORED).sum())
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reference import NO_DROPOUT
+from seeing import SEEING
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -262,7 +263,7 @@ GEMMA_PER_LAYER: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 SECOND_INPUT = "a second input computed from embeddings"
-OTHER_PARTS = "also has a vision or audio part"
+ON_STUBS = "could not be run on stubs"
 REFUSED: tuple[Refusal, ...] = (
     Refusal(title="T5", kind="t5", reason="is an encoder-decoder"),
     Refusal(title="BART", kind="bart", reason="is an encoder-decoder"),
@@ -280,13 +281,17 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(title="DeepSeek-V4", kind="deepseek_v4", reason="passes state from layer to layer"),
     Refusal(title="BERT as a decoder", kind="bert", reason="ties its embedding to a head that is no plain matmul"),
-    Refusal(title="RWKV", kind="rwkv", reason="could not be run on stubs"),
-    Refusal(title="Gemma 3 (with vision)", kind="gemma3", reason=OTHER_PARTS),
-    Refusal(title="Qwen2.5-VL", kind="qwen2_5_vl", reason=OTHER_PARTS),
-    Refusal(title="Qwen3-VL", kind="qwen3_vl", reason=OTHER_PARTS),
-    Refusal(title="Qwen3.5 (with vision)", kind="qwen3_5", reason=OTHER_PARTS),
-    Refusal(title="LLaVA", kind="llava", reason=OTHER_PARTS),
-    Refusal(title="Llama 4 (with vision)", kind="llama4", reason=OTHER_PARTS),
+    Refusal(title="RWKV", kind="rwkv", reason=ON_STUBS),
+    Refusal(title="Gemma 4 (with vision)", kind="gemma4", reason=SECOND_INPUT),
+    Refusal(title="Gemma 3n (with vision)", kind="gemma3n", reason="also has an audio part"),
+    Refusal(title="Llama 4 (with vision)", kind="llama4", reason=ON_STUBS),
+    Refusal(title="Llama 3.2 Vision", kind="mllama", reason="layers that do not run once each, in order"),
+    Refusal(
+        title="LLaVA-NeXT",
+        kind="llava_next",
+        changes={"text_config": {"model_type": "llama", **BASE}},
+        reason="could not be run on a stub of an image",
+    ),
     Refusal(title="Fuyu", kind="fuyu", reason="asks more of its base than hidden states"),
 )
 
@@ -345,6 +350,19 @@ transformers, which `tests/test_families.py` trains on every run:
 
 | Architecture | `model_type` | padded | packed | experts | router loss | in and out |
 |---|---|---|---|---|---|---|"""
+SEEING_HEAD = """
+## With vision
+
+Images are merged by the model's own code: its vision tower and projector belong to the embed unit, are sent with it,
+and are trained or frozen (`freeze: ["*visual*"]`). `tests/test_vision.py` trains each:
+
+- *trained*, *frozen tower*: three clipped AdamW steps as above, of three micro-batches each: rows of two, one and no
+  image, of several sizes where the model takes them, padded behind and before; text alone; one image. All parameters
+  are trained, or all but the tower's (and all activations recomputed).
+- *in and out*: as above, in the layout of published checkpoints.
+
+| Architecture | `model_type` | trained | frozen tower | in and out |
+|---|---|---|---|---|"""
 BETWEEN = """
 [^1]: Its router draws random numbers in training, so no other program has the same ones. Recomputation is bit-equal
     to keeping activations instead.
@@ -366,6 +384,8 @@ def table() -> str:
         router = "replayed [^1]" if name in RANDOM_ROUTING else "yes" if name in ROUTER_LOSS else "none in stock"
         router = router if family.experts else ""
         lines.append(f"| {family.title} | `{family.kind}` | {padded} | {packing} | {experts} | {router} | yes |")
+    lines.append(SEEING_HEAD)
+    lines += [f"| {family.title} | `{family.kind}` | yes | yes | yes |" for family in SEEING.values()]
     lines.append(BETWEEN)
     lines += [f"| {r.title} | `{r.kind}` | {r.reason} |" for r in REFUSED]
     return "\n".join(lines) + "\n"

@@ -18,10 +18,12 @@ from megatrain.errors import ConfigError
 from megatrain.loss import IGNORE
 from megatrain.model import Decoder
 from megatrain.recording import Record
+from megatrain.vision import INPUTS, PLACEHOLDERS, count_features
 
 Batch = Mapping[str, Any]
 """`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
-rows may name their padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for."""
+rows may name their padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for. For a model
+that sees, what its processor makes of images too (`pixel_values`, `image_grid_thw`, `token_type_ids`, …)."""
 
 _CACHED_SHAPES = 16
 
@@ -52,6 +54,8 @@ class MicroBatch:
     """An embedding call each: rows looked up, counted among the distinct rows of the step (flat, int64)."""
     batch: dict[str, Any]
     """What the caller gave."""
+    images: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """What the model takes beside the tokens, by its own names; empty without an image."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -118,6 +122,7 @@ class Preparer:
             counted=self.move(micro.counted) if micro.counted is not None else None,
             lookups=[self.move(where) for where in micro.lookups],
             batch=batch,
+            images={key: self.move(value) for key, value in micro.images.items()},
         )
 
     def with_record(self, micro: MicroBatch) -> MicroBatch:
@@ -166,12 +171,15 @@ class Preparer:
         rows = (targets != IGNORE).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
         counted = self._counted(where, batch, mask, shape)
-        if mask is not None and _only_follows(mask, (targets != IGNORE).view(shape)):
+        images = self._images(where, batch, ids)
+        # types of tokens may lift causality, so that what goes before sees what follows
+        causal = "token_type_ids" not in images
+        if mask is not None and causal and _only_follows(mask, (targets != IGNORE).view(shape)):
             mask = None
         record = None
-        if mask is not None or positions is not None:
+        if mask is not None or positions is not None or images:
             with self._lock:
-                record = decoder.recorder.record(ids, mask, positions)
+                record = self._record(where, ids, mask, positions, images)
             if positions is not None:
                 self._check_separated(where, positions, record)
         return MicroBatch(
@@ -187,6 +195,7 @@ class Preparer:
             record=record,
             lookups=[],
             batch=dict(batch),
+            images=images,
         )
 
     def _counted(self, where: str, batch: Batch, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -198,6 +207,60 @@ class Preparer:
             padding = _matrix(where, "padding_mask", padding, shape) != 0
             mask = padding if mask is None else padding & (mask != 0)
         return None if mask is None or bool(mask.all()) else (mask != 0).reshape(-1, 1).float()
+
+    def _record(
+        self, where: str, ids: Tensor, mask: Tensor | None, positions: Tensor | None, images: dict[str, Tensor]
+    ) -> Record:
+        recorder = self._decoder.recorder
+        if not images:
+            return recorder.record(ids, mask, positions)
+        try:
+            return recorder.record(ids, mask, positions, images)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, StopIteration) as error:
+            raise ConfigError(f"{where}: {self._why_not(ids, images, error)}") from error
+
+    def _why_not(self, ids: Tensor, images: dict[str, Tensor], error: Exception) -> str:
+        """Why a model's own forward refused images."""
+        recorder, sight = self._decoder.recorder, self._decoder.sight
+        assert sight is not None
+        for key in PLACEHOLDERS:
+            features = count_features(recorder, images, key, self._decoder.hidden_size)
+            places = int((ids == sight.placeholders.get(key, -1)).sum())
+            if features is not None and features != places:
+                return (
+                    f"{key} {[*images[key].shape]} make {features} features, but input_ids hold token "
+                    f"{sight.placeholders.get(key)}, the place of one, {places} times"
+                )
+        shapes = ", ".join(f"{key} {[*value.shape]}" for key, value in images.items())
+        return f"{type(recorder.base).__name__} cannot take {shapes}: {error}"
+
+    def _images(self, where: str, batch: Batch, ids: Tensor) -> dict[str, Tensor]:
+        """What the model takes beside the tokens; empty where the micro-batch has no image."""
+        given = {key: batch[key] for key in INPUTS if batch.get(key) is not None}
+        pixels = [key for key in PLACEHOLDERS if key in given]
+        sight, recorder = self._decoder.sight, self._decoder.recorder
+        for key in pixels:
+            if sight is None or key not in recorder.accepts:
+                raise ConfigError(f"{where} has {key}, but {type(recorder.base).__name__} takes none")
+        if sight is None:
+            return {}
+        for key, token in sight.placeholders.items():
+            count = int((ids == token).sum())
+            if count and key not in given:
+                raise ConfigError(
+                    f"{where}: input_ids hold token {token}, the place of a feature of an image, {count} times, but "
+                    f"there are no {key}"
+                )
+        images: dict[str, Tensor] = {}
+        for key, value in given.items():
+            if key in recorder.accepts:
+                try:
+                    images[key] = torch.as_tensor(value).cpu()
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise ConfigError(f"{where}: {key} must be a tensor: {error}") from None
+                if key.endswith("token_type_ids"):
+                    images[key] = _matrix(where, key, value, (int(ids.shape[0]), int(ids.shape[1])))
+        return images
 
     def _check_separated(self, where: str, positions: Tensor, record: Record) -> None:
         """Refuses packed rows where a layer would let a document see the one before: what has no attention mask (linear

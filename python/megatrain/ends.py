@@ -70,9 +70,8 @@ class EmbedTemplate:
         assert isinstance(real, nn.ModuleList)
         self._base = copy_without(decoder.base, real)
         replace_module(self._base, decoder.layers_name, stopping_layers(real))
-        config: Any = copy.copy(decoder.base.config)
-        config._attn_implementation_internal = NO_MASK
-        self._base.config = config
+        self._build_no_masks(self._base.get_submodule(decoder.layers_name.rpartition(".")[0]))
+        self._features: tuple[Tensor, ...] = ()
         self._replays: dict[str, Replay] = {}
         for name in decoder.probe.side:
             self._replays[name] = Replay(self._base.get_submodule(name), [])
@@ -86,22 +85,43 @@ class EmbedTemplate:
         self.others = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
         """Trained tensors that are not embedding tables."""
 
+    def _build_no_masks(self, language: nn.Module) -> None:
+        """Keeps the language part from making attention masks, which were recorded."""
+        outer: Any = copy.copy(self._base.config)
+        inner: Any = outer if language is self._base else copy.copy(language.config)
+        for name, value in vars(outer).items():
+            if value is language.config and outer is not inner:
+                setattr(outer, name, inner)
+        inner._attn_implementation_internal = NO_MASK
+        language.config, self._base.config = inner, outer
+        if outer is not inner:
+            language.register_forward_pre_hook(self._note_features, with_kwargs=True)
+
+    def _note_features(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._features = tuple(kwargs.get("deepstack_visual_embeds") or ())
+
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""
         if self._base.training != training:
             self._base.train(training)
 
     @torch.no_grad()
-    def forward(self, micro: "MicroBatch") -> Tensor:
-        """Hidden states (batch, seq, width) that reach the first layer; the weights must be bound."""
-        if self.decoder.probe.plain_embedding:
-            return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]])
+    def forward(self, micro: "MicroBatch") -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden states (batch, seq, width) that reach the first layer, and features of images (T, width) that are
+        added behind the first layers, one by one; the weights must be bound."""
+        if self.decoder.probe.plain_embedding and not micro.images:
+            return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]]), ()
         return self._run(micro, lambda ids, weight, _: F.embedding(ids, weight))
 
-    def backward(self, micro: "MicroBatch", grad: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def backward(
+        self,
+        micro: "MicroBatch",
+        grad: Tensor,  # of the hidden states
+        of_features: Sequence[Tensor],  # a gradient for each of the features that `forward` returned
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the rows of each embedding call (flat, a row each), and of `others`."""
-        if self.decoder.probe.plain_embedding:
-            return [grad.reshape(-1, grad.shape[-1])], []
+        if self.decoder.probe.plain_embedding and not micro.images:
+            return [grad.reshape(-1, grad.shape[-1])], [None] * len(self.others)
         rows: list[Tensor] = []
 
         def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
@@ -110,18 +130,34 @@ class EmbedTemplate:
 
         others = [self.bound.tensors[i] for i in self.others]
         with torch.enable_grad():
-            hidden = self._run(micro, answer)
-        grads: tuple[Tensor | None, ...] = torch.autograd.grad(hidden, (*rows, *others), grad, allow_unused=True)
+            hidden, features = self._run(micro, answer)
+        # features that no trained weight made have no gradient to pass on
+        pairs = [(f, g) for f, g in zip(features, of_features, strict=True) if f.requires_grad]
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            (hidden, *(f for f, _ in pairs)), (*rows, *others), (grad, *(g for _, g in pairs)), allow_unused=True
+        )
         of_rows = [g.reshape(-1, g.shape[-1]) if g is not None else None for g in grads[: len(rows)]]
         return of_rows, list(grads[len(rows) :])
 
-    def _run(self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]) -> Tensor:
+    def _run(
+        self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert micro.record is not None
         for name, replay in self._replays.items():
             replay.outputs = list(micro.record.side[name])
-        call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, micro.position_ids)
-        with EmbeddingCalls(answer):
-            return forward_until_layers(self._base, self.decoder.layers_name, call)
+        positions = micro.position_ids if micro.record.positions is None else micro.record.positions
+        call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, positions, micro.images)
+        tables = {id(self.bound.tensors[index]) for index in self._tables}
+
+        def of_tokens(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+            # a table of the vision part has few rows, each with a gradient: it is a weight like the others
+            return answer(ids, weight, padding) if id(weight) in tables else F.embedding(ids, weight, padding)
+
+        self._features = ()
+        with EmbeddingCalls(of_tokens):
+            hidden = forward_until_layers(self._base, self.decoder.layers_name, call)
+        features, self._features = self._features, ()
+        return hidden, features
 
 
 class RowSums:

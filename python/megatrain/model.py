@@ -22,6 +22,7 @@ from megatrain.optim import match
 from megatrain.recording import Probe, Recorder, probe, untouched
 from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
+from megatrain.vision import Sight, look, part_names, shade
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Decoder:
         self.dtype = PRECISIONS[precision]
         _refuse(model, self.config)
         self.base_name, self.base = _base(model)
-        self.layers_name = _layer_list(self.base, self.config)
+        self.layers_name = _layer_list(model, self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
         _refuse_lists_of_experts(model, self.layers)
         self.library_layout = False
@@ -109,6 +110,7 @@ class Decoder:
         self._take_values()
         self.recorder, self.probe = self._probe()
         self.recorder.side = self.probe.side
+        self.sight = self._look()
         self.head: HeadKind = probe_head(self)
         self.router: RouterLoss | None = find_router_loss(self)
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
@@ -247,6 +249,7 @@ class Decoder:
         failure: Exception | None = None
         for tuple_output in (False, True):
             recorder = Recorder(self.base, self.layers_name, self.dtype, tuple_output)
+            shade(recorder, self._parts())
             try:
                 return recorder, probe(recorder, ids)
             except (ConfigError, RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -254,6 +257,14 @@ class Decoder:
         if isinstance(failure, ConfigError):
             raise failure
         raise ConfigError(f"{type(self.base).__name__} could not be run on stubs: {failure}") from failure
+
+    def _look(self) -> Sight | None:
+        """What the model does with images; None for a model of text alone."""
+        parts = self._parts()
+        return look(self.recorder, parts, self.config, len(self.probe.tables)) if parts else None
+
+    def _parts(self) -> tuple[str, ...]:
+        return part_names(self.base, self.layers_name) if _sees(self.config) else ()
 
     def _unit_of(self, name: str) -> Literal["embed", "head"] | int:
         """Which unit a tensor outside the head module belongs to, by the model's name of it."""
@@ -264,6 +275,8 @@ class Decoder:
         local = name[len(prefix) :]
         if local.startswith(f"{self.layers_name}."):
             return int(local[len(self.layers_name) + 1 :].split(".", 1)[0])
+        if local.partition(".")[0] in self._parts():
+            return "embed"
         owner, _, leaf = local.rpartition(".")
         module = self.recorder.base.get_submodule(owner)
         tensor = module._parameters.get(leaf, module._buffers.get(leaf))
@@ -299,7 +312,8 @@ class Decoder:
     def _unused(self) -> list[str]:
         """Parameters that no part of the forward touches: torch gives them no gradient and does not update them."""
         unused = self._unused_in_layers()
-        used = self.probe.before | self.probe.after
+        used = self.probe.before | self.probe.after | (self.sight.before if self.sight else set())
+        seen = self.sight.trained if self.sight else frozenset()
         prefix = f"{self.base_name}." if self.base_name else ""
         for name, _ in self.model.named_parameters():
             unit = self._unit_of(name)
@@ -307,7 +321,12 @@ class Decoder:
                 continue
             if name.startswith(prefix):
                 owner, _, leaf = name[len(prefix) :].rpartition(".")
-                if id(self.recorder.base.get_submodule(owner)._parameters[leaf]) in used:
+                if name[len(prefix) :] in seen:
+                    continue
+                if (
+                    owner.partition(".")[0] not in self._parts()
+                    and id(self.recorder.base.get_submodule(owner)._parameters[leaf]) in used
+                ):
                     continue
             unused.append(name)
         return unused
@@ -441,7 +460,7 @@ def build_without_storage(
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """The model of a configuration: parameters on meta, every buffer real."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     check_library()
     if attention not in ("auto", "sdpa", "eager"):
@@ -453,7 +472,8 @@ def build_without_storage(
         options["attn_implementation"] = attention
     with parameters_on_meta():
         try:
-            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+            maker: Any = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+            model: nn.Module = maker.from_config(config, **options)
         except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
             raise ConfigError(f"model: {getattr(config, 'model_type', config)} cannot be built: {error}") from error
     return model.train()
@@ -513,13 +533,14 @@ def _refuse(model: nn.Module, config: Any) -> None:
 
 
 def _refuse_parts(config: Any, name: str) -> None:
-    """Refuses what is more than a language model."""
-    parts = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
-    if parts:
-        raise ConfigError(
-            f"{name} also has a vision or audio part ({', '.join(parts)}), which is not supported yet; name a model of "
-            "its text part alone"
-        )
+    """Refuses what is more than a language model that may see."""
+    if getattr(config, "audio_config", None) is not None:
+        raise ConfigError(f"{name} also has an audio part, which is not supported; name a model of its text part alone")
+
+
+def _sees(config: Any) -> bool:
+    """Whether a model takes images."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def _refuse_lists_of_experts(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -549,10 +570,12 @@ def _check_rope(config: Any) -> None:
 
 
 def _base(model: nn.Module) -> tuple[str, nn.Module]:
-    """The module that holds the layers, and its name."""
+    """The module that holds the layers, and the parts that see images where there are some, and its name."""
     base: Any = (
         cast("Any", model).get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
     )
+    if _sees(getattr(model, "config", None)):
+        base = next((m for m in model.children() if any(part is base for part in m.modules())), base)
     if not isinstance(base, nn.Module) or base is model:
         embedding = cast("Any", model).get_input_embeddings()
         base = next((m for m in model.children() if any(part is embedding for part in m.modules())), None)
@@ -561,13 +584,16 @@ def _base(model: nn.Module) -> tuple[str, nn.Module]:
     return next(name for name, module in model.named_modules() if module is base), base
 
 
-def _layer_list(base: nn.Module, config: Any) -> str:
+def _layer_list(model: nn.Module, base: nn.Module, config: Any) -> str:
     """The name of the list of decoder layers inside the base."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     depth = getattr(text, "num_hidden_layers", None)
+    within = ""
+    if _sees(config) and (decoder := cast("Any", model).get_decoder()) is not base:
+        within = next(name for name, module in base.named_modules() if module is decoder) + "."
     lists = [(name, m) for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     lists = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
-    matching = [(n, m) for n, m in lists if depth is None or len(m) == depth]
+    matching = [(n, m) for n, m in lists if n.startswith(within) and (depth is None or len(m) == depth)]
     if not matching:
         raise ConfigError(f"{type(base).__name__} has no list of {depth} decoder layers")
     name, _ = max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))

@@ -104,6 +104,10 @@ class Record:
     """An embedding call each: what was looked up; None: the token ids themselves."""
     side: dict[str, list[Any]]
     """Outputs of the modules that do not see the hidden states, by module name, in the order of their calls."""
+    positions: Tensor | None = None
+    """Position ids that the model made for images, as it hands them to its language part."""
+    visual: Tensor | None = None
+    """Tokens whose hidden states get features of images behind a layer, counted over the batch (T,)."""
     _storages: frozenset[int] | None = None
 
     def to(self, device: torch.device) -> "Record":
@@ -124,6 +128,8 @@ class Record:
             kwargs=[tree_map(move, k) for k in self.kwargs],
             embedding_ids=[tree_map(move, ids) for ids in self.embedding_ids],
             side=tree_map(move, self.side),
+            positions=tree_map(move, self.positions),
+            visual=tree_map(move, self.visual),
         )
 
     def storages(self) -> frozenset[int]:
@@ -137,9 +143,23 @@ class Record:
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A module whose children, parameters and buffers can be replaced without touching the original."""
     twin = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+    for name in _OWN:
         object.__setattr__(twin, name, copy.copy(getattr(module, name)))
     return twin
+
+
+_OWN = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    # transformers installs hooks when outputs are first asked for; shared, each copy would add to those of all others
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 def copy_without(module: nn.Module, omit: nn.Module | None = None) -> nn.Module:
@@ -193,6 +213,7 @@ class Recorder:
         of the hidden states; `tuple_output` whether a layer's output is a tuple that starts with the hidden states."""
         real = base.get_submodule(layers)
         assert isinstance(real, nn.ModuleList)
+        self.layers = layers
         self.num_layers = len(real)
         self.dtype = dtype
         self.tuple_output = tuple_output
@@ -207,11 +228,37 @@ class Recorder:
                     )
         self.base.eval()
         self.accepts = set(inspect.signature(type(self.base).forward).parameters)
+        self._language = self.base.get_submodule(layers.rpartition(".")[0])
+        self._caches = bool(
+            {"use_cache"} & {*self.accepts, *inspect.signature(type(self._language).forward).parameters}
+        )
         self.side: tuple[str, ...] = ()
-        self._state = [(m, dict(m.__dict__), dict(m._buffers)) for m in self.base.modules() if m._buffers]
+        self._state = [
+            (m, dict(m.__dict__), dict(m._buffers)) for m in self.base.modules() if m._buffers or m is self.base
+        ]
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._hidden: list[Tensor] = []
         self._tail = False
+        self.language: dict[str, Any] = {}
+        """What the module that holds the layers was last called with."""
+        if self._language is not self.base:
+            self._language.register_forward_pre_hook(lambda _m, _a, k: self.language.update(k), with_kwargs=True)
+
+    @property
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """What each layer that was reached was called with, beside the hidden states."""
+        return self._calls
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The hidden states that each layer got."""
+        return self._hidden
+
+    def begin(self, *, to_the_end: bool = False) -> None:
+        """Forgets the last run. The next one ends at the last layer, or behind it."""
+        self.reset()
+        self._calls, self._hidden, self._tail = [], [], to_the_end
+        self.language.clear()
 
     def reset(self) -> None:
         """Puts every buffer and cached length back, so that a record depends on its own batch alone (dynamic rotary
@@ -236,15 +283,21 @@ class Recorder:
             raise _Stop
         return (hidden,) if self.tuple_output else hidden
 
-    def call(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+    def call(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        images: dict[str, Any] | None = None,  # what the model takes beside the tokens, by its names
+    ) -> dict[str, Any]:
         """Keyword arguments for the base. Raises ConfigError for what the base does not take."""
-        call: dict[str, Any] = {"input_ids": input_ids}
+        call: dict[str, Any] = {"input_ids": input_ids, **(images or {})}
         for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
             if value is not None:
                 if name not in self.accepts:
                     raise ConfigError(f"{type(self.base).__name__} takes no {name}: do without padding or packing")
                 call[name] = value
-        if "use_cache" in self.accepts:
+        if self._caches:
             call["use_cache"] = False
         return call
 
@@ -254,10 +307,10 @@ class Recorder:
         input_ids: Tensor,  # (batch, seq), int64, on the CPU
         attention_mask: Tensor | None = None,  # (batch, seq)
         position_ids: Tensor | None = None,  # (batch, seq)
+        images: dict[str, Any] | None = None,  # pixels, grids and token types, by the model's names
     ) -> Record:
         """What the layers of this micro-batch are called with."""
-        self.reset()
-        self._calls, self._hidden, self._tail = [], [], False
+        self.begin()
         looked_up: list[Tensor | None] = []
         side: dict[str, list[Any]] = {name: [] for name in self.side}
 
@@ -271,13 +324,22 @@ class Recorder:
         ]
         try:
             with EmbeddingCalls(answer):
-                self.base(**self.call(input_ids, attention_mask, position_ids))
+                self.base(**self.call(input_ids, attention_mask, position_ids, images))
         except _Stop:
             pass
         finally:
             for hook in hooks:
                 hook.remove()
-        return Record([a for a, _ in self._calls], [k for _, k in self._calls], looked_up, side)
+        made = self.language if images else {}
+        places = made.get("visual_pos_masks")
+        return Record(
+            [a for a, _ in self._calls],
+            [k for _, k in self._calls],
+            looked_up,
+            side,
+            positions=made.get("position_ids"),
+            visual=None if places is None else places.flatten().nonzero().flatten(),
+        )
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -338,8 +400,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
     Raises ConfigError, naming the reason, when layers are not a plain chain.
     """
     base, name = recorder.base, type(recorder.base).__name__
-    recorder.reset()
-    recorder._calls, recorder._hidden, recorder._tail = [], [], True
+    recorder.begin(to_the_end=True)
     base.train()  # so that a dropout after the embedding shows
     own = {id(t) for t in (*base.parameters(), *base.buffers())}
     used: dict[str, set[int]] = {"before": set(), "between": set(), "after": set()}
@@ -395,7 +456,7 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
         before=frozenset(used["before"]),
         after=frozenset(used["after"]),
         side=side,
-        tail=_tail(name, recorder._hidden[-1], [c for c in calls if c[0] == "after"], output),
+        tail=_tail(recorder, name, [c for c in calls if c[0] == "after"], output),
         tables=tuple(tables),
         plain_embedding=len(rows) == 1 and looked_up == [None] and _same(rows[0], recorder._hidden[0]),
     )
@@ -405,6 +466,11 @@ def _check_chain(recorder: Recorder, name: str, between: set[int]) -> None:
     """Refuses what a stream of independent layers would not reproduce."""
     if between or any(not _same(a, b) for a, b in zip(recorder._hidden, recorder._hidden[1:], strict=False)):
         raise ConfigError(f"{name} changes the hidden states between its layers, so they cannot be streamed")
+    check_arguments(recorder, name)
+
+
+def check_arguments(recorder: Recorder, name: str) -> None:
+    """Refuses layers that were called with more than hidden states and what no weight has made."""
     for index, (args, kwargs) in enumerate(recorder._calls):
         for key, value in [*enumerate(args, 1), *kwargs.items()]:
             if any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(value)[0]):
@@ -413,11 +479,13 @@ def _check_chain(recorder: Recorder, name: str, between: set[int]) -> None:
                 raise ConfigError(f"{name} passes state from layer to layer ({key}), so layers cannot be streamed")
 
 
-def _tail(name: str, hidden: Tensor, calls: list[tuple[str, str, Any, Any]], output: Any) -> tuple[str, ...]:
+def _tail(recorder: Recorder, name: str, calls: list[tuple[str, str, Any, Any]], output: Any) -> tuple[str, ...]:
     """The chain of modules that leads from the last layer to the base's output."""
     chain: list[str] = []
+    hidden, holders = recorder._hidden[-1], ("", recorder.layers.rpartition(".")[0])
     for _, path, first, out in calls:
-        if isinstance(first, Tensor) and isinstance(out, Tensor) and _same(first, hidden) and "." not in path:
+        inside = path.rpartition(".")[0] in holders
+        if isinstance(first, Tensor) and isinstance(out, Tensor) and _same(first, hidden) and inside:
             chain.append(path)
             hidden = out
     last = output[0] if isinstance(output, tuple) else output.last_hidden_state

@@ -12,6 +12,7 @@ from megatrain.batches import MicroBatch, Prepared, Preparer
 from megatrain.ends import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.model import Decoder
 from megatrain.template import GradientViews, LayerTemplate, UnitLayout
+from megatrain.vision import add_features, of_features
 
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
 
@@ -94,6 +95,8 @@ class Pass:
         self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
         self._hidden: list[Tensor | None] = [None] * count
         self._grad: list[Tensor | None] = [None] * count
+        self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
+        """Of each micro-batch, what is added behind a unit on the way forward, and its gradient on the way back."""
         self._turns: dict[tuple[int, int], Turn] = {}
         self._rows: dict[int, RowSums] = {}
         self._routed: dict[tuple[int, int], Tensor] = {}
@@ -135,7 +138,8 @@ class Pass:
         micro = self._micro[m] = self._preparer.with_record(micro)
         shop.embed.bound.bind(op.weights)
         self._reseed(m, 0)
-        self._hidden[m] = shop.embed.forward(micro)
+        self._hidden[m], features = shop.embed.forward(micro)
+        self._features[m] = dict(enumerate(features, 1))
 
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
@@ -147,17 +151,24 @@ class Pass:
         template.bind(op.weights, unit - 1)
         args, kwargs = micro.record.args[unit - 1], micro.record.kwargs[unit - 1]
         if not self._training:
-            self._hidden[m] = template.call(args, kwargs)(hidden)
+            self._hidden[m] = self._with_features(micro, unit, m, template.call(args, kwargs)(hidden))
             return
         layer = template.training_call(args, kwargs, micro.counted)
         turn = Turn(layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit))
         if op.stage is not None:
             turn.use_stage(shop.stage, op.stage, shop.stage_bytes, micro.record.storages())
         self._hidden[m] = None  # the turn holds it, or the stage does
-        self._hidden[m] = turn.forward(hidden, op.activation, op.input_on_host)
+        self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
         if turn.aside is not None:
             self._routed[unit, m] = turn.aside
         self._turns[unit, m] = turn
+
+    def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
+        """What a layer returned, with the features of images that the model adds to it."""
+        features = self._features[m].pop(unit, None)
+        if features is None or micro.record is None or micro.record.visual is None:
+            return hidden
+        return add_features(hidden, micro.record.visual, features)
 
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch
@@ -186,6 +197,12 @@ class Pass:
         unit, m = op.unit, op.micro_batch
         shop, grad = self._shop, self._grad[m]
         assert grad is not None
+        micro = self._micro[m]
+        assert micro is not None
+        assert micro.record is not None
+        sight, visual = shop.decoder.sight, micro.record.visual
+        if visual is not None and sight is not None and unit <= sight.deepstack:
+            self._features[m][unit] = of_features(grad, visual)
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
         if self._routed and self._router_grad is None:
@@ -219,7 +236,8 @@ class Pass:
             self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
         if op.grad is not None:
             self._reseed(m, 0)
-            of_rows, of_others = shop.embed.backward(micro, grad)
+            features = self._features[m]
+            of_rows, of_others = shop.embed.backward(micro, grad, [features[unit] for unit in sorted(features)])
             for (table, _), where, part in zip(shop.decoder.tables, micro.lookups, of_rows, strict=True):
                 if table in self._rows and part is not None:
                     self._rows[table].add(where, part)

@@ -1,0 +1,189 @@
+"""Vision-language models, tiny and random, in our engine against plain PyTorch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import megatrain
+from megatrain.errors import ConfigError
+from megatrain.export import export_checkpoint
+from reference import batches, check_training, engine, error, loss_sum, supervised
+from seeing import CHIEF, IMAGE, SEEING, VOCAB, images, see, seeing_steps
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_three_steps_with_images_equal_plain_pytorch(name: str) -> None:
+    ours, exact = check_training(see(name), seeing_steps(name, 3))
+    assert any(part in n for n in exact.gradients for part in SEEING[name].tower)
+    trained = {t.name for t in ours.decoder.tensors.values() if t.role == "trainable"}
+    assert trained == set(exact.gradients)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_three_steps_with_a_frozen_tower_equal_plain_pytorch(name: str) -> None:
+    tower = SEEING[name].tower
+    ours, _ = check_training(
+        see(name),
+        seeing_steps(name, 3),
+        reference={"frozen": tower},
+        freeze=[f"*{part}*" for part in tower],
+        plan={"activation": "recompute"},
+    )
+    frozen = [t for t in ours.decoder.tensors.values() if any(part in t.name for part in tower)]
+    assert frozen
+    assert {t.role for t in frozen} == {"frozen"}
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_a_trained_tower_beneath_a_frozen_language_model_equals_plain_pytorch(name: str) -> None:
+    language = [n for n, _ in see(name).named_parameters() if "language_model" in n or "lm_head" in n]
+    # torch has nothing to differentiate in a micro-batch without an image
+    steps = [[batch for batch in step if "pixel_values" in batch] for step in seeing_steps(name, 3)]
+    check_training(
+        see(name),
+        steps,
+        reference={"frozen": ("language_model", "lm_head")},
+        freeze=language,
+        plan={"activation": "keep"},
+    )
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_no_plan_changes_a_number(name: str) -> None:
+    found = []
+    for plan in (
+        {"activation": "keep"},
+        {"activation": "recompute"},
+        {"activation": "offload", "inputs": "host"},
+        {"group": 1, "slots": 2},
+    ):
+        ours = engine(see(name), plan=plan)
+        outputs = [ours.step(step) for step in seeing_steps(name, 2)]
+        found.append(([(o.loss, o.grad_norm) for o in outputs], dict(ours.state_dict())))
+    (numbers, weights), *others = found
+    for other, again in others:
+        assert other == numbers
+        assert all(torch.equal(again[n], weights[n]) for n in weights)
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_every_pixel_that_changes_changes_the_loss(name: str) -> None:
+    ours = engine(see(name))
+    batch = images(name, [[(2, 2), (1, 3)], [(3, 2)]])
+    before = ours.evaluate([batch])
+    changed = batch["pixel_values"].clone()
+    changed[-1] += 1.0
+    assert abs(ours.evaluate([{**batch, "pixel_values": changed}]) - before) > 1e-6 * before
+    assert ours.evaluate([batch]) == before
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_evaluation_and_log_probabilities_are_those_of_stock(name: str) -> None:
+    model = see(name).eval()
+    ours = engine(model)
+    step = seeing_steps(name, 1)[0]
+    with torch.no_grad():
+        wanted = sum(float(loss_sum(model, b)) for b in step) / sum(supervised(b) for b in step)
+        logits = model(**{k: v for k, v in step[0].items() if k != "labels"}, use_cache=False).logits
+    assert abs(ours.evaluate(step) - wanted) < 1e-5 * wanted
+    targets = step[0]["labels"][:, 1:]
+    of_targets = logits.log_softmax(-1)[:, :-1].gather(2, targets.clamp_min(0)[..., None])[..., 0]
+    assert error(ours.logprobs(step)[0], of_targets * (targets != -100)) < 1e-5
+
+
+def test_the_tokens_of_one_image_of_gemma_3_see_each_other() -> None:
+    model = see("gemma3")
+    batch = images("gemma3", [[(2, 2), (2, 2)]])
+    causal = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+    ours = engine(model)
+    with torch.no_grad():
+        both, alone = (float(loss_sum(model.eval(), b)) / supervised(b) for b in (batch, causal))
+    assert abs(both - alone) > 1e-4
+    assert abs(ours.evaluate([batch]) - both) < 1e-5 * both
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_stock_folder_is_read_trained_exported_and_read_by_stock_again(name: str, tmp_path: Path) -> None:
+    stock = see(name).eval()
+    stock.save_pretrained(tmp_path / "in")
+    batch = images(name, [[(2, 2), (1, 3)], [(3, 2)]])
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with megatrain.Engine.from_pretrained(
+        str(tmp_path / "in"), precision="fp32", device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}
+    ) as ours:
+        before = ours.logprobs([batch])[0]
+        ours.save_pretrained(tmp_path / "same")
+        ours.step(seeing_steps(name, 1)[0])
+        after = ours.logprobs([batch])[0]
+        ours.save_pretrained(tmp_path / "out")
+        ours.save_pretrained(tmp_path / "library", layout="library")
+        ours.save(tmp_path / "step-1", step=1)
+        export_checkpoint(tmp_path / "step-1", tmp_path / "checkpoint")
+    source, same, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "same", "out"))
+    assert {n: tuple(t.shape) for n, t in source.items()} == {n: tuple(t.shape) for n, t in out.items()}
+    assert all(torch.equal(source[n], same[n]) for n in source)
+    assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == set(source)
+    targets = batch["labels"][:, 1:]
+    for folder, wanted in (
+        ("same", before),
+        ("out", after),
+        ("library", after),
+        ("step-1", after),
+        ("checkpoint", after),
+    ):
+        again, info = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        with torch.no_grad():
+            logits = again.eval()(**inputs, use_cache=False).logits
+        found = logits.log_softmax(-1)[:, :-1].gather(2, targets.clamp_min(0)[..., None])[..., 0]
+        assert error(found * (targets != -100), wanted) < 1e-5, folder
+    assert error(before, after) > 1e-5
+
+
+def refused(ours: megatrain.Engine, batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ours.step([batch])
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_images_that_do_not_fit_their_places_are_refused(name: str) -> None:
+    ours = engine(see(name))
+    batch = images(name, [[(2, 2)], [(2, 2)]])
+    more = batch["input_ids"].clone()
+    more[0, 10] = IMAGE
+    refused(
+        ours,
+        {**batch, "input_ids": more},
+        r"micro-batch 0: pixel_values \[.* make 8 features, but input_ids hold token 90, .*, 9 times",
+    )
+    rest = {k: v for k, v in batch.items() if k not in ("pixel_values", "image_grid_thw")}
+    refused(ours, rest, r"input_ids hold token 90, .*, 8 times, but there are no pixel_values")
+    key = SEEING[name].types
+    if key is not None:
+        refused(ours, {**batch, key: batch[key][:, 1:]}, rf"{key} has shape \[2, 23\], but input_ids \[2, 24\]")
+    before = dict(ours.state_dict())
+    ours.step([batch])
+    assert any(not torch.equal(before[n], value) for n, value in ours.state_dict().items())
+
+
+def test_images_for_a_model_of_text_are_refused() -> None:
+    from families import build
+
+    batch = {**batches(1, vocab=VOCAB, seq=16)[0], "pixel_values": torch.zeros(1, 3, 16, 16)}
+    refused(engine(build("llama2")), batch, "has pixel_values, but LlamaModel takes none")
+
+
+def test_random_weights_are_drawn_for_every_part() -> None:
+    from megatrain.model import Decoder
+
+    for name, family in SEEING.items():
+        decoder = Decoder.from_config({"model_type": family.kind, **family.config})
+        with megatrain.Engine(decoder, device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}) as ours:
+            losses = [ours.step(step).loss for step in seeing_steps(name, 1)]
+            assert all(0 < loss < 10 for loss in losses), name

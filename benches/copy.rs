@@ -45,6 +45,7 @@ fn request(layers: usize, micro_batches: u32, parameters: u64) -> Request {
         update: UpdateMode::JustInTime,
         micro_batches,
         workspace_bytes: 0,
+        late_workspace_bytes: 0,
         context_bytes: 0,
         fragmentation: 0.0,
         budget: Budget { device: 1 << 40, host: 1 << 40 },

@@ -222,7 +222,7 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        "workspace_bytes": _workspace(decoder, measured, tokens, micro_batches, chunk, device),
+        **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
         "context_bytes": CONTEXT_BYTES if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
@@ -235,8 +235,8 @@ def plan_request(
 CONTEXT_BYTES = 640 << 20
 """Device memory that the CUDA context and the workspaces of its libraries take; measured on an H100."""
 
-FRAGMENTATION = 0.08
-"""What torch's allocator has reserved beyond what is in use, as a share of that: 1 and 4 % were measured on an H100."""
+FRAGMENTATION = 0.05
+"""What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""
 
 REQUESTS = ("slots", "slabs", "group", "activation", "keep", "inputs", "state_on_device", "stage_buffers", "accumulate")
 """Numbers of a plan that may be given instead of derived."""
@@ -247,23 +247,29 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 
 def _workspace(
     decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
-) -> int:
-    """Upper bound of what torch allocates on the device at one time for work in progress."""
+) -> dict[str, int]:
+    """Upper bounds of what torch allocates on the device at one time for work in progress: beside everything that is
+    kept, and when all of that is gone."""
     size = decoder.dtype.itemsize
     hidden = tokens * decoder.hidden_size * size
     weights = max(
         sum(torch.Size(t.shape).numel() for t in unit.tensors) * size for unit in decoder.units if unit.role == "layer"
     )
-    # a recomputed layer's activations, its gradients, and a few tensors of its widest part
-    layer = max(
+    # a layer's activations, its gradients, and a few tensors of its widest part
+    running = [
         m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
         for m in measured
-    )
+    ]
+    beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     # between two layers every micro-batch has one gradient or one set of hidden states
-    return max(layer, loss, embed) + (micro_batches + 1) * hidden
+    passing = (micro_batches + 1) * hidden
+    return {
+        "workspace_bytes": max(beside, loss) + passing,
+        "late_workspace_bytes": max(*running, embed) + passing,
+    }
 
 
 def _tensors(tree: Any) -> list[Tensor]:

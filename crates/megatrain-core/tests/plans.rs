@@ -2,7 +2,9 @@
 use megatrain_core::error::{Error, Tier};
 use megatrain_core::estimate::estimate;
 use megatrain_core::layout::Precision;
-use megatrain_core::plan::{Activation, Auto, Count, DeviceKind, Place, Plan, Rates, Request, State, UpdateMode, plan};
+use megatrain_core::plan::{
+    Activation, Auto, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UpdateMode, plan,
+};
 use megatrain_core::schedule::{Kind, Lane};
 
 mod support;
@@ -165,6 +167,20 @@ fn what_the_card_loses_to_context_and_fragmentation_is_part_of_the_sum() {
     assert_eq!(whole.totals.device, bare.totals.device + torch(&bare) / 8 + (600 << 20));
     request.fragmentation = 1.5;
     assert!(text(plan(&request).unwrap_err()).contains("fragmentation is 1.5"));
+}
+
+#[test]
+fn what_is_needed_when_nothing_is_kept_any_more_takes_the_place_of_what_was() {
+    let mut request = Request { device: DeviceKind::Cuda, workspace_bytes: 10 << 20, ..model(8, 1) };
+    (request.requests.slots, request.requests.keep, request.late_workspace_bytes) = (Some(2), Some(0), 200 << 20);
+    request.units[1..9].iter_mut().for_each(|u| u.kept_bytes = 64 << 20);
+    let workspace = |keep| {
+        let request =
+            Request { requests: Requests { keep: Some(keep), ..request.requests.clone() }, ..request.clone() };
+        let plan = plan(&request).unwrap();
+        plan.items.iter().find(|i| i.what == "workspace (torch)").unwrap().bytes >> 20
+    };
+    assert_eq!([0, 1, 2, 3, 8].map(workspace), [200, 136, 72, 10, 10]);
 }
 
 #[test]

@@ -476,9 +476,11 @@ fn offloaded_bytes(kept: u64) -> u64 {
 fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     let group = u64::from(plan.group);
     let last = request.units.len() - 1;
+    let mut kept = 0;
     for unit in 1..last {
         let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
         if choice.activation == Activation::Keep {
+            kept += group * sizes.kept_bytes;
             carver.item("kept activations (torch)", Tier::Device, group * sizes.kept_bytes, false);
         } else if choice.input == Place::Device {
             carver.item("layer inputs (torch)", Tier::Device, group * sizes.input_bytes, false);
@@ -486,7 +488,9 @@ fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     }
     // The last hidden states, and the gradients that replace them one by one.
     carver.item("hidden states (torch)", Tier::Device, (group + 1) * request.units[last].input_bytes, false);
-    carver.item("workspace (torch)", Tier::Device, request.workspace_bytes, false);
+    // What is needed late takes the place of what was kept.
+    let workspace = request.workspace_bytes.max(request.late_workspace_bytes.saturating_sub(kept));
+    carver.item("workspace (torch)", Tier::Device, workspace, false);
     let torch = |i: &&Item| i.what.ends_with("(torch)") && i.tier == Tier::Device;
     let used: u64 = carver.items.iter().filter(torch).map(|i| i.bytes).sum();
     carver.item("fragmentation (torch)", Tier::Device, (used as f64 * request.fragmentation) as u64, false);

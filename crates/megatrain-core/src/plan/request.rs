@@ -181,9 +181,13 @@ pub struct Request {
     pub update: UpdateMode,
     /// Micro-batches of a step.
     pub micro_batches: u32,
-    /// Device bytes that torch needs for the passing tensors of one unit.
+    /// Device bytes that torch needs for the passing tensors of one unit, beside all that is kept.
     #[serde(default)]
     pub workspace_bytes: u64,
+    /// Device bytes that torch needs for the passing tensors of a unit whose backward comes when nothing is kept any
+    /// more: a recomputed layer's (the last layers are kept, and their backward comes first) and the embedding's.
+    #[serde(default)]
+    pub late_workspace_bytes: u64,
     /// Device bytes that the driver's context and the libraries' workspaces take.
     #[serde(default)]
     pub context_bytes: u64,

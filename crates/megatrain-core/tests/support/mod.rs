@@ -54,6 +54,7 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
         update: UpdateMode::JustInTime,
         micro_batches,
         workspace_bytes: 0,
+        late_workspace_bytes: 0,
         context_bytes: 0,
         fragmentation: 0.0,
         budget: Budget { device: 1 << 30, host: 1 << 30 },

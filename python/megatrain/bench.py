@@ -6,10 +6,12 @@ The timed steps are one interval of wall time: it begins when everything before 
 idle) and ends when the last step's updates are done too. Nothing that a run would pay for is left out of it.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from megatrain import machine as facts
 from megatrain import metrics, planning
 from megatrain.assembly import Blueprint, build_engine, draw_up
+from megatrain.batches import Prepared
 from megatrain.config import Config, ModelConfig
 from megatrain.engine import Engine
 from megatrain.errors import ConfigError, StorageError
@@ -48,6 +51,38 @@ class Request:
 
 def run(request: Request) -> dict[str, Any]:
     """Runs the steps and returns what was measured. Raises ConfigError or DoesNotFit before anything is allocated."""
+    with opened(request) as bench:
+        timed = _timed(bench)
+        answer = _answer(bench, timed)
+        answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.settled.device, bench.free_before))
+        if bench.settled.device == "cuda":
+            answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
+        if request.trace is not None:
+            _trace(bench)
+    return answer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine for a request, with random weights; see `opened`."""
+
+    request: Request
+    config: Config
+    blueprint: Blueprint
+    settled: planning.Settled
+    engine: Engine
+    free_before: int | None
+    """Device memory that was free before there was an engine."""
+
+    def step(self, number: int) -> Prepared:
+        """A step's micro-batches, checked and ready: made before a clock starts, as a loader does in a real run."""
+        vocab, rows = self.engine.decoder.num_embeddings, self.settled.micro_batch[0]
+        return self.engine.prepare(batches(self.request, vocab, number, rows))
+
+
+@contextlib.contextmanager
+def opened(request: Request) -> Iterator[Bench]:
+    """The engine that a request asks for, closed at the end. Raises as `run`."""
     if request.steps < 1 or request.warmup < 0:
         raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
     config = _config(request)
@@ -59,16 +94,9 @@ def run(request: Request) -> dict[str, Any]:
     free_before = _free_device_bytes(settled.device)
     engine = build_engine(blueprint, settled)
     try:
-        timed = _timed(request, engine, settled)
-        answer = _answer(request, config, blueprint, settled, engine, timed)
-        answer["gpu_peak_gib"] = _gib(_gpu_peak(settled.device, free_before))
-        if settled.device == "cuda":
-            answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
-        if request.trace is not None:
-            _trace(request, engine, settled)
+        yield Bench(request, config, blueprint, settled, engine, free_before)
     finally:
         engine.close()
-    return answer
 
 
 def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
@@ -86,13 +114,12 @@ class _Timed:
     lanes: dict[str, float]
 
 
-def _timed(request: Request, engine: Engine, settled: planning.Settled) -> _Timed:
-    vocab, rows = engine.decoder.num_embeddings, settled.micro_batch[0]
-    # Made before the clock starts: a loader's work is not what is timed, and it runs a step ahead in a real run.
-    prepared = [engine.prepare(batches(request, vocab, step, rows)) for step in range(request.warmup + request.steps)]
+def _timed(bench: Bench) -> _Timed:
+    request, engine = bench.request, bench.engine
+    prepared = [bench.step(number) for number in range(request.warmup + request.steps)]
     for step in range(request.warmup):
         engine.step(prepared[step])
-    _settle_down(engine)
+    settle_down(engine)
     losses, norms = [], []
     lanes: dict[str, float] = {}
     start = time.perf_counter()
@@ -102,29 +129,23 @@ def _timed(request: Request, engine: Engine, settled: planning.Settled) -> _Time
         norms.append(out.grad_norm)
         for lane, seconds in engine.stats().lanes.items():
             lanes[lane] = lanes.get(lane, 0.0) + seconds
-    _settle_down(engine)
+    settle_down(engine)
     seconds = time.perf_counter() - start
     return _Timed(seconds, losses, norms, {lane: total / request.steps for lane, total in lanes.items()})
 
 
-def _settle_down(engine: Engine) -> None:
+def settle_down(engine: Engine) -> None:
     """Waits for updates, copies and kernels."""
     engine.drain()
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _answer(
-    request: Request,
-    config: Config,
-    blueprint: Blueprint,
-    settled: planning.Settled,
-    engine: Engine,
-    timed: _Timed,
-) -> dict[str, Any]:
+def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
+    request, config, settled, engine = bench.request, bench.config, bench.settled, bench.engine
     step_s = timed.seconds / request.steps
     tokens = request.batch * request.seq
-    flops = blueprint.count.flops_per_token(request.seq) * tokens
+    flops = bench.blueprint.count.flops_per_token(request.seq) * tokens
     planned = engine.plan
     units = planned["units"]
     return {
@@ -144,8 +165,9 @@ def _answer(
         "loss": timed.losses[-1],
         "first_loss": timed.losses[0],
         "grad_norm": timed.norms[-1],
-        "parameters": blueprint.decoder.num_parameters,
+        "parameters": bench.blueprint.decoder.num_parameters,
         "host_peak_gib": _gib(metrics.host_peak_bytes()),
+        "host_anonymous_gib": _gib(metrics.host_anonymous_bytes()),
         "plan": {
             **{key: planned.get(key) for key in ("slots", "slabs", "group", "micro_batches", "totals", "estimate")},
             "state_on_device": sum(unit["state"] == "device" for unit in units),
@@ -201,11 +223,12 @@ def _gib(size: int) -> float:
     return round(size / facts.GIB, 3)
 
 
-def _trace(request: Request, engine: Engine, settled: planning.Settled) -> None:
-    assert request.trace is not None
-    engine.step(batches(request, engine.decoder.num_embeddings, request.warmup + request.steps, settled.micro_batch[0]))
-    _settle_down(engine)
+def _trace(bench: Bench) -> None:
+    path = bench.request.trace
+    assert path is not None
+    bench.engine.step(bench.step(bench.request.warmup + bench.request.steps))
+    settle_down(bench.engine)
     try:
-        request.trace.write_text(engine.core.trace(), encoding="utf-8")
+        path.write_text(bench.engine.core.trace(), encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"--trace {request.trace} cannot be written: {error.strerror}") from None
+        raise StorageError(f"--trace {path} cannot be written: {error.strerror}") from None

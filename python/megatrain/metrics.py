@@ -120,13 +120,22 @@ class Throughput:
 
 def host_peak_bytes(proc: Path = Path("/proc")) -> int:
     """The most memory this process has had: resident pages, locked and registered ones among them (VmHWM)."""
+    return _status_bytes(proc, ("VmHWM",))
+
+
+def host_anonymous_bytes(proc: Path = Path("/proc")) -> int:
+    """What this process holds now that no file stands behind, registered pages among it: resident memory less the
+    libraries' mapped files (RssAnon and RssShmem)."""
+    return _status_bytes(proc, ("RssAnon", "RssShmem"))
+
+
+def _status_bytes(proc: Path, keys: tuple[str, ...]) -> int:
+    """Sum of lines of a process's status; 0 where there is none."""
     try:
-        for line in (proc / "self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        lines = [line.split() for line in (proc / "self/status").read_text().splitlines()]
     except OSError:
-        pass
-    return 0
+        return 0
+    return sum(int(words[1]) * 1024 for words in lines if words and words[0].rstrip(":") in keys)
 
 
 def gpu_peak_bytes(engine_bytes: int = 0) -> int:

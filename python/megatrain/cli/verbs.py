@@ -10,6 +10,7 @@ from megatrain.errors import ConfigError
 from megatrain.stop import Stop
 
 if TYPE_CHECKING:
+    from megatrain import bench
     from megatrain.config import Config
     from megatrain.machine import Machine
 
@@ -271,6 +272,14 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from megatrain import bench
+
+    json_line(bench.run(bench_request(args)))
+    return DONE
+
+
+def bench_request(args: argparse.Namespace) -> "bench.Request":
+    """What the arguments of `megatrain bench` ask for. Raises ConfigError."""
     from megatrain.config import yaml12
 
     plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
@@ -291,21 +300,17 @@ def _bench(args: argparse.Namespace) -> int:
         "plan": {key: value for key, value in plan.items() if value is not None},
         "device": args.device,
     }
-    from megatrain import bench
+    from megatrain.bench import Request
 
-    answer = bench.run(
-        bench.Request(
-            model=args.model,
-            batch=args.batch,
-            seq=args.seq,
-            steps=args.steps,
-            warmup=args.warmup,
-            settings=settings,
-            trace=Path(args.trace) if args.trace else None,
-        )
+    return Request(
+        model=args.model,
+        batch=args.batch,
+        seq=args.seq,
+        steps=args.steps,
+        warmup=args.warmup,
+        settings=settings,
+        trace=Path(args.trace) if args.trace else None,
     )
-    json_line(answer)
-    return DONE
 
 
 def _eval(args: argparse.Namespace) -> int:

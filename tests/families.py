@@ -302,9 +302,9 @@ ROUTER_LOSS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss", "granite
 """Where stock transformers adds a router's auxiliary loss when `output_router_logits` is set, and its numbers can be
 compared."""
 
-NO_PACKING = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-"""Linear attention carries its state over the border between two documents of a row; GPT-OSS builds its masks without
-looking at positions."""
+BY_DOCUMENT = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Where stock transformers lets documents of a packed row see each other (a state is carried from token to token, or
+masks are built without looking at positions), so that the documents are the reference, each by itself."""
 
 CASES = [
     (name, experts)
@@ -339,7 +339,9 @@ transformers, which `tests/test_families.py` trains on every run:
   gradient norms, and of every tensor the gradient, both moments and the weight differ from an fp64 run by at most 1e-5,
   or by three times what plain fp32 PyTorch does, the largest of three ways to split the rows.
 - *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.
-  *refused*: the model cannot keep documents apart, so packed rows are refused; train it with `data.packing: false`.
+  *by document*: stock would let them (a state is carried from token to token, or masks are built without looking at
+  positions), so the layers that do are given each document as a row of its own, and so is the reference. It costs a
+  call of such a layer for each length of documents, eight lengths an octave, and at most an eighth of filling.
 - *experts*: how transformers computes them; each way is trained. `batched_mm` gathers weights and is refused.
 - *router loss*: with `output_router_logits` in the model's configuration, `tests/test_router.py` trains it with the
   router's auxiliary loss. It is taken over all tokens of the optimizer step, padding left out, of all layers: as stock
@@ -379,7 +381,7 @@ def table() -> str:
     lines = [HEAD]
     for name, family in FAMILIES.items():
         padded = "replayed [^1]" if name in RANDOM_ROUTING else "yes"
-        packing = "refused" if name in NO_PACKING else padded
+        packing = "by document" if name in BY_DOCUMENT else padded
         experts = "eager, grouped_mm" if family.experts else ""
         router = "replayed [^1]" if name in RANDOM_ROUTING else "yes" if name in ROUTER_LOSS else "none in stock"
         router = router if family.experts else ""

@@ -7,6 +7,7 @@ error that the same reference makes in fp32, whichever is larger.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 from typing import Any, cast
 
@@ -221,6 +222,17 @@ def turned(step: list[dict[str, Tensor]], by: int) -> list[dict[str, Tensor]]:
     return [{k: v.roll(by, 0) for k, v in batch.items()} for batch in at_once(step)]
 
 
+def apart(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The documents of packed rows, a micro-batch each; those of one token have nothing to predict."""
+    documents = []
+    for batch in step:
+        begins = [*(batch["position_ids"].flatten() == 0).nonzero().flatten().tolist(), batch["labels"].numel()]
+        for start, end in itertools.pairwise(begins):
+            cut = {name: batch[name].flatten()[None, start:end] for name in ("input_ids", "labels")}
+            documents += [cut] if end - start > 1 else []
+    return documents
+
+
 def engine(model: Any, **options: Any) -> megatrain.Engine:
     """Our engine on a copy of a stock model, with the reference's settings."""
     optimizer = options.pop("optimizer", None) or megatrain.AdamW(lr=3e-4, weight_decay=0.1)
@@ -237,17 +249,21 @@ def check_training(
     reference: dict[str, Any] | None = None,
     splits: bool = False,
     whole: bool = False,
+    alone: bool = False,
     **options: Any,
 ) -> tuple[megatrain.Engine, Run]:
     """Trains a model in our engine and by the reference in fp32 and fp64; compares losses, norms, gradients, moments
     and weights. With `splits` plain PyTorch's error is the largest of three splits of the rows: a gradient that cancels
     to nearly nothing (a key's bias, a scalar) may be lucky in one. With `whole` the reference has a step as one batch
-    in three orders of its rows. Returns our engine and the fp64 run."""
+    in three orders of its rows, with `alone` each document of packed rows by itself, in three orders. Returns our
+    engine and the fp64 run."""
     settings = reference or {}
     ways = [by_row, at_once] if splits else []
     given = steps
     if whole:
         given, ways = [at_once(step) for step in steps], [lambda step: turned(step, 1), lambda step: turned(step, 2)]
+    if alone:
+        given, ways = [apart(step) for step in steps], [lambda step: apart(step)[::-1], lambda step: apart(step[::-1])]
     exact = run_reference(model, given, dtype=torch.float64, **settings)
     plain = [run_reference(model, given, dtype=torch.float32, **settings)]
     for way in ways:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatrain
-from families import BASE, CASES, FAMILIES, NO_PACKING, PAGE, RANDOM_ROUTING, REFUSED, Refusal, build, table
+from families import BASE, BY_DOCUMENT, CASES, FAMILIES, PAGE, RANDOM_ROUTING, REFUSED, Refusal, build, table
 from megatrain.errors import ConfigError
 from megatrain.export import export_checkpoint
 from megatrain.model import Decoder
@@ -20,7 +20,6 @@ from reference import batches, check_training, engine, error, packed
 
 VOCAB = 96
 EXACT = [case for case in CASES if case[0] not in RANDOM_ROUTING]
-PACKED = [case for case in EXACT if case[0] not in NO_PACKING]
 
 
 def padded_steps(number: int, first: int = 0) -> list[list[dict[str, torch.Tensor]]]:
@@ -39,27 +38,26 @@ def test_three_padded_steps_equal_plain_pytorch(name: str, experts: str | None) 
     check_training(build(name, experts), padded_steps(3, FAMILIES[name].seed), splits=True)
 
 
-@pytest.mark.parametrize(("name", "experts"), PACKED)
+@pytest.mark.parametrize(("name", "experts"), EXACT)
 def test_packed_and_recomputed_steps_equal_plain_pytorch(name: str, experts: str | None) -> None:
-    check_training(build(name, experts), packed_steps(3), splits=True, plan={"activation": "recompute"})
+    alone = name in BY_DOCUMENT
+    plan = {"activation": "recompute"}
+    check_training(build(name, experts), packed_steps(3), splits=not alone, alone=alone, plan=plan)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_documents_of_a_packed_row_do_not_see_each_other_or_packing_is_refused(name: str) -> None:
+def test_documents_of_a_packed_row_do_not_see_each_other(name: str) -> None:
     model = build(name).eval()
     row = packed([[5, 7, 4]], vocab=VOCAB)
+    other = {**row, "input_ids": torch.cat([row["input_ids"][:, :5].flip(1), row["input_ids"][:, 5:]], 1)}
     with torch.no_grad():
-        together = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
         alone = model(input_ids=row["input_ids"][:, 5:12], use_cache=False).logits
-    separate = error(together[:, 5:12], alone) < 1e-5
-    assert separate == (name not in NO_PACKING)
+    wanted = alone.log_softmax(-1)[0, :6].gather(1, row["input_ids"][0, 6:12, None])[:, 0]
     ours = engine(model)
-    if separate:
-        wanted = alone.log_softmax(-1)[0, :6].gather(1, row["input_ids"][0, 6:12, None])[:, 0]
-        assert error(ours.logprobs([row])[0].view(-1)[5:11], wanted) < 1e-5
-    else:
-        with pytest.raises(ConfigError, match=r"layers\.\d+ cannot keep packed|takes no position_ids"):
-            ours.step([row])
+    found, changed = (batch.view(-1)[5:11] for batch in ours.logprobs([row, other]))
+    assert error(found, wanted) < 1e-5
+    assert torch.equal(found, changed)
+    assert bool(ours.decoder.joining) == (name in BY_DOCUMENT)
 
 
 @pytest.mark.parametrize(("name", "experts"), [case for case in CASES if case[0] in RANDOM_ROUTING])

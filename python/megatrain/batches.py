@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from megatrain.apart import Apart, joining_layers, set_apart
 from megatrain.errors import ConfigError
 from megatrain.loss import IGNORE
 from megatrain.model import Decoder
@@ -50,6 +50,8 @@ class MicroBatch:
     """(batch * seq, 1), fp32: 0 for padding, which a router's auxiliary loss leaves out; None: every token counts."""
     record: Record | None
     """None: that of the shape, which the recorder's cache holds."""
+    apart: Apart | None
+    """The documents of packed rows, for layers that cannot keep them apart; None: all can."""
     lookups: list[Tensor]
     """An embedding call each: rows looked up, counted among the distinct rows of the step (flat, int64)."""
     batch: dict[str, Any]
@@ -128,7 +130,8 @@ class Preparer:
     def with_record(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with what its layers are called with on the device, copied asynchronously."""
         record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]
-        return dataclasses.replace(micro, record=record)
+        apart = micro.apart.to(self._device, self.move) if micro.apart is not None else None
+        return dataclasses.replace(micro, record=record, apart=apart)
 
     def move(self, tensor: Tensor) -> Tensor:
         """A tensor on the device; from pinned memory, since a pageable copy would wait for the device."""
@@ -176,12 +179,12 @@ class Preparer:
         causal = "token_type_ids" not in images
         if mask is not None and causal and _only_follows(mask, (targets != IGNORE).view(shape)):
             mask = None
-        record = None
+        record, apart = None, None
         if mask is not None or positions is not None or images:
             with self._lock:
                 record = self._record(where, ids, mask, positions, images)
             if positions is not None:
-                self._check_separated(where, positions, record)
+                apart = self._apart(where, positions, record, counted, images)
         return MicroBatch(
             index=index,
             shape=shape,
@@ -193,6 +196,7 @@ class Preparer:
             position_ids=positions,
             counted=counted,
             record=record,
+            apart=apart,
             lookups=[],
             batch=dict(batch),
             images=images,
@@ -262,23 +266,31 @@ class Preparer:
                     images[key] = _matrix(where, key, value, (int(ids.shape[0]), int(ids.shape[1])))
         return images
 
-    def _check_separated(self, where: str, positions: Tensor, record: Record) -> None:
-        """Refuses packed rows where a layer would let a document see the one before: what has no attention mask (linear
-        attention, state spaces, convolutions over tokens) carries its state over the border."""
-        documents = (positions[:, 1:] != positions[:, :-1] + 1).cumsum(1)
-        row = int(documents[:, -1].argmax())
-        if not int(documents[row, -1]):
-            return
-        border = int(documents[row].argmax()) + 1  # the first token of the second document
-        for layer, (args, kwargs) in enumerate(zip(record.args, record.kwargs, strict=True)):
-            if self._decoder.convolves(layer) or not any(
-                _hides(t, row, border, positions.shape) for t in tree_flatten((args, kwargs))[0]
-            ):
-                raise ConfigError(
-                    f"{where}: position_ids restart, but layers.{layer} cannot keep packed documents apart: it carries "
-                    "a state from token to token or gets no attention mask; put one document in each row "
-                    "(data.packing: false)"
-                )
+    def _apart(
+        self, where: str, positions: Tensor, record: Record, counted: Tensor | None, images: dict[str, Tensor]
+    ) -> Apart | None:
+        """The documents of packed rows, where some layers would let one see the one before."""
+        begins = torch.ones_like(positions, dtype=torch.bool)
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        layers = joining_layers(self._decoder, begins, record)
+        if not layers:
+            return None
+        if images:
+            raise ConfigError(
+                f"{where}: images in packed rows, but layers.{min(layers)} is given each document as a row of its own, "
+                "whose images are not told apart; put one document in each row (data.packing: false)"
+            )
+        if bool((positions[begins] != 0).any()):
+            raise ConfigError(
+                f"{where}: a document in position_ids does not begin at 0, but layers.{min(layers)} is given each "
+                "document as a row of its own; begin each at 0"
+            )
+
+        def record_of(shape: tuple[int, int]) -> Record:
+            with self._lock:
+                return self._decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
+
+        return set_apart(layers, begins, counted, record_of, self._decoder.max_positions)
 
     def _mask_and_positions(
         self, where: str, batch: Batch, shape: tuple[int, int]
@@ -343,17 +355,6 @@ def _only_follows(mask: Tensor, supervised: Tensor) -> bool:
     so that the mask changes nothing, and a dense mask would cost twice the time of causal attention."""
     hidden = mask == 0
     return not bool((hidden[:, :-1] & ~hidden[:, 1:]).any()) and not bool((supervised & hidden).any())
-
-
-def _hides(value: Any, row: int, border: int, shape: torch.Size) -> bool:
-    """Whether `value` is an attention mask that hides token `border - 1` from token `border` of a row."""
-    rows, seq = shape
-    if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[0] not in (1, rows):
-        return False
-    if value.shape[2] != seq or value.shape[3] < seq:
-        return False
-    seen = value[row if value.shape[0] > 1 else 0, 0, border, border - 1]
-    return not bool(seen) if value.dtype == torch.bool else float(seen) < -1e4
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.apart import joining_layers
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.optim import match
@@ -111,6 +112,8 @@ class Decoder:
         self.recorder, self.probe = self._probe()
         self.recorder.side = self.probe.side
         self.sight = self._look()
+        only_tokens = all(ids is None for ids in self.probe.record.embedding_ids)
+        self.recorder.places_by_layer = only_tokens and "position_ids" not in self.recorder.accepts
         self.head: HeadKind = probe_head(self)
         self.router: RouterLoss | None = find_router_loss(self)
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
@@ -122,6 +125,8 @@ class Decoder:
         self.units = self._cut()
         self.tensors: dict[str, TensorRef] = {t.name: t for unit in self.units for t in unit.tensors}
         self.tables = self._tables()
+        self.joining = self._joining()
+        """Layers that are given the documents of packed rows one by one (`apart.py`)."""
 
     @classmethod
     def from_config(
@@ -195,6 +200,14 @@ class Decoder:
     def convolves(self, layer: int) -> bool:
         """Whether a layer convolves over tokens, as linear attention and state spaces do."""
         return any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in self.layers[layer].modules())
+
+    def _joining(self) -> frozenset[int]:
+        begins = torch.tensor([[True, False, True, False]])
+        recorder = self.recorder
+        if "position_ids" not in recorder.accepts and not recorder.places_by_layer:
+            return frozenset()
+        positions = torch.tensor([[0, 1, 0, 1]])
+        return joining_layers(self, begins, recorder.record(torch.zeros(1, 4, dtype=torch.int64), None, positions))
 
     def _take_values(self) -> None:
         """Moves real parameters and persistent buffers into `values`, and notes which names are one tensor."""

@@ -236,6 +236,8 @@ class Recorder:
         self._state = [
             (m, dict(m.__dict__), dict(m._buffers)) for m in self.base.modules() if m._buffers or m is self.base
         ]
+        self.places_by_layer = False
+        """Whether only the layers know places, and the base takes no positions, so that it can do without them."""
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._hidden: list[Tensor] = []
         self._tail = False
@@ -294,6 +296,8 @@ class Recorder:
         call: dict[str, Any] = {"input_ids": input_ids, **(images or {})}
         for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
             if value is not None:
+                if name == "position_ids" and self.places_by_layer:
+                    continue
                 if name not in self.accepts:
                     raise ConfigError(f"{type(self.base).__name__} takes no {name}: do without padding or packing")
                 call[name] = value

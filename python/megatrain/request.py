@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain import partition
+from megatrain import apart, partition
 from megatrain.activations import STAGE_ALIGN, Turn
 from megatrain.errors import ConfigError
 from megatrain.loss import default_chunk, workspace_bytes
@@ -85,6 +85,8 @@ class _AsOnDevice(TorchFunctionMode):
 
 def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
     """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
+    if compiled and decoder.structures[structure] in decoder.joining:
+        compiled = False  # with packed rows it runs as it is
     if compiled:
         known = _COMPILED.setdefault(decoder, {})
         if (structure, rows, seq) not in known:
@@ -117,7 +119,10 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         return _estimate(decoder, module, rows, seq)
     if getattr(output, "shape", None) != hidden.shape:
         raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
-    return Measured(turn.staged_bytes, matmuls.get_total_flops() + attention.flops)
+    kept = turn.staged_bytes
+    if first in decoder.joining:
+        kept = apart.kept_bytes(kept, hidden.numel() * hidden.element_size())
+    return Measured(kept, matmuls.get_total_flops() + attention.flops)
 
 
 _COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()

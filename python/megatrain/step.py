@@ -149,14 +149,14 @@ class Pass:
         assert hidden is not None
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
-        args, kwargs = micro.record.args[unit - 1], micro.record.kwargs[unit - 1]
+        layer = self._layer(template, micro, unit - 1)
         if not self._training:
-            self._hidden[m] = self._with_features(micro, unit, m, template.call(args, kwargs)(hidden))
+            self._hidden[m] = self._with_features(micro, unit, m, layer(hidden))
             return
-        layer = template.training_call(args, kwargs, micro.counted)
         turn = Turn(layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit))
         if op.stage is not None:
-            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, micro.record.storages())
+            shared = micro.record.storages() | (micro.apart.storages() if micro.apart is not None else frozenset())
+            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
         self._hidden[m] = None  # the turn holds it, or the stage does
         self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
         if turn.aside is not None:
@@ -169,6 +169,16 @@ class Pass:
         if features is None or micro.record is None or micro.record.visual is None:
             return hidden
         return add_features(hidden, micro.record.visual, features)
+
+    def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
+        """The `layer`-th layer as a function of the micro-batch's hidden states."""
+        if micro.apart is not None and layer in micro.apart.layers:
+            return micro.apart.call(template, layer, self._training)
+        assert micro.record is not None
+        args, kwargs = micro.record.args[layer], micro.record.kwargs[layer]
+        if not self._training:
+            return template.call(args, kwargs)
+        return template.training_call(args, kwargs, micro.counted)
 
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch

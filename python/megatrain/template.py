@@ -176,8 +176,8 @@ class LayerTemplate:
         self._tuple = decoder.recorder.tuple_output
         self._run = _compiled(self.module) if compiled else self.module
         gates = gates_of(decoder, first) if decoder.router is not None else []
-        routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
-        self._routed = _compiled(routed) if compiled and routed is not None else routed
+        self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
+        self._run_routed = _compiled(self._routed) if compiled and self._routed is not None else self._routed
 
     def bind(self, image: int, layer: int) -> None:
         """Makes this the `layer`-th layer, whose image is at byte `image` of region `weights`."""
@@ -185,20 +185,23 @@ class LayerTemplate:
         for module, name in self._index:
             setattr(module, name, layer)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
-        """The layer as a function of its input alone."""
-        return LayerCall(self._run, args, kwargs, self._tuple)
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = True) -> "LayerCall":
+        """The layer as a function of its input alone; uncompiled on request, for shapes of which there are many."""
+        return LayerCall(self._run if compiled else self.module, args, kwargs, self._tuple)
 
     def training_call(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         counted: Tensor | None,  # (tokens, 1) fp32, 0 for padding
+        *,
+        compiled: bool = True,
     ) -> "LayerCall | RoutedCall":
         """The same, with the sums of the layer's routers where an auxiliary loss is taken of them."""
         if self._routed is None:
-            return self.call(args, kwargs)
-        return RoutedCall(self._routed, counted, args, kwargs, self._tuple)
+            return self.call(args, kwargs, compiled=compiled)
+        module = self._run_routed if compiled else self._routed
+        return RoutedCall(module, counted, args, kwargs, self._tuple)
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""

@@ -415,8 +415,7 @@ def test_padding_behind_a_row_needs_no_dense_mask_in_a_causal_model(mask: list[i
 
 def test_a_model_whose_weights_were_taken_is_refused_and_never_drawn_at_random() -> None:
     model = build()
-    with pytest.raises(DoesNotFit):
-        megatrain.Engine(model, device="cpu", micro_batch=(2, 32), micro_batches=1, memory={"host": "64KiB"})
+    megatrain.Engine(model, device="cpu", micro_batch=(2, 32), micro_batches=1).close()
     with pytest.raises(ConfigError, match="moved into an earlier engine"):
         megatrain.Engine(model, device="cpu")
 
@@ -533,3 +532,163 @@ def test_settings_that_are_no_numbers_are_refused_with_their_value(monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE is two"):
         engine(build())
+
+
+# ------------------------------------------------------------------------------------------ wrong requests
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda _: None, "returned None"),
+        (lambda loss: loss.item(), r"returned float \d"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
+        (lambda loss: loss.detach(), "without a gradient"),
+        (lambda loss: loss.long(), r"a tensor of torch\.int64"),
+    ],
+    ids=["None", "float", "not-0-d", "detached", "integer"],
+)
+@pytest.mark.parametrize("update", ["just_in_time", "immediate"])
+def test_what_a_loss_function_returned_is_refused_by_name(returned: Any, words: str, update: str) -> None:
+    ours, wanted = (
+        engine(build(), update=update, max_grad_norm=None if update == "immediate" else 1.0) for _ in range(2)
+    )
+    data = batches(1)
+    with pytest.raises(ConfigError, match=f"loss_fn returned .*{words.removeprefix('returned ')}.*must return the sum"):
+        ours.step(data, loss_fn=lambda hidden, head, _: returned(head(hidden).float().square().sum()))
+    assert ours.step(data) == wanted.step(data)
+
+
+def test_an_unknown_key_of_a_micro_batch_is_refused_with_the_nearest_one() -> None:
+    ours = engine(build())
+    ids = batches(1)[0]["input_ids"]
+    for call in (lambda b: ours.step([b]), lambda b: ours.evaluate([b]), lambda b: ours.logprobs([b])):
+        with pytest.raises(ConfigError, match=r"micro-batch 0 has 'lables'.*did you mean labels\?"):
+            call({"input_ids": ids, "labels": ids, "lables": ids})
+    with pytest.raises(
+        ConfigError, match=r"'advantages'.*known are input_ids, labels, attention_mask, position_ids, padding_mask"
+    ):
+        ours.step([{"input_ids": ids, "labels": ids, "advantages": ids}])
+    seen = []
+
+    def loss_fn(hidden: Any, head: Any, batch: Any) -> Any:
+        seen.append(sorted(batch))
+        return head(hidden).float().square().sum()
+
+    ours.step([{"input_ids": ids, "labels": ids, "advantages": ids}], loss_fn=loss_fn)
+    assert seen == [["advantages", "input_ids", "labels"]]
+    ours.step([{"input_ids": ids, "labels": ids, "token_type_ids": None}])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batch": (1, 500)}, r"micro_batch is \(1, 500\).*positions for 64 tokens"),
+        ({"micro_batch": (1, 2.5)}, r"micro_batch must be \(rows, seq\)"),
+        ({"micro_batch": 4}, r"micro_batch must be \(rows, seq\)"),
+        ({"micro_batches": "2"}, "micro_batches must be at least 1, not '2'"),
+        ({"label_smoothing": "0.1"}, "label_smoothing must be at least 0 and below 1, not '0.1'"),
+        ({"z_loss": None}, "z_loss must be finite"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"memory": "1GiB"}, "memory must be a dict, not str"),
+        ({"plan": ["slots"]}, "plan must be a dict, not list"),
+        ({"plan": {"loss_chunk": 1.5}}, "loss_chunk must be at least 1"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_refused_with_its_value(options: dict[str, Any], words: str) -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=words):
+        megatrain.Engine(model, device="cpu", **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_does_not_fit_is_left_as_it_was(tied: bool) -> None:
+    model, data = build(tie_word_embeddings=tied), batches(1)[0]["input_ids"]
+    before, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    with torch.no_grad():
+        logits = model(input_ids=data).logits
+    refusals: list[tuple[Any, dict[str, Any]]] = [
+        (DoesNotFit, {"micro_batch": (2, 32), "micro_batches": 1, "memory": {"host": "64KiB"}}),
+        (ConfigError, {"freeze": ["no.such.parameter"]}),
+        (ConfigError, {"optimizer": megatrain.AdamW(groups=[{"params": "no.such.parameter", "lr": 1.0}])}),
+        (ConfigError, {"plan": {"slotss": 2}}),
+    ]
+    for error_type, options in refusals:
+        with pytest.raises(error_type):
+            megatrain.Engine(model, device="cpu", **options)
+        assert all(one is parameters[name] for name, one in model.named_parameters())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=data).logits, logits)
+    ours = megatrain.Engine(model, device="cpu", micro_batch=(2, 32), micro_batches=1)
+    assert all(torch.equal(ours.state_dict()[name], before[name]) for name in before)
+
+
+def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
+    """Every public method and property of an engine, with arguments it takes while it can be used."""
+    data, name = batches(1), next(iter(ours.decoder.tensors))
+    found = {
+        "prepare": lambda: ours.prepare(data),
+        "step": lambda: ours.step(data),
+        "forward_backward": lambda: ours.forward_backward(data),
+        "optimizer_step": ours.optimizer_step,
+        "num_steps": lambda: ours.num_steps,
+        "set_lr": lambda: ours.set_lr(1e-3),
+        "evaluate": lambda: ours.evaluate(data),
+        "logprobs": lambda: ours.logprobs(data),
+        "logits": lambda: ours.logits(data[0]["input_ids"][:1]),
+        "state_dict": ours.state_dict,
+        "weight": lambda: ours.weight(name),
+        "optimizer_state": lambda: ours.optimizer_state(name),
+        "gradient": lambda: ours.gradient(name),
+        "save": lambda: ours.save(folder / "saved"),
+        "load": lambda: ours.load(folder / "saved"),
+        "save_pretrained": lambda: ours.save_pretrained(folder / "exported"),
+        "numerics": ours.numerics,
+        "stats": ours.stats,
+        "drain": ours.drain,
+        "core": lambda: ours.core,
+        "plan": lambda: ours.plan,
+        "request": lambda: ours.request((1, 8), 1),
+        "__enter__": ours.__enter__,
+    }
+    # These say what the engine was made with, and go on saying it; `close` may be called again.
+    facts = {"close", "device", "grad_precision", "from_pretrained"}
+    public = {n for n in vars(megatrain.Engine) if not n.startswith("_")}
+    assert set(found) == (public - facts) | {"__enter__"}
+    return found
+
+
+def broken_in_native_code(ours: megatrain.Engine) -> str:
+    """An immediate engine, abandoned after some units were updated."""
+    core = ours.core
+    core.begin("train", 1, groups=ours.optimizer.core_groups())
+    while (op := core.next()) is not None and op.phase != "embed_backward":
+        core.finish(op)
+    core.drain()
+    with pytest.raises(EngineBroken):
+        core.abandon()
+    return "cannot be undone"
+
+
+@pytest.mark.parametrize("end", ["closed", "closed before first use", "broken"])
+def test_every_method_says_why_once_an_engine_is_closed_or_broken(end: str, tmp_path: Path) -> None:
+    immediate = end == "broken"
+    ours = engine(
+        build(), update="immediate" if immediate else "just_in_time", max_grad_norm=None if immediate else 1.0
+    )
+    made = calls(ours, tmp_path)
+    if end != "closed before first use":
+        ours.step(batches(1))
+    if end == "broken":
+        cause = broken_in_native_code(ours)
+    else:
+        ours.close()
+        cause = "the engine is closed"
+    for call in made.values():
+        with pytest.raises(EngineBroken, match=cause):
+            call()
+    ours.close()
+    ours.close()

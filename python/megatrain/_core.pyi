@@ -161,7 +161,15 @@ class Outcome:
 
 @final
 class Engine:
-    """The stream engine over one model's units."""
+    """The stream engine over one model's units.
+
+    Threads: every method may be called from any thread while others are under way. One lock guards the state of passes;
+    it is never held while Python runs, and it does not guard the values. One thread at a time drives a pass (`begin`,
+    `next`, `finish`, `apply`, `abandon`), and it may be another one each time. `read` and `write` wait for pending
+    updates first. Reads may run beside each other, and so may writes of different tensors. What no lock keeps apart is
+    for the caller to: a `write` beside another access to the same tensor, and a `read` or `write` beside a call that
+    starts updates (`apply`; `begin` where they are immediate), may find or leave parts of two values. A `write`
+    is refused that starts while a pass is under way. An interrupted `read` leaves `out` partly filled."""
 
     def __new__(cls, device: Device, request: str, plan: str, options: str = "{}") -> Engine:
         """`request` is what was given to `plan`, `plan` what it returned. `options` is JSON: `threads` (optimizer
@@ -206,6 +214,8 @@ class Engine:
     def abandon(self) -> None:
         """Drops a pass that has begun and was not applied (an exception in Python between next and finish); in
         immediate mode, once an update has run, marks the engine broken instead."""
+    def check(self) -> None:
+        """Raises EngineBroken, with what broke it first, when nothing can be asked any more."""
     def drain(self) -> None:
         """Waits for every pending update and copy."""
     def read(self, unit: int, tensor: int, plane: _Plane, out: SupportsDlpack, start: int = 0) -> None:

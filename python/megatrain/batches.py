@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.apart import Apart, joining_layers, set_apart
+from megatrain.arguments import nearest
 from megatrain.errors import ConfigError
 from megatrain.loss import IGNORE
 from megatrain.model import Decoder
@@ -23,7 +24,11 @@ from megatrain.vision import INPUTS, PLACEHOLDERS, count_features
 Batch = Mapping[str, Any]
 """`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
 rows may name their padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for. For a model
-that sees, what its processor makes of images too (`pixel_values`, `image_grid_thw`, `token_type_ids`, …)."""
+that sees, what its processor makes of images too (`pixel_values`, `image_grid_thw`, `token_type_ids`, …). For a
+`loss_fn` whatever else it reads."""
+
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask")
+"""What of a micro-batch is read for any model. A `loss_fn` is given the whole dict: only with one it may hold more."""
 
 _CACHED_SHAPES = 16
 
@@ -89,13 +94,18 @@ class Preparer:
         self._plain: collections.OrderedDict[tuple[int, int], tuple[Record, Record]] = collections.OrderedDict()
 
     @torch.inference_mode(False)
-    def prepare(self, batches: Sequence[Batch], *, need_labels: bool = True, keep_empty: bool = False) -> Prepared:
-        """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take."""
+    def prepare(
+        self, batches: Sequence[Batch], *, need_labels: bool = True, keep_empty: bool = False, more_keys: bool = False
+    ) -> Prepared:
+        """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take. Keys
+        beside `KEYS` are let through with `more_keys` only."""
         if isinstance(batches, Mapping):
             raise ConfigError("micro-batches must be a list of dicts, not one dict; write [batch]")
+        if not isinstance(batches, list | tuple):
+            raise ConfigError(f"micro-batches must be a list of dicts, not {type(batches).__name__}")
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
-        checked = [self._check(i, batch, need_labels) for i, batch in enumerate(batches)]
+        checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
         # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
         whole = self._decoder.router is not None and any(m.num_tokens for m in checked)
         used = [m for m in checked if m.num_tokens or keep_empty or whole]
@@ -150,10 +160,17 @@ class Preparer:
             self._plain.move_to_end(shape)
             return self._plain[shape]
 
-    def _check(self, index: int, batch: Batch, need_labels: bool) -> MicroBatch:
+    def _check(self, index: int, batch: Batch, need_labels: bool, more_keys: bool) -> MicroBatch:
         where = f"micro-batch {index}"
         if not isinstance(batch, Mapping):
             raise ConfigError(f"{where} must be a dict of tensors, not {type(batch).__name__}")
+        known = (*KEYS, *(INPUTS if self._decoder.sight is not None else ()))
+        for key, value in batch.items():
+            if key not in known and key not in PLACEHOLDERS and value is not None and not more_keys:
+                raise ConfigError(
+                    f"{where} has {key!r}, which is not read ({nearest(key, known)}); only a loss_fn, given the "
+                    "whole dict, may read more"
+                )
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
         shape = (int(ids.shape[0]), int(ids.shape[1]))
         decoder = self._decoder

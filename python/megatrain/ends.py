@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.activations import Region
+from megatrain.errors import ConfigError
 from megatrain.head import HeadShell
 from megatrain.loss import IGNORE, chunked_loss, default_chunk
 from megatrain.model import Decoder
@@ -386,9 +387,8 @@ class HeadTemplate:
         leaf = behind.requires_grad_()
         with torch.enable_grad():
             loss = options.loss_fn(leaf, self.logits, micro.batch)
+            _check_loss(loss, leaf.device)
             total = loss * options.scale
-        if loss.ndim != 0:
-            raise ValueError(f"loss_fn must return the sum of losses as a 0-d tensor, not shape {tuple(loss.shape)}")
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
         accumulate(totals, grads[1:], first)
         grad = grads[0]
@@ -420,6 +420,26 @@ class HeadTemplate:
         ]
         losses = torch.cat(parts)
         return losses.sum(dtype=torch.float64), -losses
+
+
+def _check_loss(loss: Any, device: torch.device) -> None:
+    """Raises ConfigError when a loss function of the caller's has returned what no gradient can be taken of."""
+    wrong = ""
+    if not isinstance(loss, Tensor):
+        wrong = f"{type(loss).__name__} {loss!r}" if loss is not None else "None"
+    elif loss.ndim != 0:
+        wrong = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.is_floating_point():
+        wrong = f"a tensor of {loss.dtype}"
+    elif loss.device != device:
+        wrong = f"a tensor on {loss.device}, while the model computes on {device}"
+    elif not loss.requires_grad:
+        wrong = "a tensor without a gradient (was it detached, or formed under no_grad?)"
+    if wrong:
+        raise ConfigError(
+            f"loss_fn returned {wrong}; it must return the sum of the micro-batch's losses: a 0-d floating tensor "
+            "formed from `hidden` or `head(hidden)`"
+        )
 
 
 def token_losses(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:

@@ -108,7 +108,18 @@ class Decoder:
         self.library_layout = False
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        self._take_values()
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        """Where the model's own tensors were: the dict of the module, the name there, and the name in `values`."""
+        try:
+            self._take_values()
+            self._examine(freeze, frozen_dtypes or {})
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _examine(self, freeze: Sequence[str], frozen_dtypes: dict[str, torch.dtype]) -> None:
+        """Finds out, on stubs, how the model is put together, and cuts it into units."""
+        model = self.model
         self.recorder, self.probe = self._probe()
         self.recorder.side = self.probe.side
         self.sight = self._look()
@@ -119,7 +130,7 @@ class Decoder:
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
         if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
             raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
-        self._freeze((freeze,) if isinstance(freeze, str) else freeze, frozen_dtypes or {})
+        self._freeze((freeze,) if isinstance(freeze, str) else freeze, frozen_dtypes)
         self.index_names = index_attributes(self.layers)
         self.structure_of, self.structures = structures(self.layers, self.index_names)
         self.units = self._cut()
@@ -226,7 +237,8 @@ class Decoder:
                 persistent = name not in module._non_persistent_buffers_set
                 if buffer.device.type != "meta":
                     if persistent:
-                        self.values[prefix + name] = buffer.detach()
+                        self.values[prefix + name] = buffer
+                        self._places.append((module._buffers, name, prefix + name))
                 elif not persistent:
                     raise ConfigError(
                         f"buffer {prefix}{name} has no values: build the model on the CPU or let megatrain build it"
@@ -238,13 +250,15 @@ class Decoder:
             )
         for name, parameter in list(self.model.named_parameters()):
             if parameter.device.type != "meta":
-                self.values[name] = parameter.detach()
+                self.values[name] = parameter
                 setattr(self.model, _TAKEN, True)
         common = cast("Any", self.model).get_input_embeddings().weight.dtype
         replaced: dict[int, nn.Parameter] = {}
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
+                    if parameter.device.type != "meta":
+                        self._places.append((module._parameters, name, first[id(parameter)]))
                     if id(parameter) not in replaced:
                         dtype = self.dtype if parameter.dtype == common else parameter.dtype
                         replaced[id(parameter)] = nn.Parameter(
@@ -255,6 +269,15 @@ class Decoder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type not in ("cpu", "meta"):
                     module._buffers[name] = buffer.cpu()
+
+    def give_back(self) -> None:
+        """Puts the model's own tensors back where they were, as long as none has been moved on: for a caller whose
+        model came to nothing here."""
+        if all(name in self.values for *_, name in self._places):
+            for holder, attribute, name in self._places:
+                holder[attribute] = self.values[name]
+            self.model.__dict__.pop(_TAKEN, None)
+        self._places = []
 
     def _probe(self) -> tuple[Recorder, Probe]:
         """Runs the base on stubs, first with layers that return a tensor, then with tuples."""

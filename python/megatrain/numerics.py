@@ -1,7 +1,8 @@
 """The numerics key: everything that changes rounding, and nothing that a plan may choose.
 
 Two runs of one key on one kind of device give the same bits (on CUDA with `deterministic: true`). It follows from
-configuration, model and kind of device by fixed rules, and is stored with every checkpoint.
+configuration, model and kind of device by fixed rules, and is stored with every checkpoint. `arithmetic` is what a pass
+runs under, so that nothing of the caller's changes the bits.
 """
 
 import contextlib

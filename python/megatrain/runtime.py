@@ -75,6 +75,8 @@ class Runtime:
         self._workshop: Workshop | None = None
         self._plan: dict[str, Any] = {}
         self._closed = False
+        self.undefined = ""
+        """Why the state is no state of training, where a load was cut off."""
         self._emptied = False
         """Whether values were taken out of the model; they are gone when setting up fails after that."""
         if micro_batch is not None and micro_batches is not None:
@@ -151,6 +153,19 @@ class Runtime:
             assert self.micro_batches is not None
             self._plan_again(self.micro_batch, self.micro_batches)
 
+    def check(self) -> None:
+        """Raises EngineBroken when nothing can be asked any more, with the cause."""
+        if self._closed:
+            raise EngineBroken("the engine is closed")
+        if self.undefined:
+            raise EngineBroken(self.undefined)
+        if self._core is not None:
+            self._core.check()
+        elif self._emptied:
+            raise EngineBroken(
+                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+            )
+
     def close(self) -> None:
         """Gives all memory back."""
         core, self._core, self._workshop, self._closed = self._core, None, None, True
@@ -160,8 +175,7 @@ class Runtime:
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
     def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
-        if self._closed:
-            raise EngineBroken("the engine is closed")
+        self.check()
         request = json.dumps(self.request(micro_batch, micro_batches))
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
@@ -215,10 +229,6 @@ class Runtime:
             self._load(decoder, core)
             values.clear()
             return
-        if self._emptied:
-            raise EngineBroken(
-                "setting up the engine was cut off after the model's weights had been taken; load the model again"
-            )
         if not any(not ref.is_buffer and name in values for name, ref in decoder.tensors.items()):
             initialize.initialize(decoder, core, self._seed, device=self.device.type)
             values.clear()
@@ -228,7 +238,7 @@ class Runtime:
             raise ConfigError(f"{missing[0]} has no values (it is on the meta device) while other parameters have")
         self._emptied = True
         for name, ref in decoder.tensors.items():
-            value = values.pop(name).cpu()
+            value = values.pop(name).detach().cpu()
             plane = "master" if ref.role == "trainable" else "weights"
             if ref.role != "trainable":
                 value = value.to(ref.dtype)

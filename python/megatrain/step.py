@@ -118,11 +118,14 @@ class Pass:
             "embed_backward": self._embed_backward,
         }
 
-    def run(self, core: Any, on_loss: Callable[[Tensor], None] | None = None) -> None:
+    def run(
+        self, core: Any, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
-        before its backward begins."""
+        before its backward begins; `check` may raise before each operation."""
         with torch.no_grad():  # templates switch gradients on where a graph is wanted
             while (op := core.next()) is not None:
+                check()
                 self._phases[op.phase](op)
                 if on_loss is not None and op.phase == "loss":
                     loss = self.losses[op.micro_batch]

@@ -130,6 +130,7 @@ class BoundTensors:
             views = self._views[image] = [
                 self._region.view(image + cut.byte, cut.shape, cut.dtype) for cut in self._layout.slices
             ]
+        self._bound = None  # until all are: what is cut off here must not pass for bound
         for tensor, view, dtype in zip(self.tensors, views, self._wanted, strict=True):
             tensor.data = view if view.dtype == dtype else view.to(dtype)
         self._bound = image

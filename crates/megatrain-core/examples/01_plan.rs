@@ -69,8 +69,8 @@ fn main() -> Result<(), Error> {
     // What does not fit is refused with its sum.
     request.budget.host = 32 * GIB;
     match plan(&request) {
-        Err(Error::DoesNotFit { tier: Tier::Host, needed, available, .. }) => {
-            println!("\nwith less host memory: {needed} bytes are needed and {available} are there");
+        Err(refusal @ Error::DoesNotFit { tier: Tier::Host, .. }) => {
+            println!("\nwith less host memory: {refusal}");
             Ok(())
         }
         Err(other) => Err(other),

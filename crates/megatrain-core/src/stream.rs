@@ -158,6 +158,14 @@ impl Engine {
         self.shared.placement.own.get(unit).copied().flatten().map(|s| s.offset)
     }
 
+    /// Whether anything can be asked of it.
+    ///
+    /// # Errors
+    /// [`crate::Error::Broken`], with what broke it first.
+    pub fn check(&self) -> Result<()> {
+        self.shared.enter().map(drop)
+    }
+
     /// Starts a pass.
     ///
     /// # Errors

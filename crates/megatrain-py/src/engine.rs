@@ -144,6 +144,10 @@ impl Engine {
         self.wait(py, |engine| engine.abandon(SLICE))
     }
 
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || self.engine.check())
+    }
+
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         self.wait(py, |engine| engine.drain(SLICE))
     }

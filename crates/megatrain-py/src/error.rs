@@ -61,7 +61,7 @@ fn does_not_fit(py: Python<'_>, message: String, items: &[Item]) -> PyErr {
         .map(|item| {
             let row = PyDict::new(py);
             row.set_item("what", &item.what)?;
-            row.set_item("tier", tier_name(item.tier))?;
+            row.set_item("tier", item.tier.name())?;
             row.set_item("bytes", item.bytes)?;
             row.set_item("pinned", item.pinned)?;
             Ok(row)
@@ -71,13 +71,6 @@ fn does_not_fit(py: Python<'_>, message: String, items: &[Item]) -> PyErr {
     match rows {
         Ok(()) => error,
         Err(failure) => failure,
-    }
-}
-
-fn tier_name(tier: Tier) -> &'static str {
-    match tier {
-        Tier::Device => "device",
-        Tier::Host => "host",
     }
 }
 

@@ -1,0 +1,96 @@
+"""What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
+
+import difflib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatrain.errors import ConfigError
+
+UPDATES = ("just_in_time", "immediate")
+
+_SHOWN = 8
+"""Most names that a refusal lists."""
+
+
+def check(
+    *,
+    max_grad_norm: Any,
+    grad_precision: Any,
+    update: Any,
+    memory: Any,
+    plan: Any,
+    micro_batch: Any,
+    micro_batches: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    seed: Any,
+    precisions: Iterable[str],
+) -> None:
+    """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
+        )
+    if grad_precision not in precisions:
+        raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
+    if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
+        raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
+    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
+        raise ConfigError(f"z_loss must be finite and not negative, not {z_loss!r}")
+    if not _is_count(seed, 0):
+        raise ConfigError(f"seed must be a whole number and not negative, not {seed!r}")
+    sizes = micro_batch if micro_batch is not None else (1, 1)
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(_is_count(size, 1) for size in sizes):
+        raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
+    if micro_batches is not None and not _is_count(micro_batches, 1):
+        raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
+    for name, given in (("memory", memory), ("plan", plan)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
+    chunk = (plan or {}).get("loss_chunk")
+    if chunk is not None and not _is_count(chunk, 1):
+        raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
+    if update not in UPDATES:
+        raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
+    if max_grad_norm is not None and not positive(max_grad_norm):
+        raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
+    if update == "immediate" and max_grad_norm is not None:
+        raise ConfigError(
+            f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
+            f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
+        )
+
+
+def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> None:
+    """Raises ConfigError when micro-batches are longer than the model's positions."""
+    if micro_batch is not None and positions is not None and micro_batch[1] > positions:
+        raise ConfigError(
+            f"micro_batch is {tuple(micro_batch)} and the model has positions for {positions} tokens; lower its second "
+            "number"
+        )
+
+
+def positive(value: Any) -> bool:
+    """Whether `value` is a positive finite number; a 0-d tensor is one, a text that looks like one is not."""
+    try:
+        return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
+    known = list(known)
+    shown = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known are {shown}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,224 @@
+"""Passes over a model's units, and the gradients that wait for their update: where each begins and ends.
+
+Every pass and every verdict runs behind a `Shield`, so that an interrupt finds the state of a finished step: just in
+time, the step that it meets is dropped, or finished where its verdict has been asked for; with immediate updates it is
+always finished first.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import numerics
+from megatrain.arguments import positive
+from megatrain.batches import Prepared, Preparer
+from megatrain.ends import HeadTemplate, LossFn, LossOptions
+from megatrain.errors import ConfigError, EngineBroken, MegatrainError
+from megatrain.interrupts import Shield
+from megatrain.optim import AdamW
+from megatrain.router import RouterLoss
+from megatrain.runtime import Runtime
+from megatrain.step import Pass, random_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step came to."""
+
+    loss: float
+    """Mean over the supervised tokens of the step, before its update; 0 where there are none."""
+    grad_norm: float
+    """Norm of all gradients before clipping."""
+    num_tokens: int
+    """Supervised tokens."""
+    skipped: bool = False
+    """Whether nothing was updated."""
+    clip: float = 1.0
+    """What the gradients were multiplied with."""
+    reason: str = ""
+    """Why nothing was updated."""
+    aux_loss: float | None = None
+    """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
+    coefficient."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """Gradients that have been formed and not been applied."""
+
+    micro_batches: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+    aux_loss: float | None = None
+
+
+class Passes:
+    """Forward, backward and verdict of one engine."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        preparer: Preparer,
+        optimizer: AdamW,
+        *,
+        max_grad_norm: float | None,
+        immediate: bool,
+        label_smoothing: float,
+        z_loss: float,
+        deterministic: bool,
+        seed: int,
+        router: RouterLoss | None,
+    ) -> None:
+        self._runtime, self._preparer, self._optimizer = runtime, preparer, optimizer
+        self._max_grad_norm, self._immediate = max_grad_norm, immediate
+        self._label_smoothing, self._z_loss = label_smoothing, z_loss
+        self._deterministic, self._seed = deterministic, seed
+        self._router = router
+        self.shield = Shield(runtime.device)
+        self.waiting: Waiting | None = None
+        """None where no pass has been made since the last update."""
+        self.num_steps = 0
+        """Optimizer steps done."""
+
+    def train(
+        self, prepared: Prepared, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
+    ) -> StepOutput | float:
+        """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
+        if normalizer is not None and not positive(normalizer):
+            raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
+        divisor = float(prepared.num_tokens if normalizer is None else normalizer)
+        if prepared.empty:
+            log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
+        if not prepared.micro_batches:
+            self.waiting = self.waiting or Waiting()
+            return self._apply(None) if apply else 0.0
+        if not divisor:
+            raise ConfigError("a step with loss_fn and no labels needs a normalizer")
+        core = self._runtime.ready(prepared, not self.num_waiting)
+        options = LossOptions(
+            scale=1.0 / divisor,
+            chunk=self._runtime.settings.get("loss_chunk"),
+            label_smoothing=self._label_smoothing,
+            z_loss=self._z_loss,
+            loss_fn=loss_fn,
+        )
+
+        def body() -> StepOutput | float:
+            run = self._train(core, prepared, options)
+            loss = sum(torch.stack([t for t in run.losses if t is not None]).tolist()) / divisor
+            aux_loss = None
+            if run.aux_loss is not None and self._router is not None:
+                aux_loss = float(run.aux_loss)
+                loss += self._router.coefficient * aux_loss
+            before = self.waiting or Waiting()
+            self.waiting = Waiting(
+                before.micro_batches + len(prepared.micro_batches),
+                before.loss + loss,
+                before.tokens + prepared.num_tokens,
+                aux_loss,
+            )
+            return self._apply(core) if apply else loss
+
+        return self.shield.run(body, finish=self._immediate)
+
+    def apply(self) -> StepOutput:
+        """The verdict over the gradients that wait."""
+        core = self._runtime.core if self.num_waiting else None
+        return self.shield.run(lambda: self._apply(core), finish=self._immediate)
+
+    def evaluate(self, prepared: Prepared, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
+        """A pass without backward, with what it found."""
+        core = self._runtime.ready(prepared, not self.num_waiting)
+        options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
+
+        @torch.inference_mode(False)
+        def body() -> Pass:
+            run = self._pass(prepared, options, training=False, collect=collect)
+            with numerics.arithmetic(self._runtime.device, self._deterministic):
+                try:
+                    core.begin("eval", len(prepared.micro_batches), self._stream())
+                    run.run(core, check=self.shield.check)
+                except BaseException:
+                    self._abandon(core)
+                    raise
+            return run
+
+        return self.shield.run(body, finish=False)
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches whose gradients wait."""
+        return self.waiting.micro_batches if self.waiting is not None else 0
+
+    @torch.inference_mode(False)
+    def _train(self, core: Any, prepared: Prepared, options: LossOptions) -> Pass:
+        run = self._pass(prepared, options, training=True)
+        immediate = self._immediate
+        with numerics.arithmetic(self._runtime.device, self._deterministic):
+            try:
+                core.begin(
+                    "train",
+                    len(prepared.micro_batches),
+                    self._stream(),
+                    groups=self._optimizer.core_groups() if immediate else None,
+                    accumulate=self.num_waiting > 0,
+                    rows=run.looked_up() if immediate else None,
+                )
+                run.run(core, _refuse_nonfinite if immediate else None, self.shield.check)
+            except BaseException:
+                self.waiting = None  # those of earlier passes have gone with this one's
+                self._abandon(core)
+                raise
+        return run
+
+    def _apply(self, core: Any) -> StepOutput:
+        waiting = self.waiting
+        if waiting is None or not waiting.micro_batches:
+            self.waiting = None
+            reason = "no micro-batch has a supervised token"
+            log.warning("%s: nothing was changed", reason)
+            return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
+        outcome = core.apply(self._optimizer.core_groups(), self._max_grad_norm)
+        self.waiting = None
+        self.num_steps += 1
+        return StepOutput(
+            loss=waiting.loss,
+            grad_norm=outcome.grad_norm,
+            num_tokens=waiting.tokens,
+            skipped=outcome.skipped,
+            clip=outcome.clip,
+            reason="a gradient is not finite" if outcome.skipped else "",
+            aux_loss=waiting.aux_loss,
+        )
+
+    def _abandon(self, core: Any) -> None:
+        with contextlib.suppress(MegatrainError):
+            core.abandon()
+
+    def _pass(self, prepared: Prepared, options: LossOptions, *, training: bool, **more: Any) -> Pass:
+        workshop = self._runtime.workshop
+        workshop.train(training)
+        # micro-batches of a step that was begun earlier have numbers of their own
+        seed = random_key(self._seed, self.num_waiting)
+        return Pass(
+            workshop, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
+        )
+
+    def _stream(self) -> int:
+        device = self._runtime.device
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _refuse_nonfinite(loss: Tensor) -> None:
+    """Immediate updates cannot be taken back, so a loss that is not finite stops the step before its backward."""
+    if not bool(torch.isfinite(loss)):
+        raise EngineBroken(
+            f"the loss is {float(loss)}; with update: immediate the step cannot be undone, so it stops here"
+        )

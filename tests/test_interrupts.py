@@ -1,0 +1,316 @@
+"""Ctrl-C inside a user's script: it comes back between steps, at once or after the step, and the numbers go on."""
+
+import contextvars
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import AdamW
+from megatrain.errors import CheckpointError, EngineBroken
+from megatrain.interrupts import GivenUp, Shield
+from reference import batches, build, engine
+
+# Steps under a hail of interrupts, each of which may arrive anywhere: in torch, in native code, between two lines.
+HAIL = """
+import json, os, random, signal, sys, threading, time
+import torch
+torch.set_num_threads(1)
+from reference import batches, build, engine
+
+update, interrupts, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def make():
+    clip = None if update == "immediate" else 1.0
+    model = build("gpt2", resid_pdrop=0.2)
+    return engine(model, update=update, max_grad_norm=clip, micro_batch=(2, 32), micro_batches=2)
+
+data = [batches(2, seed=k) for k in range(8)]
+ours, wanted = make(), make()
+for k in range(3):
+    start = time.monotonic()
+    wanted.step(data[k])
+    whole = time.monotonic() - start
+handled, hits, late = threading.Event(), 0, 0.0
+sent = 0.0
+
+def hail():
+    global sent
+    draw = random.Random(seed)
+    for _ in range(interrupts):
+        time.sleep(draw.uniform(0, 3 * whole))
+        handled.clear()
+        sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        handled.wait()
+
+sender = threading.Thread(target=hail)
+tried = 0
+while True:
+    try:
+        if not sender.is_alive() and not hits:
+            sender.start()
+        while sender.is_alive():
+            tried += 1
+            ours.step(data[ours.num_steps % 8])
+        break
+    except KeyboardInterrupt:
+        late = max(late, time.monotonic() - sent)
+        hits += 1
+        handled.set()
+sender.join()
+while wanted.num_steps < ours.num_steps:
+    wanted.step(data[wanted.num_steps % 8])
+
+def same(name):
+    one, other = ours.optimizer_state(name), wanted.optimizer_state(name)
+    equal = all(torch.equal(one[k], other[k]) for k in ("exp_avg", "exp_avg_sq")) and one["step"] == other["step"]
+    return equal and torch.equal(ours.weight(name), wanted.weight(name))
+
+print(json.dumps({
+    "hits": hits, "late": late, "steps": ours.num_steps, "tried": tried, "whole": whole,
+    "different": [n for n in ours.decoder.tensors if not same(n)],
+    "loss": ours.evaluate(data[0]) == wanted.evaluate(data[0]),
+}))
+"""
+
+
+@pytest.mark.parametrize("update", ["just_in_time", "immediate"])
+def test_whenever_an_interrupt_comes_the_weights_are_those_of_whole_steps(update: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", HAIL, update, "60", "7"],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hits"] == 60
+    assert found["steps"] > 10
+    assert found["different"] == []
+    assert found["loss"]
+    assert found["late"] < 1.0 + 2 * found["whole"]
+
+
+class Interrupted(Exception):
+    """What the handler of the tests below raises."""
+
+
+@pytest.fixture
+def interrupt_after() -> Iterator[Callable[[float], None]]:
+    """Sends this process a signal, whose handler raises, after so many seconds."""
+
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timers: list[threading.Timer] = []
+
+    def start(seconds: float) -> None:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+        timers.append(timer)
+        timer.start()
+
+    yield start
+    for timer in timers:
+        timer.cancel()
+        timer.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def slow(seconds: float) -> Callable[..., Any]:
+    """A loss function that takes its time."""
+
+    def loss_fn(hidden: Any, head: Any, _: Any) -> Any:
+        time.sleep(seconds)
+        return head(hidden).float().square().sum()
+
+    return loss_fn
+
+
+def again_and_again(call: Callable[[], Any]) -> None:
+    while True:
+        call()
+
+
+def states(ours: Any) -> list[torch.Tensor]:
+    names = sorted(ours.decoder.tensors)
+    return [t for n in names for t in (ours.weight(n), ours.optimizer_state(n)["exp_avg_sq"])]
+
+
+def test_just_in_time_gives_a_long_step_up_within_a_second(interrupt_after: Callable[[float], None]) -> None:
+    ours, wanted = (engine(build()) for _ in range(2))
+    data = batches(1)
+    before = states(ours)
+    interrupt_after(0.2)
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        ours.step(data, loss_fn=slow(2.5))
+    assert time.monotonic() - start < 1.2
+    # What was left behind is over before anything else is answered.
+    assert ours.num_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), before, strict=True))
+    assert ours.step(data) == wanted.step(data)
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
+def test_an_immediate_step_is_finished_before_the_interrupt_is_raised(
+    interrupt_after: Callable[[float], None],
+) -> None:
+    ours, wanted = (engine(build(), update="immediate", max_grad_norm=None) for _ in range(2))
+    data = batches(1)
+    interrupt_after(0.2)
+    with pytest.raises(Interrupted):
+        ours.step(data, loss_fn=slow(0.6))
+    assert ours.num_steps == 1
+    wanted.step(data, loss_fn=slow(0))
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+    assert ours.step(data) == wanted.step(data)
+
+
+def test_a_second_interrupt_is_raised_at_once_and_leaves_an_immediate_engine_broken(
+    interrupt_after: Callable[[float], None],
+) -> None:
+    ours = engine(build(), update="immediate", max_grad_norm=None)
+    interrupt_after(0.2)
+    interrupt_after(0.4)
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        ours.step(batches(1), loss_fn=slow(2.0))
+    assert time.monotonic() - start < 1.0
+    for call in (lambda: ours.step(batches(1)), lambda: ours.num_steps, lambda: ours.set_lr(1.0)):
+        with pytest.raises(EngineBroken, match="second interrupt"):
+            call()
+    ours.close()
+
+
+def test_an_update_that_runs_long_does_not_keep_an_interrupt(interrupt_after: Callable[[float], None]) -> None:
+    big = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    ours = engine(build(**big), optimizer=AdamW(lr=1e-3), plan={"threads": 1, "isa": "scalar"}, micro_batch=(1, 4))
+    batch = {key: value[:1, :4] for key, value in batches(1)[0].items()}
+    ours.step([batch])
+    start = time.monotonic()
+    ours.drain()
+    whole = time.monotonic() - start
+    ours.step([batch])
+    interrupt_after(0.01)
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        again_and_again(lambda: ours.step([batch]))
+    assert time.monotonic() - start < 1.0, f"an update takes {whole:.2f} s"
+    steps = ours.num_steps
+    assert ours.optimizer_state(next(iter(ours.decoder.tensors)))["step"] == steps
+
+
+def test_an_evaluation_gives_way_and_gradients_that_wait_stay(interrupt_after: Callable[[float], None]) -> None:
+    ours, wanted = (engine(build(), micro_batch=(2, 32), micro_batches=2) for _ in range(2))
+    data = batches(2)
+    ours.forward_backward(data)
+    interrupt_after(0.05)
+    with pytest.raises(Interrupted):
+        again_and_again(lambda: ours.evaluate(data))
+    ours.optimizer_step()
+    wanted.step(data)
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
+def test_work_that_was_cut_off_before_it_began_never_begins() -> None:
+    shield = Shield(torch.device("cpu"))
+    ran: list[int] = []
+
+    class Full:
+        """A queue that an interrupt meets right after the work was put in."""
+
+        def __init__(self, jobs: Any) -> None:
+            self.jobs = jobs
+
+        def put(self, job: Any) -> None:
+            assert job.withdraw()
+            self.jobs.put(job)
+            raise KeyboardInterrupt
+
+    jobs, shield._jobs = shield._jobs, Full(shield._jobs)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        shield.run(lambda: ran.append(1), finish=True)
+    shield._jobs = jobs
+    assert shield.run(lambda: ran.append(2), finish=True) is None
+    assert ran == [2]
+
+
+def test_what_the_work_sees_is_the_callers() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
+    variable.set("the caller's")
+    shield = Shield(torch.device("cpu"))
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            torch.set_num_threads(threads)
+            seen = shield.run(lambda: (variable.get(), torch.get_num_threads()), finish=True)
+            assert seen == ("the caller's", threads)
+    finally:
+        torch.set_num_threads(before)
+    with torch.device("meta"):
+        assert shield.run(lambda: torch.empty(1).device.type, finish=True) == "meta"
+
+
+def test_an_error_of_the_work_is_raised_where_it_was_asked_for() -> None:
+    shield = Shield(torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        shield.run(lambda: 1 // 0, finish=False)
+    with pytest.raises(GivenUp):  # ours alone; nobody raises it without an interrupt
+        shield.run(lambda: (_ for _ in ()).throw(GivenUp()), finish=False)
+
+
+def test_the_thread_ends_with_its_engine() -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    thread = ours._passes.shield._thread
+    assert thread.is_alive()
+    ours.close()
+    del ours
+    gc.collect()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def test_a_load_that_is_cut_off_leaves_an_engine_that_takes_nothing_but_another_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = engine(build())
+    ours.step(batches(1))
+    ours.save(tmp_path / "one")
+    saved = states(ours)
+    ours.step(batches(1))
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.shards.read_checked", cut)
+        with pytest.raises(KeyboardInterrupt):
+            ours.load(tmp_path / "one")
+    for call in (lambda: ours.step(batches(1)), lambda: ours.save(tmp_path / "two")):
+        with pytest.raises(EngineBroken, match="was cut off"):
+            call()
+    with pytest.raises(CheckpointError):
+        ours.load(tmp_path / "none")
+    with pytest.raises(EngineBroken, match="was cut off"):
+        ours.drain()
+    ours.load(tmp_path / "one")
+    assert ours.num_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), saved, strict=True))

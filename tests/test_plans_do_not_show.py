@@ -81,6 +81,20 @@ def test_units_updated_on_the_device_do_not_show(units: int) -> None:
     assert_same_bits(bits(seed=7, plan={"state_on_device": units}), wanted())
 
 
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_layers_whose_state_visits_the_device_do_not_show(layers: int, parts: int) -> None:
+    visiting = {"updates_on_device": layers, "parts": parts}
+    assert_same_bits(bits(seed=10, plan=visiting), wanted())
+    immediate = {"max_grad_norm": None, "update": "immediate"}
+    for slots, slabs in ((2, 1), (3, 4)):
+        found = bits(seed=11, plan={**visiting, "slots": slots, "slabs": slabs}, **immediate)
+        assert_same_bits(found, wanted(max_grad_norm=None))
+    for grads in ("bf16", "fp32"):
+        narrow = {"precision": "bf16", "grad_precision": grads}
+        assert_same_bits(bits(seed=12, plan={**visiting, "state_on_device": 2}, **narrow), wanted(**narrow))
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])
 def test_other_families_do_not_show_their_plan_either(kind: str) -> None:
     tied = kind == "gpt2"

@@ -20,6 +20,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "two slots": {"plan": {"slots": 2}},
     "as many slots as layers": {"plan": {"slots": 3}},
     "state on the device": {"plan": {"state_on_device": 2}},
+    "state that visits the device": {"plan": {"updates_on_device": 3, "parts": 2}},
     "recomputed activations": {"plan": {"activation": "recompute", "inputs": "host"}},
     "a micro-batch at a time": {"plan": {"group": 1}},
     "immediate updates": {"update": "immediate", "max_grad_norm": None},

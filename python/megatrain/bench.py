@@ -171,6 +171,7 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         "plan": {
             **{key: planned.get(key) for key in ("slots", "slabs", "group", "micro_batches", "totals", "estimate")},
             "state_on_device": sum(unit["state"] == "device" for unit in units),
+            "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in units),
             "activations": {
                 kind: sum(unit["activation"] == kind for unit in units) for kind in ("keep", "offload", "recompute")
             },

@@ -202,7 +202,8 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
     """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
     plan = config.plan
     asked: dict[str, Any] = {"slots": plan.slots, "slabs": plan.slabs, "keep": plan.keep}
-    asked |= {"state_on_device": plan.state_on_device, "loss_chunk": plan.loss_chunk}
+    asked |= {"state_on_device": plan.state_on_device, "updates_on_device": plan.updates_on_device}
+    asked |= {"loss_chunk": plan.loss_chunk}
     asked |= {"synchronous": plan.synchronous, "poison": plan.poison, "huge_pages": plan.huge_pages}
     # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.
     asked["threads"] = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
@@ -258,12 +259,12 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
 
 def clipping_is_free_from(settled: Settled, decoder: "Decoder", count: "ModelCount") -> int | None:
     """Tokens a step from which the host's updates hide beneath the next forward, so that clipping costs nothing."""
-    states = {unit["name"]: unit["state"] for unit in settled.plan["units"]}
+    places = {unit["name"]: unit["update"] for unit in settled.plan["units"]}
     trained = sum(
         _numel(t.shape)
         for unit in decoder.units
         for t in unit.tensors
-        if t.role == "trainable" and states.get(unit.name) == "host"
+        if t.role == "trainable" and places.get(unit.name) == "host"
     )
     speed, arithmetic = settled.rates.get("adamw_gparams"), settled.rates.get("matmul_tflops")
     if not trained or not speed or not arithmetic:

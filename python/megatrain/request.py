@@ -243,7 +243,19 @@ CONTEXT_BYTES = 640 << 20
 FRAGMENTATION = 0.05
 """What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""
 
-REQUESTS = ("slots", "slabs", "group", "activation", "keep", "inputs", "state_on_device", "stage_buffers", "accumulate")
+REQUESTS = (
+    "slots",
+    "slabs",
+    "group",
+    "activation",
+    "keep",
+    "inputs",
+    "state_on_device",
+    "updates_on_device",
+    "stage_buffers",
+    "parts",
+    "accumulate",
+)
 """Numbers of a plan that may be given instead of derived."""
 
 RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")

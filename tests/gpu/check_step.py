@@ -102,6 +102,8 @@ def plans_agree(layers: int) -> bool:
         "keep": {"activation": "keep"},
         "recompute": {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0},
         "offload": {"activation": "offload", "inputs": "host", "slots": 2, "group": 1, "poison": True},
+        "visit": {"activation": "keep", "slots": 3, "state_on_device": 0, "updates_on_device": layers - 1},
+        "visit, poisoned": {"state_on_device": 1, "updates_on_device": layers // 2, "parts": 7, "poison": True},
     }.items():
         ours = engine(layers, plan=plan, deterministic=True)
         outs = [ours.step(batches(3, seed=seed)) for seed in range(3)]

@@ -98,14 +98,13 @@ impl Durations<'_> {
     fn of(&self, op: &Op) -> f64 {
         let unit = op.unit as usize;
         let (r, layout) = (self.rates, &self.placement.layouts[unit]);
-        let part = &self.placement.parts[unit][op.part as usize];
         let upload = |bytes: u64| bytes as f64 / (r.h2d_gbs * 1e9);
         let download = |bytes: u64| bytes as f64 / (r.d2h_gbs * 1e9);
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
         let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
         match op.kind {
-            Kind::Load | Kind::Fetch => upload(self.link_bytes(op)),
-            Kind::Save => download(self.link_bytes(op)),
+            Kind::Load | Kind::Fetch | Kind::Bring => upload(self.link_bytes(op)),
+            Kind::Save | Kind::Return => download(self.link_bytes(op)),
             Kind::Land => {
                 let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
                 norm + download(self.link_bytes(op))
@@ -117,19 +116,29 @@ impl Durations<'_> {
             Kind::Backward => compute(2.0),
             Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::Update if op.lane == Lane::Update => {
-                memory(update_bytes(self.request.precision) * layout.num_trainable())
+                self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
             }
             Kind::Update => {
-                let share = (part.elements.end - part.elements.start) as f64 / layout.elements as f64;
                 let rows = match (self.looked_up, op.early) {
                     (Some(touched), false) if unit == 0 => touched,
                     (Some(touched), true) => 1.0 - touched,
                     (_, early) => f64::from(u8::from(!early)),
                 };
-                self.contention * rows * share * layout.num_trainable() as f64 / (r.adamw_gparams * 1e9)
+                let parameters = rows * self.share(op) * layout.num_trainable() as f64;
+                self.contention * parameters / (r.adamw_gparams * 1e9)
             }
             Kind::Verdict => 0.0,
         }
+    }
+
+    /// The part of its unit that an update is about.
+    fn share(&self, op: &Op) -> f64 {
+        let unit = op.unit as usize;
+        let elements = match op.visit {
+            Some(_) => &self.placement.visits[unit][op.part as usize],
+            None => &self.placement.parts[unit][op.part as usize].elements,
+        };
+        (elements.end - elements.start) as f64 / self.placement.layouts[unit].elements as f64
     }
 
     fn grad_bytes(&self, op: &Op) -> u64 {
@@ -147,12 +156,14 @@ impl Durations<'_> {
             }
             Kind::Fetch | Kind::Save => self.placement.staged[unit],
             Kind::Land if op.slab.is_some() => self.grad_bytes(op),
+            Kind::Bring => self.placement.visit_bytes(unit, op.part as usize).0,
+            Kind::Return => self.placement.visit_bytes(unit, op.part as usize).1,
             _ => 0,
         }
     }
 
     /// What crosses the link while the host updates: under immediate updates everything; just in time, what the forward
-    /// beneath which they run is sent.
+    /// beneath which they run is sent, and the state that visits the device.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
         let updated: u64 = host
@@ -161,11 +172,10 @@ impl Durations<'_> {
                 part.elements.end - part.elements.start
             })
             .sum();
-        let beneath: u64 = if self.request.update == UpdateMode::Immediate {
-            steady.ops.iter().map(|op| self.link_bytes(op)).sum()
-        } else {
-            steady.ops.iter().take_while(|op| op.kind != Kind::Loss).map(|op| self.link_bytes(op)).sum()
-        };
+        let immediate = self.request.update == UpdateMode::Immediate;
+        let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
+        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.visit.is_some());
+        let beneath: u64 = beneath.map(|op| self.link_bytes(op)).sum();
         let own = (updated * update_bytes(self.request.precision)).max(1);
         1.0 + self.rates.link_cost * beneath as f64 / own as f64
     }

@@ -7,7 +7,7 @@
 //! name, and a plan that does not fit is refused with its sum.
 use serde::{Deserialize, Serialize};
 
-pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch};
+pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch, VisitBuffer};
 pub use self::request::{Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
 
@@ -37,7 +37,7 @@ pub enum Activation {
     Recompute,
 }
 
-/// Where a unit's input waits for backward.
+/// Where a unit's input waits for backward, or where a unit is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -58,6 +58,16 @@ pub struct UnitPlan {
     pub activation: Activation,
     /// Where its input waits.
     pub input: Place,
+    /// Where it is updated: where its state lives, or on the device, which its state then visits.
+    pub update: Place,
+}
+
+impl UnitPlan {
+    /// Whether its state lives on the host and visits the device to be updated.
+    #[must_use]
+    pub fn visits(&self) -> bool {
+        self.state == State::Host && self.update == Place::Device
+    }
 }
 
 /// Bytes by tier.
@@ -98,6 +108,8 @@ pub struct Plan {
     pub stage_buffers: u32,
     /// Bytes of one of them.
     pub stage_bytes: u64,
+    /// Device buffers through which state passes that lives on the host and is updated on the device.
+    pub visit_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// Micro-batches of a step, at most.

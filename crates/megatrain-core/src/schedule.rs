@@ -49,8 +49,12 @@ pub enum Kind {
     Gather,
     /// The norm is known and the caller has said what to do.
     Verdict,
+    /// Copies the state and the gradient of a part of a unit from the host to a visiting buffer.
+    Bring,
     /// Updates a unit's weights.
     Update,
+    /// Copies the state back from its visiting buffer.
+    Return,
 }
 
 /// Where an operation is issued, in order of priority.
@@ -95,6 +99,10 @@ impl Lane {
     }
 }
 
+/// A priority number from here on says what is wanted for the pass after this one: less what is here, it stands among
+/// that pass's numbers.
+pub(crate) const NEXT_PASS: u32 = u32::MAX / 2;
+
 /// What must have happened to the earlier operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -128,7 +136,8 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
-    /// Which part of the unit is landed, updated or sent.
+    /// Which part of the unit is landed, updated or sent; of a unit that visits the device, which of the parts in which
+    /// its state comes and goes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub part: u32,
     /// Whether only those rows of the embedding are meant that the step does not look up: their gradients are final
@@ -151,6 +160,9 @@ pub struct Op {
     /// The staging buffer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stage: Option<u32>,
+    /// The visiting buffer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub visit: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
 }

@@ -1,8 +1,10 @@
 //! Home of every unit's weights, residuals and moments on the host.
 //!
 //! One arena holds the images, unit after unit in forward order, and is registered with the device; another holds what
-//! only the host optimizer reads. Units whose state the plan puts on the device have no planes here, only their update
+//! only the host optimizer reads, behind the state of units that visit the device to be updated, which is registered
+//! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
@@ -16,7 +18,7 @@ mod planes;
 
 pub use planes::{Plane, UnitPlanes};
 
-use arena::{Arena, ArenaOptions, PAGE, Pinning};
+use arena::{Arena, ArenaOptions, HostSpan, PAGE, Pinning};
 
 /// The largest registration unless a unit is larger, in bytes.
 pub const REGISTRATION_BYTES: u64 = 1 << 30;
@@ -76,6 +78,8 @@ pub struct StoreOptions<'a> {
     pub device: Option<&'a dyn Device>,
     /// The largest registration; [`REGISTRATION_BYTES`] when 0.
     pub registration_bytes: u64,
+    /// Units whose residual and moments are registered too, since the device copies them; none of the others.
+    pub visiting: &'a [usize],
 }
 
 struct Unit {
@@ -108,23 +112,29 @@ impl Store {
         let arena = ArenaOptions { huge_pages: options.huge_pages, pool: options.pool };
         let mut images = Arena::new(bytes.image, arena)?;
         let mut state = Arena::new(bytes.total() - bytes.image, arena)?;
-        let mut units = Vec::with_capacity(layouts.len());
-        for (layout, &host) in layouts.iter().zip(on_host) {
-            let planes = if host {
-                Some(UnitPlanes {
-                    image: images.carve(layout.image_bytes, PAGE)?,
-                    residual: match layout.precision {
-                        Precision::Bf16 => Some(state.carve(layout.residual_bytes(), PAGE)?),
-                        Precision::Fp32 => None,
-                    },
-                    exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
-                    exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
-                })
-            } else {
-                None
+        let counts = |layout: &UnitLayout| layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
+        let bare = |layout: &UnitLayout| Unit { layout: layout.clone(), planes: None, counts: counts(layout) };
+        let mut units: Vec<Unit> = layouts.iter().map(bare).collect();
+        let visits = |unit: &usize| options.visiting.contains(unit);
+        let held = || (0..layouts.len()).filter(|&unit| on_host[unit]);
+        let image = |unit: usize| images.carve(layouts[unit].image_bytes, PAGE).map(|image| (unit, image));
+        let mut image: HashMap<usize, HostSpan> = held().map(image).collect::<Result<_>>()?;
+        let mut visiting = Vec::new();
+        for unit in held().filter(visits).chain(held().filter(|unit| !visits(unit))) {
+            let layout = &layouts[unit];
+            let planes = UnitPlanes {
+                image: image.remove(&unit).expect("every unit that is held has an image"),
+                residual: match layout.precision {
+                    Precision::Bf16 => Some(state.carve(layout.residual_bytes(), PAGE)?),
+                    Precision::Fp32 => None,
+                },
+                exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
+                exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
             };
-            let counts = layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
-            units.push(Unit { layout: layout.clone(), planes, counts });
+            if visits(&unit) {
+                visiting.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
+            }
+            units[unit].planes = Some(planes);
         }
         let pinning = match options.device {
             None => Pinning::default(),
@@ -132,7 +142,9 @@ impl Store {
                 let pieces: Vec<_> = units.iter().filter_map(|u| u.planes.as_ref()).map(|p| p.image.clone()).collect();
                 let most =
                     if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
-                images.register(device, &pieces, most)
+                let mut pinning = images.register(device, &pieces, most);
+                pinning.absorb(state.register(device, &visiting, most));
+                pinning
             }
         };
         Ok(Self { units, images, state, pinning })

@@ -39,6 +39,7 @@ pub(crate) mod progress;
 mod rows;
 mod shared;
 mod stats;
+mod visits;
 
 /// How an engine is to run; none of it changes the numbers.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -93,8 +93,29 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
             r.requests.state_on_device = Some(Count::Units(units));
         });
     }
+    let visiting = |r: &mut Request, layers: u32, parts: u32| {
+        (r.requests.updates_on_device, r.requests.parts) = (Some(Count::Units(layers)), Some(parts));
+    };
+    add("two layers visit", &|r| visiting(r, 2, 1));
+    add("all layers visit in parts", &|r| visiting(r, 5, 2));
+    add("visits beside state on the device", &|r| {
+        visiting(r, 2, 2);
+        (r.requests.state_on_device, r.requests.slots) = (Some(Count::Units(4)), Some(3));
+    });
+    add("visits in groups of one", &|r| {
+        visiting(r, 3, 2);
+        (r.requests.inputs, r.requests.group) = (Some(Place::Host), Some(1));
+    });
     if base.update == UpdateMode::Immediate {
         add("one slab", &|r| r.requests.slabs = Some(1));
+        add("visits through one slab", &|r| {
+            visiting(r, 3, 2);
+            r.requests.slabs = Some(1);
+        });
+        add("visits that wait in slabs", &|r| {
+            visiting(r, 3, 2);
+            r.requests.slabs = Some(5);
+        });
     }
     all
 }
@@ -192,9 +213,10 @@ fn thread_counts_do_not_show() {
 #[test]
 fn less_memory_to_pin_changes_one_warning_and_no_bit() {
     // H11: pinning stops after some bytes, after few, and at once.
-    let request = request(5, 3);
+    let mut request = request(5, 3);
     let reference = train_through(&request, queueing(0), &options(), 3, Some(0.5));
-    for limit in [150_000, 20_000, 0] {
+    for (limit, visiting) in [(150_000, 0), (20_000, 0), (0, 0), (300_000, 5), (200_000, 5), (0, 5)] {
+        request.requests.updates_on_device = Some(Count::Units(visiting));
         let faults = Faults { pin_limit_bytes: Some(limit), ..Faults::default() };
         let run = start(&request, SimDevice::new(Some(3), faults).queueing_compute(), &options());
         let warnings = run.engine.warnings();
@@ -202,7 +224,7 @@ fn less_memory_to_pin_changes_one_warning_and_no_bit() {
         for step in 0..3 {
             run.toy.step(&run.engine, step, Some(0.5)).unwrap();
         }
-        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}");
+        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}, {visiting} visiting");
     }
 }
 
@@ -216,11 +238,15 @@ fn what_is_allocated_is_what_the_plan_lists() {
                 let torch = |what: &str| what.ends_with("(torch)");
                 let planned: Vec<_> = run.plan.items.iter().filter(|i| !torch(&i.what)).cloned().collect();
                 let mut allocated = run.engine.allocated();
-                allocated.sort_by_key(|i| planned.iter().position(|p| p.what == i.what && p.tier == i.tier));
+                allocated.sort_by_key(|i| {
+                    planned.iter().position(|p| (&p.what, p.tier, p.pinned) == (&i.what, i.tier, i.pinned))
+                });
                 assert_eq!(allocated, planned, "{name}");
                 let sum = |tier| planned.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum::<u64>();
                 assert_eq!(device.allocated_bytes().0, sum(Tier::Device), "{name}");
                 assert_eq!(run.engine.mapped_bytes(), sum(Tier::Host), "{name}");
+                let pinned = planned.iter().filter(|i| i.pinned).map(|i| i.bytes).sum::<u64>();
+                assert_eq!(device.pinned_bytes(), pinned, "{name}");
                 // After warm-up a step allocates nothing on the device.
                 run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
                 assert_eq!(device.allocated_bytes().1, sum(Tier::Device), "{name}");
@@ -354,16 +380,72 @@ fn gradients_of_several_passes_are_added_before_they_are_applied() {
 
 #[test]
 fn gradients_that_are_not_finite_change_nothing() {
-    let run = start(&request(4, 3), queueing(5), &options());
-    run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
-    let before = run.toy.state(&run.engine).unwrap();
-    run.toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
-    let outcome = run.toy.step(&run.engine, 1, Some(0.5)).unwrap();
-    assert!(outcome.skipped && !outcome.grad_norm.is_finite(), "{outcome:?}");
-    assert!(run.toy.state(&run.engine).unwrap() == before);
-    run.toy.spoil.store(false, std::sync::atomic::Ordering::Relaxed);
-    assert!(!run.toy.step(&run.engine, 2, Some(0.5)).unwrap().skipped);
-    assert_eq!(run.engine.step_count(1, 0).unwrap(), 2);
+    let mut base = request(4, 3);
+    for visiting in [0, 3] {
+        base.requests.updates_on_device = Some(Count::Units(visiting));
+        let run = start(&base, queueing(5), &Options { poison: visiting > 0, ..options() });
+        run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
+        let before = run.toy.state(&run.engine).unwrap();
+        run.toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
+        let outcome = run.toy.step(&run.engine, 1, Some(0.5)).unwrap();
+        assert!(outcome.skipped && !outcome.grad_norm.is_finite(), "{outcome:?}");
+        assert!(run.toy.state(&run.engine).unwrap() == before);
+        run.toy.spoil.store(false, std::sync::atomic::Ordering::Relaxed);
+        assert!(!run.toy.step(&run.engine, 2, Some(0.5)).unwrap().skipped);
+        assert_eq!(run.engine.step_count(1, 0).unwrap(), 2);
+    }
+}
+
+#[test]
+fn state_that_visits_is_read_written_and_evaluated_like_any_other() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let run = |visiting: u32, seed: u64, options: &Options| {
+            let mut request = Request { update, ..request(4, 3) };
+            (request.requests.updates_on_device, request.requests.parts) = (Some(Count::Units(visiting)), Some(2));
+            let run =
+                start(&request, delayed(seed, &[["upload"], ["download"], ["update"]][seed as usize % 3]), options);
+            let values: Vec<u8> = (0..16).flat_map(|i| (i as f32 / 8.0).to_ne_bytes()).collect();
+            let mut seen = Vec::new();
+            for step in 0..4 {
+                run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+                let mut gradient = vec![0; 64];
+                if update == UpdateMode::JustInTime {
+                    run.engine.read(2, 0, PlaneName::Gradient, 2040, &mut gradient[..]).unwrap();
+                }
+                if step == 1 {
+                    // Across the border between two parts.
+                    run.engine.write(2, 0, PlaneName::State(Plane::ExpAvg), 2040, Dtype::F32, &values).unwrap();
+                }
+                run.toy.begin(&run.engine, Pass::Eval, 2, false).unwrap();
+                run.toy.compute(&run.engine, 50 + step).unwrap();
+                seen.push((gradient, run.toy.state(&run.engine).unwrap()));
+            }
+            seen
+        };
+        let reference = run(0, 0, &synchronous());
+        for seed in 0..6 {
+            let found = run(1 + seed as u32 % 4, seed, &Options { poison: seed % 2 == 1, ..options() });
+            assert!(found == reference, "{update:?}, seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn visits_never_mix_in_their_buffers_under_any_delay() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut base = Request { update, ..request(4, 3) };
+        (base.requests.parts, base.requests.slots) = (Some(2), Some(3));
+        base.requests.slabs = (update == UpdateMode::Immediate).then_some(2);
+        let reference = train_through(&base, queueing(0), &synchronous(), 60, None);
+        base.requests.updates_on_device = Some(Count::Units(4));
+        let streams: [&[&str]; 5] =
+            [&["compute"], &["upload"], &["download"], &["update"], &["upload", "download", "update"]];
+        for seed in 0..15 {
+            let poison = Options { poison: seed % 2 == 1, ..options() };
+            let found = train_through(&base, delayed(seed, streams[seed as usize % streams.len()]), &poison, 60, None);
+            assert!(found == reference, "{update:?}, seed {seed}");
+        }
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ fn mixed(update: UpdateMode) -> Request {
     let mut request = Request { update, ..request(4, 2) };
     request.requests.inputs = Some(Place::Host);
     request.requests.state_on_device = Some(Count::Units(3));
+    (request.requests.updates_on_device, request.requests.parts) = (Some(Count::Units(1)), Some(2));
     request
 }
 
@@ -67,6 +68,25 @@ fn every_device_call_that_fails_is_told_and_ends_the_run() {
                 let in_a_step = text.starts_with("the engine is broken since");
                 assert!(in_a_step || text.starts_with("device call"), "{text}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_visit_that_fails_names_its_unit_and_operation() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request = Request { update, ..request(4, 2) };
+        request.requests.updates_on_device = Some(Count::Units(2));
+        let counts = calls(&request);
+        for (call, words) in [("copy_to_device", "bring"), ("adamw", "update"), ("copy_to_host", "return")] {
+            let told = |nth: u64| {
+                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false }];
+                let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
+                run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default()
+            };
+            let of_visit = |text: &String| text.contains(words) && text.contains("asked to fail");
+            let text = (1..=counts[call]).map(told).find(of_visit).unwrap();
+            assert!(text.contains("layers.1") || text.contains("layers.3"), "{text}");
         }
     }
 }

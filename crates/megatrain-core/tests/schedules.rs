@@ -10,7 +10,9 @@ use support::request;
 fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    (counts, choices, 0u32..4).prop_map(|((layers, micro_batches, slots, group, stage, slabs), choices, frozen)| {
+    let visits = (0u32..7, 0u32..4);
+    (counts, choices, 0u32..4, visits).prop_map(|(counts, choices, frozen, (visiting, parts))| {
+        let (layers, micro_batches, slots, group, stage, slabs) = counts;
         let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
         let mut request = request(layers, micro_batches);
         request.tied = tied;
@@ -25,6 +27,8 @@ fn any_request() -> impl Strategy<Value = Request> {
         r.slabs = immediate.then_some(slabs);
         r.accumulate = accumulate && !immediate;
         r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
+        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { visiting.min(layers as u32) }));
+        r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);
         r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
         r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
@@ -131,6 +135,10 @@ proptest! {
         prop_assert!(stages != Some(false), "another staging buffer");
         let landed = change(&|op| op.kind == Kind::Land && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
         prop_assert!(landed != Some(false), "another gradient buffer");
+        let visited = change(&|op| other(&mut op.visit, facts.visit_buffers));
+        prop_assert!(visited != Some(false), "another visiting buffer");
+        let part = change(&|op| op.visit.is_some() && { op.part ^= 1; true });
+        prop_assert!(part != Some(false), "another part of what visits the device");
         let unit = change(&|op| { op.unit = (op.unit + 1) % (facts.head() + 1); op.kind == Kind::Update });
         prop_assert!(unit != Some(false), "another unit's update");
     }
@@ -180,6 +188,52 @@ fn each_rule_is_told_in_words() {
     assert!(error.contains("occurs"), "{error}");
     let error = rule(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Backward).for_each(|o| o.micro_batch ^= 1));
     assert!(error.contains("in order"), "{error}");
+}
+
+#[test]
+fn each_rule_of_visiting_is_told_in_words() {
+    let mut base = request(4, 2);
+    base.requests.updates_on_device = Some(Count::Units(3));
+    base.requests.parts = Some(2);
+    let facts = facts(&base);
+    let visits: Vec<u32> = facts.units.iter().map(|u| u.visits).collect();
+    assert_eq!((visits.as_slice(), facts.visit_buffers), (&[0, 2, 0, 2, 2, 0][..], 3));
+    let (first, good) = Schedule::steady(&facts, train(2)).unwrap();
+    check(&facts, &good, Some(&first)).unwrap();
+    let error = |mutate: &dyn Fn(&mut Vec<Op>)| {
+        let mut schedule = (*good).clone();
+        mutate(&mut schedule.ops);
+        check(&facts, &schedule, Some(&first)).unwrap_err().to_string()
+    };
+    // Whichever operation of `kind` it is that waits for one of kind `of`, of the pass before where that is a load.
+    let forget = |ops: &mut Vec<Op>, kind: Kind, of: Kind| {
+        let kinds: Vec<(Kind, bool)> = ops.iter().map(|o| (o.kind, o.visit.is_some())).collect();
+        let of = |d: &megatrain_core::schedule::Dep| {
+            d.prior == (kind == Kind::Load) && kinds[d.op as usize] == (of, of != Kind::Verdict)
+        };
+        let op = ops.iter_mut().find(|o| o.kind == kind && o.unit != 0 && o.deps.iter().any(of)).unwrap();
+        op.deps.retain(|d| !of(d));
+    };
+    for (words, kind, of) in [
+        ("weights are sent only after the update that changes them", Kind::Load, Kind::Return),
+        ("a visiting buffer is not used again before its state has returned", Kind::Bring, Kind::Return),
+        ("an update follows the verdict", Kind::Bring, Kind::Verdict),
+        ("state is brought before it is updated, and updated before it returns", Kind::Update, Kind::Bring),
+        ("state is brought before it is updated, and updated before it returns", Kind::Return, Kind::Update),
+    ] {
+        let error = error(&|ops| forget(ops, kind, of));
+        assert!(error.contains(words), "{kind:?} without {of:?}: {error}");
+    }
+    let early = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Bring).for_each(|o| o.slab = Some(0)));
+    assert!(early.contains("holds (0, 0), not what it reads"), "{early}");
+    let twice = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Return).for_each(|o| o.part = 0));
+    assert!(twice.contains("Return of unit 1, part 0, occurs 2 times"), "{twice}");
+    let elsewhere = error(&|ops| {
+        let update = ops.iter_mut().find(|o| o.kind == Kind::Update && o.visit.is_some()).unwrap();
+        update.lane = Lane::Host;
+        ops.iter_mut().flat_map(|o| &mut o.deps).for_each(|d| d.edge = Edge::Complete);
+    });
+    assert!(elsewhere.contains("updated where its state lives or visits"), "{elsewhere}");
 }
 
 #[test]

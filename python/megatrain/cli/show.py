@@ -17,6 +17,7 @@ def plan(report: "Report") -> None:
     where = machine.gpu.name if settled.device == "cuda" and machine.gpu else f"{machine.cpus} processors"
     line(f"{report.num_parameters:,} parameters, {report.num_trainable:,} trained, {settled.precision} on {where}")
     items(settled)
+    updates(settled)
     rows, seq = settled.micro_batch
     estimate = report.estimate
     lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in estimate["lanes"].items())
@@ -53,6 +54,20 @@ def items(settled: "Settled") -> None:
             rows.append((tier, what, format_bytes(item["bytes"])))
         rows.append((tier, f"sum, of {format_bytes(settled.budget[tier])} allowed", format_bytes(total)))
     table(("where", "what", ">size"), rows)
+
+
+_UPDATES = (("host", "host"), ("device", "device"), ("host", "device"))
+"""Where a unit's state lives and where it is updated."""
+
+
+def updates(settled: "Settled") -> None:
+    """How many units are updated where."""
+    places = [(unit["state"], unit["update"]) for unit in settled.plan["units"]]
+    on_host, living, visiting = (places.count(place) for place in _UPDATES)
+    line(
+        f"updates: {on_host} units by the host's optimizer, {living} on the device where their state lives, "
+        f"{visiting} on the device with their state on the host"
+    )
 
 
 def data(name: str, summary: "Summary") -> None:

@@ -350,6 +350,9 @@ class PlanConfig:
     state_on_device: int | None = None
     """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
     order."""
+    updates_on_device: int | None = None
+    """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
+    others are updated by the host meanwhile. null: as many as make a step shortest."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time."""
     synchronous: bool = False
@@ -360,7 +363,8 @@ class PlanConfig:
     """Whether host memory is asked for in huge pages."""
 
     def __post_init__(self) -> None:
-        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, loss_chunk=1)
+        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
+        _at_least("plan", self, loss_chunk=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

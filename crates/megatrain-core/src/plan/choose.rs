@@ -3,6 +3,7 @@ use super::placement::staged_bytes;
 use super::request::{Auto, Count};
 use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
+use crate::layout::Role;
 
 /// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
 /// always finds the next gradient while the link lags or leads by a few layers.
@@ -17,6 +18,8 @@ const SIMULATED: usize = 1 << 20;
 const FEWEST: usize = 12;
 /// Step times that differ by less are alike.
 const ALIKE: f64 = 1.001;
+/// One visiting buffer is filled, one is emptied, and one absorbs the difference.
+const VISIT_BUFFERS: u32 = 3;
 /// One gradient buffer is filled by backward while the other one lands.
 const GRAD_BUFFERS: u32 = 2;
 
@@ -24,10 +27,16 @@ const GRAD_BUFFERS: u32 = 2;
 struct Choice<'a> {
     request: &'a Request,
     plan: Plan,
+    /// Layers that are updated on the device as far as their state lives on the host.
+    visiting: u32,
 }
 
 pub(super) fn choose(request: &Request) -> Result<Plan> {
-    let mut choice = Choice { request, plan: smallest(request) };
+    let visiting = match request.requests.updates_on_device {
+        Some(Count::Units(count)) => count,
+        _ => 0,
+    };
+    let mut choice = Choice { request, plan: smallest(request), visiting };
     choice.finish()?;
     choice.fit_inputs()?;
     choice.relieve_host()?;
@@ -60,7 +69,8 @@ fn smallest(request: &Request) -> Plan {
         // A kept layer holds its input among what it keeps; embed and head have none that waits for the host.
         let input = if layer && !kept { r.inputs.unwrap_or(Place::Device) } else { Place::Device };
         let state = if on_device.contains(&index) { State::Device } else { State::Host };
-        UnitPlan { name: request.units[index].name.clone(), state, activation, input }
+        // `finish` says which layers are updated elsewhere than where their state lives.
+        UnitPlan { name: request.units[index].name.clone(), state, activation, input, update: Place::Host }
     };
     Plan {
         units: (0..request.units.len()).map(unit).collect(),
@@ -69,6 +79,7 @@ fn smallest(request: &Request) -> Plan {
         grad_buffers: 0,
         stage_buffers: 0,
         stage_bytes: 0,
+        visit_buffers: 0,
         group: r.group.unwrap_or(request.micro_batches),
         micro_batches: request.micro_batches,
         items: Vec::new(),
@@ -82,6 +93,22 @@ fn smallest(request: &Request) -> Plan {
 fn state_order(request: &Request) -> Vec<usize> {
     let last = request.units.len() - 1;
     std::iter::once(0).chain(std::iter::once(last)).chain(1..last).collect()
+}
+
+/// Lets `count` of the layers whose state lives on the host be updated on the device, as far as there are so many: evenly
+/// spread, so that the host's optimizer and the link meet the next forward side by side. Tells how many there are.
+fn spread(request: &Request, plan: &mut Plan, count: u32) -> usize {
+    for unit in &mut plan.units {
+        unit.update = if unit.state == State::Device { Place::Device } else { Place::Host };
+    }
+    let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role == Role::Trainable && t.numel() > 0);
+    let hosted: Vec<usize> =
+        (1..=request.num_layers()).filter(|&u| plan.units[u].state == State::Host).filter(trains).collect();
+    let count = (count as usize).min(hosted.len());
+    for i in 0..count {
+        plan.units[hosted[(2 * i + 1) * hosted.len() / (2 * count)]].update = Place::Device;
+    }
+    count
 }
 
 impl Choice<'_> {
@@ -99,6 +126,7 @@ impl Choice<'_> {
             UpdateMode::JustInTime => host_layers,
             UpdateMode::Immediate => r.slabs.unwrap_or(plan.slabs.max(SLABS)).min(host_layers),
         };
+        plan.visit_buffers = if spread(request, plan, self.visiting) > 0 { VISIT_BUFFERS } else { 0 };
         plan.stage_bytes = layers.map(|u| staged_bytes(request, plan, u)).max().unwrap_or(0);
         plan.stage_buffers = if plan.stage_bytes > 0 { r.stage_buffers.unwrap_or(STAGE_BUFFERS) } else { 0 };
         let placement = Placement::new(request, plan)?;

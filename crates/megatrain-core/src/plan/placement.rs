@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
-use crate::layout::{NORM_BLOCK, Precision, UnitLayout};
+use crate::layout::{NORM_BLOCK, Precision, UNIT_ALIGN, UnitLayout};
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,13 +18,16 @@ pub enum Region {
     Stage,
     /// Residuals and moments of units whose state lives on the device.
     State,
+    /// Buffers for state that visits the device to be updated.
+    Visit,
     /// Tables and sums of the gradient norm.
     Norm,
 }
 
 impl Region {
     /// Every region.
-    pub const ALL: [Self; 6] = [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::Norm];
+    pub const ALL: [Self; 7] =
+        [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::Visit, Self::Norm];
 }
 
 /// A stretch of a device region.
@@ -38,7 +41,7 @@ pub struct Stretch {
     pub len: u64,
 }
 
-/// Device places of one unit whose state lives on the device.
+/// Device places of one unit whose state lives on the device, or of a part of one whose state visits it.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceState {
     /// Low halves of the masters; empty under fp32.
@@ -47,6 +50,17 @@ pub struct DeviceState {
     pub exp_avg: Stretch,
     /// Second moments.
     pub exp_avg_sq: Stretch,
+}
+
+/// A visiting buffer: where a part of a unit's state is while it is updated.
+#[derive(Clone, Copy, Debug)]
+pub struct VisitBuffer {
+    /// Its stretch of the trainable plane of the image.
+    pub weights: Stretch,
+    /// Its stretches of residual and moments.
+    pub state: DeviceState,
+    /// Its stretch of the gradient.
+    pub grad: Stretch,
 }
 
 /// What the host keeps of one unit, in bytes.
@@ -93,6 +107,10 @@ pub struct Placement {
     /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
     /// otherwise be the sum of landing, update and sending.
     pub parts: Vec<Vec<Part>>,
+    /// The elements of each part in which a unit's state visits the device; none where the host updates it.
+    pub visits: Vec<Vec<Range<u64>>>,
+    /// The visiting buffers.
+    pub visit: Vec<VisitBuffer>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
     pub own: Vec<Option<Stretch>>,
     /// The slots.
@@ -131,7 +149,7 @@ pub struct Placement {
     pub window: u64,
     /// Dtype in which gradients are sent.
     pub grad_precision: Precision,
-    sizes: [u64; 6],
+    sizes: [u64; Region::ALL.len()],
     carved: Vec<(String, Stretch)>,
     items: Vec<Item>,
 }
@@ -143,11 +161,14 @@ const PAGE: u64 = 4096;
 const WINDOW: u64 = 4 << 20;
 /// Blocks of the gradient norm (65,536 elements each) that a part has at least: the host updates them in a millisecond.
 const PART_BLOCKS: u64 = 64;
+/// The most elements of a part that visits the device: copied in a few milliseconds, which is how long weights that are
+/// needed sooner may have to wait for the link.
+const VISIT_ELEMENTS: u64 = 16 << 20;
 /// The most parts. The first part's landing and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
 
 struct Carver {
-    sizes: [u64; 6],
+    sizes: [u64; Region::ALL.len()],
     carved: Vec<(String, Stretch)>,
     items: Vec<Item>,
 }
@@ -167,7 +188,7 @@ impl Carver {
         if bytes == 0 {
             return;
         }
-        match self.items.iter_mut().find(|i| i.what == what && i.tier == tier) {
+        match self.items.iter_mut().find(|i| i.what == what && i.tier == tier && i.pinned == pinned) {
             Some(item) => item.bytes += bytes,
             None => self.items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
         }
@@ -187,6 +208,8 @@ impl Placement {
         }
         let mut p = Self {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
+            visits: (0..n).map(|unit| visits(request, plan, unit, &layouts[unit])).collect(),
+            visit: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -206,17 +229,18 @@ impl Placement {
             store: vec![0; n],
             window: 0,
             grad_precision: request.grad_precision,
-            sizes: [0; 6],
+            sizes: Default::default(),
             carved: Vec::new(),
             items: Vec::new(),
             layouts,
         };
-        let mut carver = Carver { sizes: [0; 6], carved: Vec::new(), items: Vec::new() };
+        let mut carver = Carver { sizes: Default::default(), carved: Vec::new(), items: Vec::new() };
         p.place_weights(plan, &mut carver);
         p.place_gradients(request, plan, &mut carver);
         p.place_accumulators(request, plan, &mut carver);
         p.place_staging(request, plan, &mut carver)?;
         p.place_device_state(plan, &mut carver);
+        p.place_visits(request, plan, &mut carver)?;
         p.place_norm(&mut carver);
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
@@ -253,6 +277,14 @@ impl Placement {
     #[must_use]
     pub fn trains(&self, unit: usize) -> bool {
         self.layouts[unit].elements > 0
+    }
+
+    /// Bytes of one part of a visiting unit: on its way to the device, with its gradient, and on its way back.
+    pub(crate) fn visit_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
+        let (elements, precision) = (&self.visits[unit][part], self.layouts[unit].precision);
+        let state = precision.dtype().size() + if precision == Precision::Bf16 { 10 } else { 8 };
+        let count = elements.end - elements.start;
+        (count * (state + self.grad_precision.dtype().size()), count * state)
     }
 
     /// Bytes of a unit's gradient as it is sent.
@@ -367,6 +399,35 @@ impl Placement {
         }
     }
 
+    fn place_visits(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
+        let last = self.layouts.len() - 1;
+        let visiting = (0..=last).find(|&unit| plan.units[unit].visits());
+        if let Some(unit) = visiting.filter(|_| plan.visit_buffers == 0 || request.requests.accumulate) {
+            let (name, buffers) = (&self.layouts[unit].name, plan.visit_buffers);
+            return Err(Error::Invalid(format!(
+                "unit {name} is updated on the device and its state lives on the host: that takes visiting buffers, of which there are {buffers}, and gradients that are not accumulated over passes"
+            )));
+        }
+        if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].visits()) {
+            let name = &self.layouts[unit].name;
+            return Err(Error::Invalid(format!(
+                "unit {name} is updated where its state lives: only layers visit the device"
+            )));
+        }
+        let largest = self.visits.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
+        let precision = self.layouts[0].precision;
+        let residual = if precision == Precision::Bf16 { 2 * largest } else { 0 };
+        let (image, grad) = (precision.dtype().size() * largest, self.grad_precision.dtype().size() * largest);
+        let mut take = |bytes| carver.device(Region::Visit, "visiting buffers", bytes);
+        let mut buffer = || VisitBuffer {
+            weights: take(image),
+            state: DeviceState { residual: take(residual), exp_avg: take(4 * largest), exp_avg_sq: take(4 * largest) },
+            grad: take(grad),
+        };
+        self.visit = (0..plan.visit_buffers).map(|_| buffer()).collect();
+        Ok(())
+    }
+
     fn place_norm(&mut self, carver: &mut Carver) {
         for unit in 0..self.layouts.len() {
             if self.trains(unit) {
@@ -390,9 +451,10 @@ impl Placement {
                     moment: layout.moment_bytes(),
                 };
                 carver.item("weights", Tier::Host, state.image, true);
-                carver.item("weights: residual", Tier::Host, state.residual, false);
-                carver.item("exp_avg", Tier::Host, state.moment, false);
-                carver.item("exp_avg_sq", Tier::Host, state.moment, false);
+                let copied = !self.visits[unit].is_empty();
+                carver.item("weights: residual", Tier::Host, state.residual, copied);
+                carver.item("exp_avg", Tier::Host, state.moment, copied);
+                carver.item("exp_avg_sq", Tier::Host, state.moment, copied);
                 self.host_state[unit] = Some(state);
             } else {
                 self.window = WINDOW;
@@ -457,6 +519,19 @@ fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Ve
         Part { image: elements.start * size..last, elements, blocks: first(i)..first(i + 1) }
     };
     (0..count).map(part).collect()
+}
+
+/// Cuts a unit that visits the device to be updated. No operation of the optimizer looks beyond one element, so that
+/// the cuts are free; they lie where both tensors and pages may begin.
+fn visits(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
+    if !plan.units[unit].visits() || layout.elements == 0 {
+        return Vec::new();
+    }
+    let steps = layout.elements / UNIT_ALIGN;
+    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(VISIT_ELEMENTS), u64::from);
+    let count = wanted.clamp(1, steps);
+    let cut = |i: u64| steps * i / count * UNIT_ALIGN;
+    (0..count).map(|i| cut(i)..cut(i + 1)).collect()
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.

@@ -107,9 +107,12 @@ pub struct Requests {
     pub inputs: Option<Place>,
     /// Units whose state lives on the device: `embed`, `head`, then layers in forward order.
     pub state_on_device: Option<Count>,
+    /// Layers whose state lives on the host and that are updated on the device, spread evenly among those.
+    pub updates_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are landed, updated and sent; by default as their size asks for.
+    /// Parts in which the embedding and the head are landed, updated and sent, and in which the state of a layer visits
+    /// the device; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
     pub accumulate: bool,
@@ -351,6 +354,16 @@ impl Request {
             if r.accumulate && count > 0 {
                 return invalid(format!(
                     "plan.state_on_device = {count} contradicts accumulating gradients over passes, whose store is on the host"
+                ));
+            }
+        }
+        if let Some(Count::Units(count)) = r.updates_on_device {
+            if count as usize > layers {
+                return invalid(format!("plan.updates_on_device = {count} exceeds the {layers} layers of the model"));
+            }
+            if r.accumulate && count > 0 {
+                return invalid(format!(
+                    "plan.updates_on_device = {count} contradicts accumulating gradients over passes, whose store only the host's optimizer reads"
                 ));
             }
         }

@@ -1,14 +1,16 @@
 //! Writes a pass down in program order.
+use std::collections::HashMap;
+
 use super::facts::UnitFacts;
 use super::hazards::Tracker;
 use super::slots::{Turn, assign};
-use super::{Facts, Kind, Lane, Op, Pass, Resident, Schedule, Shape};
+use super::{Facts, Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, Shape};
 use crate::error::{Error, Result};
 
 /// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
 const CIRCULATING_SLABS: usize = 4;
 /// Behind whatever holds up backward, before all that may wait until the next forward.
-const EARLY: u32 = u32::MAX / 2 - 1;
+const EARLY: u32 = NEXT_PASS - 1;
 
 struct Builder<'a> {
     facts: &'a Facts,
@@ -22,6 +24,10 @@ struct Builder<'a> {
     staged: u32,
     backed: usize,
     landed: usize,
+    /// Uses so far of visiting buffers, handed out in turn too.
+    visited: u32,
+    /// Visiting units whose gradients can wait in their slabs until the next forward: (unit, slab).
+    waiting: Vec<(u32, u32)>,
 }
 
 pub(super) fn build(
@@ -38,7 +44,19 @@ pub(super) fn build(
     }
     let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
     let ops = Vec::new();
-    let mut builder = Builder { facts, shape, resident, tracker, ops, computed: 0, staged: 0, backed: 0, landed: 0 };
+    let mut builder = Builder {
+        facts,
+        shape,
+        resident,
+        tracker,
+        ops,
+        computed: 0,
+        staged: 0,
+        backed: 0,
+        landed: 0,
+        visited: 0,
+        waiting: Vec::new(),
+    };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
 }
@@ -69,6 +87,10 @@ impl Builder<'_> {
         if train {
             self.push(Kind::Verdict, 0, 0, Lane::Caller, 0, |_| {});
             if self.facts.immediate {
+                // In forward order, behind those whose slabs this pass has used again: buffers are handed out in turn.
+                for (unit, slab) in std::mem::take(&mut self.waiting).into_iter().rev() {
+                    self.visit(unit, Some(slab));
+                }
                 self.reuse_slabs_first();
             } else {
                 for unit in 0..=self.facts.head() {
@@ -186,9 +208,12 @@ impl Builder<'_> {
         if !facts.trains {
             return;
         }
-        let slab = match facts.own_slab {
-            None if !facts.on_device => Some(self.next_slab()),
-            own => own,
+        let (slab, waits) = match facts.own_slab {
+            None if !facts.on_device => {
+                let (slab, waits) = self.next_slab();
+                (Some(slab), waits)
+            }
+            own => (own, false),
         };
         // What backward has just left behind is landed before anything that comes later.
         for part in 0..facts.parts {
@@ -199,8 +224,10 @@ impl Builder<'_> {
         if self.facts.accumulate {
             self.push(Kind::Gather, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
         }
-        if self.facts.immediate {
-            self.update(unit, slab);
+        match slab {
+            Some(slab) if self.facts.immediate && waits && facts.visits > 0 => self.waiting.push((unit, slab)),
+            _ if self.facts.immediate => self.update(unit, slab),
+            _ => {}
         }
     }
 
@@ -223,15 +250,19 @@ impl Builder<'_> {
         }
     }
 
-    /// A shared slab. A few go round; the others are each used once, by the layers that land first, which are the last
-    /// ones that the next forward needs: so their updates can wait until the host would be idle, beneath that forward,
-    /// without holding up a landing.
-    fn next_slab(&mut self) -> u32 {
+    /// A shared slab, and whether a gradient can wait in it. A few go round; the others are each used once, by the layers
+    /// that land first, which are the last ones that the next forward needs: so their updates can wait until the host
+    /// would be idle, beneath that forward, without holding up a landing.
+    fn next_slab(&mut self) -> (u32, bool) {
         let slabs = &self.facts.shared_slabs;
         let waiting = slabs.len().saturating_sub(CIRCULATING_SLABS);
         let turn = self.landed;
         self.landed += 1;
-        if turn < waiting { slabs[turn] } else { slabs[waiting + (turn - waiting) % (slabs.len() - waiting)] }
+        if turn < waiting {
+            (slabs[turn], true)
+        } else {
+            (slabs[waiting + (turn - waiting) % (slabs.len() - waiting)], false)
+        }
     }
 
     fn update(&mut self, unit: u32, slab: Option<u32>) {
@@ -239,28 +270,49 @@ impl Builder<'_> {
         if !facts.trains {
             return;
         }
+        if facts.visits > 0 {
+            self.visit(unit, slab);
+            return;
+        }
         let (lane, grad) = if facts.on_device { (Lane::Update, facts.own_grad) } else { (Lane::Host, None) };
         let slab = slab.filter(|_| !self.facts.accumulate);
-        // The next forward meets the units in this order; see also `reuse_slabs_first`.
         for part in 0..facts.parts {
-            self.push(Kind::Update, unit, 0, lane, unit, |op| (op.grad, op.slab, op.part) = (grad, slab, part));
+            self.push(Kind::Update, unit, 0, lane, self.next_turn(unit), |op| {
+                (op.grad, op.slab, op.part) = (grad, slab, part);
+            });
         }
+    }
+
+    /// Updates on the device a unit whose state lives on the host, part by part.
+    fn visit(&mut self, unit: u32, slab: Option<u32>) {
+        let priority = self.next_turn(unit);
+        for part in 0..self.facts.unit(unit).visits {
+            let buffer = Some(self.visited % self.facts.visit_buffers);
+            self.visited += 1;
+            self.push(Kind::Bring, unit, 0, Lane::Upload, priority, |op| {
+                (op.slab, op.part, op.visit) = (slab, part, buffer);
+            });
+            self.push(Kind::Update, unit, 0, Lane::Update, priority, |op| (op.part, op.visit) = (part, buffer));
+            self.push(Kind::Return, unit, 0, Lane::Download, priority, |op| (op.part, op.visit) = (part, buffer));
+        }
+    }
+
+    /// The priority number of an update: that of the load for the next forward, which meets the units in this order;
+    /// see also `reuse_slabs_first`.
+    fn next_turn(&self, unit: u32) -> u32 {
+        NEXT_PASS + unit * self.facts.group.min(self.shape.micro_batches)
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of
     /// landing: otherwise the gradient that landed first would wait longest, and hold up every landing behind it.
     fn reuse_slabs_first(&mut self) {
-        let mut needed = std::collections::HashSet::new();
-        for op in self.ops.iter_mut().rev() {
-            match (op.kind, op.slab) {
-                _ if op.early => {}
-                (Kind::Land, Some(slab)) => {
-                    needed.insert(slab);
-                }
-                // Its own landing comes before it, so is not yet among those needed.
-                (Kind::Update, Some(slab)) if needed.contains(&slab) => op.priority = op.id,
-                (Kind::Update, _) => op.priority = u32::MAX / 2 + op.unit,
-                _ => {}
+        let landings = || self.ops.iter().filter(|op| op.kind == Kind::Land && !op.early);
+        let slabs: HashMap<u32, u32> = landings().filter_map(|op| Some((op.unit, op.slab?))).collect();
+        let last: HashMap<u32, u32> = landings().filter_map(|op| Some((op.slab?, op.id))).collect();
+        for op in self.ops.iter_mut().filter(|op| !op.early) {
+            let again = slabs.get(&op.unit).is_some_and(|slab| last[slab] > op.id);
+            if again && matches!(op.kind, Kind::Bring | Kind::Update | Kind::Return) {
+                op.priority = op.id;
             }
         }
     }
@@ -280,6 +332,7 @@ impl Builder<'_> {
             grad: None,
             slab: None,
             stage: None,
+            visit: None,
             deps: Vec::new(),
         };
         fill(&mut op);

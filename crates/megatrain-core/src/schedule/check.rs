@@ -257,7 +257,7 @@ impl Contents {
             }
         }
         // (What is updated early is still to be read by this pass, as it was.)
-        if let (Kind::Update, false, Resource::Image(unit, _)) = (op.kind, op.early, resource) {
+        if let (Access::Write(..), false, Resource::Image(unit, _)) = (access, op.early, resource) {
             for (place, content) in &mut self.0 {
                 if matches!(place, Resource::Slot(_) | Resource::Own(..)) && content.holds == (unit, 0) {
                     content.holds = STALE;
@@ -288,6 +288,7 @@ fn read_rule(resource: Resource) -> &'static str {
         Resource::Grad(_) => "a gradient is landed after backward has finished it",
         Resource::Slab(..) => "a gradient is used only after it has landed",
         Resource::Stage(_) => "activations are in the staging buffer before they are used",
+        Resource::Visit(_) => "state is brought before it is updated, and updated before it returns",
         Resource::Area(..) => "activations are on the host before they are fetched",
         Resource::Sums(..) => "the norm is taken after all gradients have landed",
         Resource::Store(_) => "an update follows the sum over passes",
@@ -304,6 +305,7 @@ fn write_rule(resource: Resource) -> &'static str {
         Resource::Grad(_) => "a gradient buffer is not used again before it has landed",
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
         Resource::Stage(_) => "a staging buffer is not used again before it has been emptied",
+        Resource::Visit(_) => "a visiting buffer is not used again before its state has returned",
         Resource::Area(..) => "activations on the host are not overwritten before they have been fetched",
         Resource::Sums(..) => "norm sums are not overwritten before the verdict",
         Resource::Store(_) => "the store is not overwritten before the update",
@@ -316,22 +318,26 @@ fn write_rule(resource: Resource) -> &'static str {
 /// For all parts of a unit this is one update; the last of them counts it.
 const COUNTED: &str = "the parts of a unit are updated in order";
 
-/// Every part of a unit that trains lands once and is updated once, where its state lives; so are, before that, the
-/// embedding's rows that the step does not look up.
+/// Every part of a unit that trains lands once and is updated once, where its state lives or visits, and what visits is
+/// brought and returned once; so are, before that, the embedding's rows that the step does not look up.
 fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
     let train = schedule.shape.pass == Pass::Train;
     for unit in 0..=facts.head() {
         let trains = train && facts.unit(unit).trains;
         let early = trains && unit == 0 && facts.early;
-        for (kind, early, expected) in [
-            (Kind::Land, false, trains),
-            (Kind::Land, true, early && facts.tied),
-            (Kind::Gather, false, trains && facts.accumulate),
-            (Kind::Update, false, trains),
-            (Kind::Update, true, early),
+        let (parts, updates) = (facts.unit(unit).parts, facts.unit(unit).updates());
+        let visits = trains && facts.unit(unit).visits > 0;
+        for (kind, early, expected, parts) in [
+            (Kind::Land, false, trains, parts),
+            (Kind::Land, true, early && facts.tied, parts),
+            (Kind::Gather, false, trains && facts.accumulate, parts),
+            (Kind::Bring, false, visits, updates),
+            (Kind::Update, false, trains, updates),
+            (Kind::Update, true, early, parts),
+            (Kind::Return, false, visits, updates),
         ] {
             let of_kind = |o: &&Op| (o.kind, o.unit, o.early) == (kind, unit, early);
-            for part in 0..facts.unit(unit).parts {
+            for part in 0..parts {
                 let found = schedule.ops.iter().filter(of_kind).filter(|o| o.part == part).count();
                 if found != usize::from(expected) {
                     return Err(Error::Invalid(format!(
@@ -341,18 +347,19 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
                 }
             }
         }
-        let parts = facts.unit(unit).parts;
-        if let Some(op) = schedule.ops.iter().find(|o| o.unit == unit && o.part >= parts) {
+        let parts_of =
+            |o: &Op| if matches!(o.kind, Kind::Bring | Kind::Update | Kind::Return) { updates } else { parts };
+        if let Some(op) = schedule.ops.iter().find(|o| o.unit == unit && o.part >= parts_of(o)) {
             return Err(broken(op, "a unit has the parts that the plan gave it"));
         }
-        let lane = if facts.unit(unit).on_device { Lane::Update } else { Lane::Host };
+        let lane = if facts.unit(unit).updated_on_device() { Lane::Update } else { Lane::Host };
         if let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Update && o.unit == unit && o.lane != lane) {
-            return Err(broken(op, "a unit is updated where its state lives"));
+            return Err(broken(op, "a unit is updated where its state lives or visits"));
         }
         if !facts.unit(unit).on_device
             && let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Land && o.unit == unit && o.slab.is_none())
         {
-            return Err(broken(op, "a gradient whose unit is updated on the host lands in a slab"));
+            return Err(broken(op, "a gradient whose unit's state lives on the host lands in a slab"));
         }
     }
     let verdicts = schedule.ops.iter().filter(|o| o.kind == Kind::Verdict).count();

@@ -15,6 +15,8 @@ pub struct Facts {
     pub shared_slabs: Vec<u32>,
     /// Staging buffers.
     pub stage_buffers: u32,
+    /// Visiting buffers.
+    pub visit_buffers: u32,
     /// Micro-batches a group.
     pub group: u32,
     /// Micro-batches at most.
@@ -40,6 +42,8 @@ pub struct UnitFacts {
     pub own_place: bool,
     /// Parts in which it is landed, updated and sent.
     pub parts: u32,
+    /// Parts in which its state, which lives on the host, visits the device to be updated; 0 where the host updates it.
+    pub visits: u32,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
     /// Its own landing place.
@@ -67,6 +71,7 @@ impl Facts {
             on_device: plan.units[u].state == State::Device,
             own_place: placement.own[u].is_some(),
             parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
+            visits: u32::try_from(placement.visits[u].len()).expect("fewer parts than 2^32"),
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
@@ -78,6 +83,7 @@ impl Facts {
             shared_grads: placement.shared_grads.clone(),
             shared_slabs: placement.shared_slabs.clone(),
             stage_buffers: plan.stage_buffers,
+            visit_buffers: plan.visit_buffers,
             group: plan.group,
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,
@@ -95,5 +101,17 @@ impl Facts {
 
     pub(crate) fn unit(&self, unit: u32) -> &UnitFacts {
         &self.units[unit as usize]
+    }
+}
+
+impl UnitFacts {
+    /// Parts in which it is updated.
+    pub(super) fn updates(&self) -> u32 {
+        if self.visits > 0 { self.visits } else { self.parts }
+    }
+
+    /// Whether it is updated on the device, wherever its state lives.
+    pub(super) fn updated_on_device(&self) -> bool {
+        self.on_device || self.visits > 0
     }
 }

@@ -18,6 +18,8 @@ pub(super) enum Resource {
     Slab(u32, u32),
     /// A staging buffer.
     Stage(u32),
+    /// A visiting buffer.
+    Visit(u32),
     /// A unit's place on the host for one micro-batch's activations.
     Area(u32, u32),
     /// The norm sums of a part of a unit on the host.
@@ -32,7 +34,8 @@ pub(super) enum Resource {
     Verdict,
 }
 
-/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch.
+/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a visiting buffer, a unit
+/// and what [`visitor`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     /// Reads what was written for this unit and micro-batch.
@@ -46,6 +49,11 @@ pub(super) enum Access {
 /// Whether the micro-batch's backward writes the unit's gradient buffer: where sums are formed apart, only the last.
 fn writes_grad(facts: &Facts, shape: Shape, unit: u32, micro_batch: u32) -> bool {
     facts.unit(unit).trains && (!facts.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
+}
+
+/// What a visiting buffer holds of a unit: which part, and whether that has been updated.
+const fn visitor(part: u32, updated: bool) -> u32 {
+    2 * part + updated as u32
 }
 
 /// Everything that an operation touches.
@@ -67,7 +75,9 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
     };
     match op.kind {
         Kind::Load => {
-            list.push((Resource::Image(unit, op.part), Access::Read(unit, 0)));
+            // The whole of a unit is sent, whatever the parts in which it is updated.
+            let images = if facts.unit(unit).visits > 0 { 0..facts.unit(unit).visits } else { op.part..op.part + 1 };
+            list.extend(images.map(|part| (Resource::Image(unit, part), Access::Read(unit, 0))));
             let place = op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot);
             list.push((place, Access::Write(unit, 0)));
         }
@@ -136,6 +146,25 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
             list.extend(sums);
             list.push((Resource::Verdict, Access::Write(0, 0)));
         }
+        Kind::Bring => {
+            list.push(decided(facts, unit));
+            list.push((Resource::Image(unit, op.part), Access::Read(unit, 0)));
+            list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
+            list.push((Resource::Visit(op.visit.unwrap_or(0)), Access::Write(unit, visitor(op.part, false))));
+        }
+        Kind::Return => {
+            list.push((Resource::Visit(op.visit.unwrap_or(0)), Access::Read(unit, visitor(op.part, true))));
+            list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
+        }
+        Kind::Update if facts.unit(unit).visits > 0 => {
+            list.push(decided(facts, unit));
+            let buffer = Resource::Visit(op.visit.unwrap_or(0));
+            list.push((buffer, Access::Read(unit, visitor(op.part, false))));
+            list.push((buffer, Access::Write(unit, visitor(op.part, true))));
+            if facts.unit(unit).visits > 1 {
+                list.push((Resource::Count(unit), Access::Write(unit, 0)));
+            }
+        }
         Kind::Update => {
             if op.early {
                 if !facts.tied {
@@ -170,11 +199,24 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
     list
 }
 
+/// What an update of a whole unit waits for, or the bringing of its state: the verdict; without one, the sums by which
+/// a gradient is seen to be finite.
+fn decided(facts: &Facts, unit: u32) -> (Resource, Access) {
+    if facts.immediate {
+        (Resource::Sums(unit, 0), Access::Read(unit, 0))
+    } else {
+        (Resource::Verdict, Access::Read(0, 0))
+    }
+}
+
 /// The kind of edge that leads from an operation on one lane to one on another: events order work on the device; as
 /// soon as the host takes part at either end it must know that the earlier one is over. A device update starts only
-/// after the host has seen the sums of the gradient, so what it waits for has to be over as well.
+/// after the host has seen the sums of the gradient, so what it waits for has to be over as well. So has what a copy one
+/// way waits for of copies the other way: waiting on its stream it would hold up all copies behind it there.
 pub(super) fn edge(from: Lane, to: Lane) -> Edge {
-    if from.on_device() && to.on_device() && to != Lane::Update { Edge::Issued } else { Edge::Complete }
+    let turned = matches!((from, to), (Lane::Download, Lane::Upload) | (Lane::Upload, Lane::Download));
+    let known = to == Lane::Update || turned;
+    if from.on_device() && to.on_device() && !known { Edge::Issued } else { Edge::Complete }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -41,8 +41,14 @@ impl Memory {
         let regions =
             Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
         let on_host: Vec<bool> = placement.host_state.iter().map(Option::is_some).collect();
-        let options =
-            StoreOptions { huge_pages, pool: Some(pool), device: Some(device), registration_bytes: REGISTRATION_BYTES };
+        let visiting: Vec<usize> = (0..on_host.len()).filter(|&unit| !placement.visits[unit].is_empty()).collect();
+        let options = StoreOptions {
+            huge_pages,
+            pool: Some(pool),
+            device: Some(device),
+            registration_bytes: REGISTRATION_BYTES,
+            visiting: &visiting,
+        };
         let store = Store::new(&placement.layouts, &on_host, options)?;
 
         let arena = ArenaOptions { huge_pages, pool: Some(pool) };
@@ -118,7 +124,7 @@ impl Memory {
         let mut items: Vec<Item> = Vec::new();
         let mut add = |what: &str, tier: Tier, bytes: u64, pinned: bool| {
             if bytes > 0 {
-                match items.iter_mut().find(|i| i.what == what && i.tier == tier) {
+                match items.iter_mut().find(|i| i.what == what && i.tier == tier && i.pinned == pinned) {
                     Some(item) => item.bytes += bytes,
                     None => items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
                 }
@@ -127,12 +133,15 @@ impl Memory {
         for (what, stretch) in placement.carved() {
             add(what, Tier::Device, self.at(*stretch).len, false);
         }
-        let bytes = self.store.bytes();
-        add("weights", Tier::Host, bytes.image, true);
-        add("weights: residual", Tier::Host, bytes.residual, false);
-        add("exp_avg", Tier::Host, bytes.exp_avg, false);
-        add("exp_avg_sq", Tier::Host, bytes.exp_avg_sq, false);
         let total = |spans: &[HostSpan]| spans.iter().map(|s| s.len() as u64).sum::<u64>();
+        for (unit, visits) in placement.visits.iter().enumerate() {
+            let Some(planes) = self.store.planes(unit) else { continue };
+            let copied = !visits.is_empty();
+            add("weights", Tier::Host, planes.image.len() as u64, true);
+            add("weights: residual", Tier::Host, total(planes.residual.as_slice()), copied);
+            add("exp_avg", Tier::Host, planes.exp_avg.len() as u64, copied);
+            add("exp_avg_sq", Tier::Host, planes.exp_avg_sq.len() as u64, copied);
+        }
         add("gradient slabs", Tier::Host, total(&self.slabs), true);
         add("activations", Tier::Host, total(&self.areas), true);
         add("gradient store", Tier::Host, total(&self.gathered), false);

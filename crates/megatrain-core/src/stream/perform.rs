@@ -9,7 +9,7 @@ use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
 use crate::layout::{Dtype, Role, TensorLayout};
 use crate::optimizer::{TensorSum, TensorUpdate, kernel};
-use crate::plan::{Part, Stretch};
+use crate::plan::{Part, Stretch, VisitBuffer};
 use crate::schedule::{Kind, Op};
 use crate::store::arena::HostSpan;
 
@@ -40,7 +40,9 @@ impl Shared {
             Kind::Save => self.save(op)?,
             Kind::Fetch => self.fetch(op)?,
             Kind::Land => self.land(op)?,
+            Kind::Bring => self.bring(op, decision)?,
             Kind::Update => self.update_on_device(op, decision)?,
+            Kind::Return => self.give_back(op, decision)?,
             _ => {}
         }
         Ok(Done::Queued(Token { start, end: self.device.record(stream)? }))
@@ -79,7 +81,7 @@ impl Shared {
         self.device.copy_to_device(Stream::Upload, &area, &buffer)
     }
 
-    fn grad_dtype(&self) -> Dtype {
+    pub(super) fn grad_dtype(&self) -> Dtype {
         self.placement.grad_precision.dtype()
     }
 
@@ -156,9 +158,10 @@ impl Shared {
         if decision.skip {
             return Ok(None);
         }
-        let parts = &self.placement.parts[unit];
+        let (parts, visits) = (&self.placement.parts[unit], &self.placement.visits[unit]);
         if self.immediate && !op.early {
-            let blocks = &parts[op.part as usize].blocks;
+            // What visits the device in parts has landed as a whole.
+            let blocks = &parts[if visits.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
                 let name = &self.placement.layouts[unit].name;
@@ -177,7 +180,8 @@ impl Shared {
         });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
-        let last = !op.early && op.part as usize + 1 == parts.len();
+        let count = if visits.is_empty() { parts.len() } else { visits.len() };
+        let last = !op.early && op.part as usize + 1 == count;
         for &(index, _) in coefficients.iter().filter(|_| last) {
             store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
         }
@@ -235,24 +239,23 @@ impl Shared {
         let unit = op.unit as usize;
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let layout = &self.placement.layouts[unit];
-        let state = self.placement.device_state[unit].as_ref().expect("updated on the device, where its state is");
-        let image = self.placement.own[unit].expect("state on the device has a place of its own");
-        let grad = self.placement.grads[op.grad.expect("what is trained has a gradient buffer") as usize];
+        let VisitBuffer { weights, state, grad } = self.device_planes(op);
+        let elements = self.device_elements(op);
         let dtype = self.grad_dtype();
-        for (index, scalars) in coefficients {
-            let tensor = &layout.tensors[index];
-            let numel = tensor.spec.numel();
-            let at = |stretch: Stretch, size: u64| self.memory.at(stretch).slice(tensor.element * size, numel * size);
+        for stretch in stretches(layout, &elements, Share::All) {
+            let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
+            let at = |place: Stretch, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
+            let of_tensor = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor);
             let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
             let update = DeviceAdamw {
-                weights: &at(image, layout.precision.dtype().size()),
+                weights: &at(weights, layout.precision.dtype().size()),
                 residual: residual.as_ref(),
                 exp_avg: &at(state.exp_avg, 4),
                 exp_avg_sq: &at(state.exp_avg_sq, 4),
                 grad: &at(grad, dtype.size()),
                 grad_dtype: dtype,
-                numel,
-                scalars,
+                numel: stretch.len,
+                scalars: of_tensor.expect("every trained tensor has coefficients").1,
             };
             self.device.adamw(Stream::Update, &update)?;
         }
@@ -273,7 +276,7 @@ impl Shared {
 }
 
 /// Elements `range` of a span, of `size` bytes each.
-fn within(span: &HostSpan, range: &Range<u64>, size: u64) -> HostSpan {
+pub(super) fn within(span: &HostSpan, range: &Range<u64>, size: u64) -> HostSpan {
     part(span, range.start, range.end - range.start, size)
 }
 

@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use crate::schedule::{Edge, Lane, Op, Schedule};
+use crate::schedule::{Edge, Lane, NEXT_PASS, Op, Schedule};
 
 /// An operation of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -44,10 +44,26 @@ struct PassProgress<T> {
 /// The state of up to two passes.
 pub(crate) struct Progress<T> {
     passes: VecDeque<PassProgress<T>>,
-    ready: [BTreeSet<(u64, u32, u32)>; 6],
+    ready: [BTreeSet<Rank>; 6],
     next_number: u64,
     /// Uploads that have been taken and are not over.
     uploads: usize,
+}
+
+/// Where a ready operation stands: the pass for which it is wanted and its priority number there, then its own pass
+/// and position.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    wanted: (u64, u32),
+    pass: u64,
+    op: u32,
+}
+
+impl Rank {
+    fn of(pass: u64, op: &Op) -> Self {
+        let wanted = op.priority.checked_sub(NEXT_PASS).map_or((pass, op.priority), |number| (pass + 1, number));
+        Self { wanted, pass, op: op.id }
+    }
 }
 
 /// Uploads under way at most: one runs, and the other waits so that the link never does.
@@ -107,14 +123,16 @@ impl<T: Clone> Progress<T> {
         for op in &Arc::clone(&pass.schedule).ops {
             if pass.unmet[op.id as usize] == 0 {
                 pass.status[op.id as usize] = Status::Ready;
-                self.ready[op.lane as usize].insert((number, op.priority, op.id));
+                self.ready[op.lane as usize].insert(Rank::of(number, op));
             }
         }
         self.passes.push_back(pass);
         number
     }
 
-    /// Takes the ready operation of lowest priority number of the oldest pass.
+    /// Takes the ready operation of lowest priority number of the oldest pass for which there is one; what a pass leaves
+    /// for the next one is taken in turn with that one's own, so that state that is updated on the device comes and goes
+    /// beneath a forward without holding up the weights that it needs first.
     ///
     /// A stream runs its operations in the order in which they were queued: those taken early stand before one that is
     /// ready later and more urgent. So of uploads only two are under way at a time, or else the weights that the next
@@ -123,7 +141,7 @@ impl<T: Clone> Progress<T> {
         if lane == Lane::Upload && self.uploads == UPLOADS {
             return None;
         }
-        let (pass, _, op) = self.ready[lane as usize].pop_first()?;
+        let Rank { pass, op, .. } = self.ready[lane as usize].pop_first()?;
         let pass = self.pass_mut(pass);
         pass.status[op as usize] = Status::Taken;
         pass.under_way += 1;
@@ -145,8 +163,7 @@ impl<T: Clone> Progress<T> {
     /// Takes one ready operation.
     pub(crate) fn take_op(&mut self, id: Id) {
         let op = self.op(id);
-        let key = (id.pass, op.priority, op.id);
-        let taken = self.ready[op.lane as usize].remove(&key);
+        let taken = self.ready[op.lane as usize].remove(&Rank::of(id.pass, &op));
         assert!(taken, "{id:?} is taken while it is ready");
         let pass = self.pass_mut(id.pass);
         pass.status[id.op as usize] = Status::Taken;
@@ -164,7 +181,7 @@ impl<T: Clone> Progress<T> {
     pub(crate) fn halt(&mut self, number: u64) {
         self.pass_mut(number).halted = true;
         for lane in &mut self.ready {
-            lane.retain(|&(pass, ..)| pass != number);
+            lane.retain(|rank| rank.pass != number);
         }
     }
 
@@ -172,7 +189,7 @@ impl<T: Clone> Progress<T> {
     pub(crate) fn drop_newest(&mut self) {
         if let Some(pass) = self.passes.pop_back() {
             for lane in &mut self.ready {
-                lane.retain(|&(number, ..)| number != pass.number);
+                lane.retain(|rank| rank.pass != pass.number);
             }
             if let Some(previous) = self.passes.back_mut() {
                 previous.next_followers.iter_mut().for_each(Vec::clear);
@@ -238,7 +255,7 @@ impl<T: Clone> Progress<T> {
                     if target.unmet[op as usize] == 0 && !target.halted {
                         target.status[op as usize] = Status::Ready;
                         let op = &target.schedule.ops[op as usize];
-                        self.ready[op.lane as usize].insert((target.number, op.priority, op.id));
+                        self.ready[op.lane as usize].insert(Rank::of(target.number, op));
                     }
                 }
             }
@@ -334,6 +351,7 @@ mod tests {
             grad: None,
             slab: None,
             stage: None,
+            visit: None,
             deps: deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect(),
         };
         let shape = Shape { pass: Pass::Eval, micro_batches: 1 };
@@ -351,6 +369,16 @@ mod tests {
         progress.begin(schedule(&[(Lane::Host, 0, &[])]));
         let order: Vec<Id> = std::iter::from_fn(|| progress.take(Lane::Host)).collect();
         assert_eq!(order, [id(0, 1), id(0, 0), id(1, 0)]);
+    }
+
+    #[test]
+    fn what_a_pass_leaves_for_the_next_is_taken_in_turn_with_that_ones_own() {
+        let mut progress = Progress::<u8>::default();
+        let late = |number: u32| (Lane::Host, NEXT_PASS + number, &[][..]);
+        progress.begin(schedule(&[late(4), late(2), (Lane::Host, 9, &[])]));
+        progress.begin(schedule(&[(Lane::Host, 3, &[]), (Lane::Host, 4, &[]), late(0)]));
+        let order: Vec<Id> = std::iter::from_fn(|| progress.take(Lane::Host)).collect();
+        assert_eq!(order, [id(0, 2), id(0, 1), id(1, 0), id(0, 0), id(1, 1), id(1, 2)]);
     }
 
     #[test]

@@ -68,14 +68,17 @@ impl Counters {
 
     pub(super) fn moved(&mut self, op: &Op, placement: &Placement) {
         let unit = op.unit as usize;
-        let part = &placement.parts[unit][op.part as usize];
+        let part = || &placement.parts[unit][op.part as usize];
         match op.kind {
-            Kind::Load => self.to_device += part.image.end - part.image.start,
+            Kind::Load => self.to_device += part().image.end - part().image.start,
             Kind::Fetch => self.to_device += placement.staged[unit],
             Kind::Save => self.to_host += placement.staged[unit],
             Kind::Land if op.slab.is_some() => {
-                self.to_host += (part.elements.end - part.elements.start) * placement.grad_precision.dtype().size();
+                let elements = part().elements.end - part().elements.start;
+                self.to_host += elements * placement.grad_precision.dtype().size();
             }
+            Kind::Bring => self.to_device += placement.visit_bytes(unit, op.part as usize).0,
+            Kind::Return => self.to_host += placement.visit_bytes(unit, op.part as usize).1,
             // The last part speaks for all.
             Kind::Update
                 if op.lane == Lane::Host && !op.early && op.part as usize + 1 == placement.parts[unit].len() =>

@@ -1,0 +1,89 @@
+//! State that lives on the host and visits the device to be updated, part by part: brought into a visiting buffer with
+//! its gradient, updated there like state that lives on the device, and returned.
+use std::ops::Range;
+
+use super::perform::within;
+use super::shared::{Decision, Shared};
+use crate::device::{DeviceMemory, Stream};
+use crate::error::Result;
+use crate::plan::{Stretch, VisitBuffer};
+use crate::schedule::Op;
+use crate::store::arena::HostSpan;
+
+impl Shared {
+    /// Copies a part's state and gradient to its visiting buffer; nothing when the updates are skipped.
+    pub(super) fn bring(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        if decision.is_some_and(|decision| decision.skip) {
+            return Ok(());
+        }
+        let buffer = self.device_planes(op);
+        let size = self.grad_dtype().size();
+        let slab = self.slab(op.slab.expect("what visits the device has landed in a slab"), op.unit as usize);
+        let elements = self.device_elements(op);
+        let grad = self.memory.at(buffer.grad).slice(0, (elements.end - elements.start) * size);
+        let mut copies = self.state_copies(op, &buffer);
+        copies.push((within(&slab, &elements, size), grad));
+        for (span, memory) in &copies {
+            if self.options.poison {
+                self.device.fill(Stream::Upload, memory, 0xff)?;
+            }
+            self.device.copy_to_device(Stream::Upload, span, memory)?;
+        }
+        Ok(())
+    }
+
+    /// Copies a part's state back; nothing when the updates are skipped.
+    pub(super) fn give_back(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        if decision.is_some_and(|decision| decision.skip) {
+            return Ok(());
+        }
+        for (span, memory) in self.state_copies(op, &self.device_planes(op)) {
+            if self.options.poison {
+                // Nobody reads the state on the host before it has returned.
+                span.fill(0xff);
+            }
+            self.device.copy_to_host(Stream::Download, &memory, &span)?;
+        }
+        Ok(())
+    }
+
+    /// Each plane of a part on the host with its place in the visiting buffer.
+    fn state_copies(&self, op: &Op, buffer: &VisitBuffer) -> Vec<(HostSpan, DeviceMemory)> {
+        let unit = op.unit as usize;
+        let elements = self.device_elements(op);
+        let planes = self.memory.store.planes(unit).expect("what visits the device lives on the host");
+        let pair = |span: &HostSpan, place: Stretch, size: u64| {
+            let memory = self.memory.at(place).slice(0, (elements.end - elements.start) * size);
+            (within(span, &elements, size), memory)
+        };
+        let mut copies = vec![
+            pair(&planes.image, buffer.weights, self.placement.layouts[unit].precision.dtype().size()),
+            pair(&planes.exp_avg, buffer.state.exp_avg, 4),
+            pair(&planes.exp_avg_sq, buffer.state.exp_avg_sq, 4),
+        ];
+        copies.extend(planes.residual.as_ref().map(|span| pair(span, buffer.state.residual, 2)));
+        copies
+    }
+
+    /// Where on the device a unit is updated: in a visiting buffer, or where its state lives.
+    pub(super) fn device_planes(&self, op: &Op) -> VisitBuffer {
+        let (placement, unit) = (&self.placement, op.unit as usize);
+        op.visit.map_or_else(
+            || VisitBuffer {
+                weights: placement.own[unit].expect("state on the device has a place of its own"),
+                state: placement.device_state[unit].expect("updated on the device, where its state is"),
+                grad: placement.grads[op.grad.expect("what is trained has a gradient buffer") as usize],
+            },
+            |buffer| placement.visit[buffer as usize],
+        )
+    }
+
+    /// The elements of the unit that are updated there.
+    pub(super) fn device_elements(&self, op: &Op) -> Range<u64> {
+        let unit = op.unit as usize;
+        match op.visit {
+            Some(_) => self.placement.visits[unit][op.part as usize].clone(),
+            None => 0..self.placement.layouts[unit].elements,
+        }
+    }
+}

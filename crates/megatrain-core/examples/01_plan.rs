@@ -41,6 +41,7 @@ fn request() -> Request {
         update: UpdateMode::JustInTime,
         micro_batches: 4,
         workspace_bytes: 2 * GIB,
+        late_workspace_bytes: 0,
         context_bytes: 0,
         fragmentation: 0.0,
         budget: Budget { device: 24 * GIB, host: 128 * GIB },

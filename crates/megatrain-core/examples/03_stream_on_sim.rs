@@ -49,6 +49,7 @@ fn request() -> Request {
         update: UpdateMode::JustInTime,
         micro_batches: 3,
         workspace_bytes: 0,
+        late_workspace_bytes: 0,
         context_bytes: 0,
         fragmentation: 0.0,
         budget: Budget { device: 1 << 30, host: 1 << 30 },

@@ -2,9 +2,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use megatrain_core::device::{AdamwScalars, Stream, conformance};
-use megatrain_core::layout::Dtype;
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool, TensorUpdate};
+use megatrain_core::device::{Stream, conformance};
+use megatrain_core::optimizer::rates::sample;
+use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
 use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan};
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
@@ -139,21 +139,7 @@ fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
 
 /// Seconds of an update of about `numel` elements of split masters with bf16 gradients, and how many it was.
 fn adamw(pool: &Pool, numel: u64) -> Result<(u64, f64)> {
-    let numel = numel & !4095;
-    let mut arena = Arena::new(numel * STATE_BYTES, ArenaOptions { huge_pages: true, pool: Some(pool) })?;
-    let mut carve = |size: u64| arena.carve(numel * size, 4096);
-    let update = TensorUpdate {
-        weights: carve(2)?,
-        residual: Some(carve(2)?),
-        exp_avg: carve(4)?,
-        exp_avg_sq: carve(4)?,
-        grad: carve(2)?,
-        grad_dtype: Dtype::Bf16,
-        numel,
-        scalars: AdamwScalars::new(1e-4, (0.9, 0.999), 1e-8, 0.0, 1, 1.0)?,
-    };
-    // 1.0 everywhere: ordinary numbers in, ordinary numbers out.
-    update.grad.elements::<u16>(0, numel).fill(0x3f80);
+    let update = sample(pool, numel, 0)?;
     let adamw = Adamw::new(Isa::select(None)?);
     Ok((numel, fastest(|| adamw.update(pool, std::slice::from_ref(&update)))?))
 }

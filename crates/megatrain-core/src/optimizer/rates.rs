@@ -1,7 +1,5 @@
-//! What this host's memory and optimizer reach, for the planner and for benchmarks.
-use std::time::Instant;
-
-use super::{Adamw, Pool, TensorUpdate, divide};
+//! Updates to time the host optimizer with, for the planner's probe and for benchmarks.
+use super::{Pool, TensorUpdate, divide};
 use crate::device::AdamwScalars;
 use crate::error::Result;
 use crate::layout::{Dtype, TENSOR_ALIGN};
@@ -11,44 +9,6 @@ use crate::store::arena::{Arena, ArenaOptions};
 pub const UPDATE_BYTES: u64 = 26;
 /// Bytes of its planes a parameter, gradient included.
 const PLANE_BYTES: u64 = 14;
-/// Timed passes; the best counts, since whatever else runs only makes one slower.
-const PASSES: usize = 3;
-
-/// Measured rates; GB are 10^9 bytes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct HostRates {
-    /// GB/s of the optimizer's memory traffic without its arithmetic.
-    pub touch_gbs: f64,
-    /// Parameters a second of AdamW over split planes with bf16 gradients.
-    pub adamw_params_per_s: f64,
-    /// GB/s copied from memory to memory (each byte counted once).
-    pub copy_gbs: f64,
-}
-
-/// Measures with about `bytes` bytes of fresh memory and the pool's threads; about a second for each 10 GB.
-///
-/// # Errors
-/// [`crate::Error::HostMemory`] when the system refuses the memory, [`crate::Error::Worker`] when a thread fails.
-pub fn measure(adamw: Adamw, pool: &Pool, bytes: u64) -> Result<HostRates> {
-    let numel = (bytes / PLANE_BYTES).max(TENSOR_ALIGN).next_multiple_of(TENSOR_ALIGN);
-    let update = sample(pool, numel, 0)?;
-    let updates = [update];
-    let adamw_s = best(|| adamw.update(pool, &updates))?;
-    let touch_s = best(|| adamw.touch(pool, &updates))?;
-    let [TensorUpdate { exp_avg, exp_avg_sq, .. }] = &updates;
-    let copy_s = best(|| {
-        divide(pool, &[numel], |s| {
-            exp_avg.elements::<f32>(s.start, s.len).copy_from_slice(&exp_avg_sq.elements(s.start, s.len));
-        })
-    })?;
-    #[expect(clippy::cast_precision_loss, reason = "a rate")]
-    let numel = numel as f64;
-    Ok(HostRates {
-        touch_gbs: numel * UPDATE_BYTES as f64 / touch_s / 1e9,
-        adamw_params_per_s: numel / adamw_s,
-        copy_gbs: numel * 4.0 / copy_s / 1e9,
-    })
-}
 
 /// An update of `numel` parameters in memory of its own. Of every 1,000 elements the first `cold_per_mille` see no
 /// gradient and have moments about to leave the range of normal numbers.
@@ -90,27 +50,18 @@ fn byte_len(numel: u64, size: u64) -> usize {
     usize::try_from(numel * size).expect("an arena of that size was made")
 }
 
-/// Seconds of the fastest of a few passes, after one that warms up.
-fn best(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
-    pass()?;
-    let mut best = f64::INFINITY;
-    for _ in 0..PASSES {
-        let start = Instant::now();
-        pass()?;
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    Ok(best)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optimizer::{Affinity, Isa};
+    use crate::optimizer::{Adamw, Affinity, Isa};
 
     #[test]
-    fn rates_are_measured_and_positive() {
+    fn cold_elements_see_no_gradient_and_their_moments_settle_at_zero() {
         let pool = Pool::new(Some(2), &Affinity::Free).unwrap();
-        let rates = measure(Adamw::new(Isa::best()), &pool, 1 << 20).unwrap();
-        assert!(rates.touch_gbs > 0.0 && rates.adamw_params_per_s > 0.0 && rates.copy_gbs > 0.0, "{rates:?}");
+        let updates = [sample(&pool, 5000, 900).unwrap()];
+        Adamw::new(Isa::best()).update(&pool, &updates).unwrap();
+        let moments = updates[0].exp_avg.elements::<f32>(0, 5000).to_vec();
+        assert_eq!(moments.iter().filter(|&&m| m == 0.0).count(), 4500);
+        assert!(moments.iter().all(|&m| m == 0.0 || m.is_normal()));
     }
 }

@@ -155,7 +155,7 @@ def test_integer_buffers_and_frozen_values_are_exported_untouched(tmp_path: Path
         config=source.decoder.config,
         model=source.decoder.model,
         precision="bf16",
-        library_layout=False,
+        layout=None,
     )
     save_pretrained(decoder, source.core, tmp_path / "out", dtype="fp32")
     saved = load_file(tmp_path / "out" / "model.safetensors")[ref.name]

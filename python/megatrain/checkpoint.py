@@ -5,7 +5,8 @@
                                                          folder that stock transformers loads
         residual-*.safetensors                           the lower halves of the fp32 masters (bf16 runs)
         exp_avg-*.safetensors, exp_avg_sq-*.safetensors  AdamW's moments, fp32
-        state.json                                       step counts a tensor, and what the trainer adds
+        state.json                                       step counts a tensor, the layout of the model's source, and
+                                                         what the trainer adds
         manifest.json                                    size and CRC32 per 64 MiB of every file, written last
 
 A checkpoint is complete when its manifest verifies. It is written beside its place and renamed, so an interrupted save
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain import export, shards
+from megatrain import conversion, export, shards
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import CHUNK_BYTES, crc_per_chunk, recover, staged, sync_folder, write_file
@@ -82,7 +83,9 @@ def save(
         planes["residual"] = [Entry(ref.name, torch.int16, tuple(ref.shape)) for ref in trainable]
     for moment in _MOMENTS:
         planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
+    shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
     described = {
+        "layout": conversion.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published",
         "step": step,
         "step_counts": {ref.name: core.step_count(ref.unit, ref.tensor) for ref in trainable},
         "state": dict(state),
@@ -310,6 +313,9 @@ def load(
                 log.info("%s is trained from here on; its moments start at zero", ref.name)
                 _clear_moments(core, ref)
             core.set_step_count(ref.unit, ref.tensor, counts.get(ref.name, 0))
+    shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
+    if "layout" in saved:
+        decoder.layout = conversion.read_layout(saved["layout"], shapes)
     state: dict[str, Any] = saved["state"]
     return state
 

@@ -8,6 +8,7 @@ written from it, without ever forming the tensors in between.
 import dataclasses
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,43 @@ class Block:
         return torch.Size(self.shape).numel()
 
 
+Layout = dict[str, Block]
+"""Every tensor of a folder by name, and what of the model it holds. A name may come twice: a head beside the embedding
+that it is tied to."""
+
+
+def library(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """As the library holds the model's tensors of `shapes`."""
+    return {name: Block(name, 0, shape) for name, shape in shapes.items()}
+
+
+def describe(layout: Layout, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """A layout as JSON: `library` or `published` where it is one of these, else every block."""
+    for name, known in (("library", library(shapes)), ("published", published(model, dict(shapes)))):
+        if layout == known:
+            return name
+    return {theirs: [block.name, block.start, list(block.shape)] for theirs, block in layout.items()}
+
+
+def read_layout(described: Any, shapes: Mapping[str, tuple[int, ...]]) -> Layout | None:
+    """What `describe` made, for a model's tensors of `shapes`; None for the published layout, and for one that does not
+    hold every one of these tensors whole."""
+    if described == "library":
+        return library(shapes)
+    if not isinstance(described, dict):
+        return None
+    layout = {theirs: Block(name, start, tuple(shape)) for theirs, (name, start, shape) in described.items()}
+    there = dict.fromkeys(shapes, 0)
+    for block in set(layout.values()):
+        if block.name in there:
+            there[block.name] += block.numel
+    whole = {name for name, count in there.items() if count == torch.Size(shapes[name]).numel()}
+    if whole != set(shapes) or {block.name for block in layout.values()} != whole:
+        log.warning("the recorded layout of the model's source is not that of this model: the published one is written")
+        return None
+    return layout
+
+
 class _Views(TorchFunctionMode):
     """Copies nothing that is only to be laid out otherwise, so that a view stays one."""
 
@@ -44,10 +82,10 @@ class _Views(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def published(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Block]:
+def published(model: Any, shapes: dict[str, tuple[int, ...]]) -> Layout:
     """Every tensor of a published checkpoint by name, for the model's tensors of `shapes`. A tensor that is published
     otherwise than in blocks of consecutive elements keeps the library's name and form, which transformers reads too."""
-    own = {name: Block(name, 0, shape) for name, shape in shapes.items()}
+    own = library(shapes)
     reverted = _reverted(model, shapes)
     if reverted is None:
         return own

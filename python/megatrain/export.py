@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
-from megatrain.conversion import Block, published
+from megatrain.conversion import Layout, library, published, read_layout
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import staged, storage_error, write_file
@@ -28,6 +28,8 @@ from megatrain.weights import Core, Decoder, FileWeights, TensorRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatrain.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +74,9 @@ def save_pretrained(
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
     """Writes the model in the store as a Hugging Face folder. Float tensors get the asked type, all others keep theirs;
-    a tied weight is written once, under the name it is stored under. `layout` is that of published checkpoints, as the
-    source has it (every expert apart), or the library's own (experts fused). Raises ConfigError when `out` is in use
-    already, StorageError when it cannot be written."""
+    a tied weight is written once, unless the source has it twice. `layout` is that of the source, name by name (where
+    there is none, that of published checkpoints: every expert apart), or the library's own (experts fused). Raises
+    ConfigError when `out` is in use already, StorageError when it cannot be written."""
     out = Path(out)
     target = _target(dtype, decoder.precision)
     _refuse_used(out, overwrite)
@@ -119,7 +121,7 @@ def export_checkpoint(
         residual = FileWeights(source.shards("residual"))
     except DamagedFile as error:
         raise CheckpointError(str(error)) from None
-    blocks = _saved_blocks(source.folder, weights, layout)
+    blocks = _saved_blocks(source, weights, layout)
     dtypes = {name: weights.entries[block.name].dtype for name, block in blocks.items()}
     entries = [
         Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
@@ -148,24 +150,27 @@ def export_checkpoint(
         copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
 
 
-def _blocks(decoder: Decoder, layout: LayoutName) -> dict[str, Block]:
+def _blocks(decoder: Decoder, layout: LayoutName) -> Layout:
     """Every tensor of the folder by name, and what of the model it holds."""
     shapes = {name: tuple(ref.shape) for name, ref in decoder.tensors.items()}
-    if layout == "library" or decoder.library_layout:
-        return {name: Block(name, 0, shape) for name, shape in shapes.items()}
-    return published(decoder.model, shapes)
+    if layout == "library":
+        return library(shapes)
+    return decoder.layout if decoder.layout is not None else published(decoder.model, shapes)
 
 
-def _saved_blocks(folder: Path, weights: FileWeights, layout: LayoutName) -> dict[str, Block]:
+def _saved_blocks(source: "Checkpoint", weights: FileWeights, layout: LayoutName) -> Layout:
     """The same for a checkpoint, whose tensors are the library's."""
     shapes = {name: entry.shape for name, entry in weights.entries.items()}
-    own = {name: Block(name, 0, shape) for name, shape in shapes.items()}
+    own = library(shapes)
     if layout == "library":
         return own
+    recorded = read_layout(source.state().get("layout"), shapes)
+    if recorded is not None:
+        return recorded
     from megatrain.model import build_without_storage, load_config
 
     try:
-        return published(build_without_storage(load_config(folder), torch.bfloat16), shapes)
+        return published(build_without_storage(load_config(source.folder), torch.bfloat16), shapes)
     except ConfigError as error:
         log.warning("the library's own layout is written, since the model's code cannot be loaded: %s", error)
         return own

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from megatrain.recording import Probe, Recorder, probe, untouched
 from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
 from megatrain.vision import Sight, look, part_names, shade
+
+if TYPE_CHECKING:
+    from megatrain.conversion import Layout
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ class Decoder:
         self.layers_name = _layer_list(model, self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
         _refuse_lists_of_experts(model, self.layers)
-        self.library_layout = False
+        self.layout: Layout | None = None
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._places: list[tuple[dict[str, Any], str, str]] = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
-from megatrain.conversion import Block, published
+from megatrain.conversion import Block, Layout, published
 from megatrain.errors import ConfigError
 from megatrain.shards import DamagedFile, Entry, Shard
 
@@ -57,8 +57,8 @@ class TensorRef(Protocol):
 class Decoder(Protocol):
     """The model, as far as its weights go."""
 
-    library_layout: bool
-    """Whether its source holds every tensor as the library does, so that an export does too."""
+    layout: Layout | None
+    """How its source holds the tensors, so that an export does too; None: as models of its kind are published."""
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -300,11 +300,16 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def match(source: Weights, decoder: Decoder) -> dict[str, Block]:
+def match(source: Weights, decoder: Decoder) -> Layout:
     """Source name to the elements it stands for, together every tensor of the model once. Tensors may be stored as the
     library holds them or as the hub publishes them (every expert apart); the prefix of the base model (`model.`) may be
     there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError
     that names what is missing, left over, or of another shape or type."""
+    return _match(source, decoder)[0]
+
+
+def _match(source: Weights, decoder: Decoder) -> tuple[Layout, Layout]:
+    """The same, and further names of tied tensors that the source holds beside the first."""
     prefix = getattr(decoder.model, "base_model_prefix", "")
     prefix = prefix + "." if prefix else ""
     places = _Places(decoder)
@@ -346,7 +351,8 @@ def match(source: Weights, decoder: Decoder) -> dict[str, Block]:
         )
     for first, second in twins:
         _require_equal(source, first, second)
-    return {theirs: block for block, theirs in found.items()}
+    layout = {theirs: block for block, theirs in found.items()}
+    return layout, {second: layout[first] for first, second in twins}
 
 
 class _Places:
@@ -387,12 +393,12 @@ def load(
     *,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Block]:
+) -> Layout:
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
     Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what
     `match` found. Raises ConfigError, also when a weight is not finite."""
-    found = match(source, decoder)
-    decoder.library_layout = all(name in decoder.tensors or name in decoder.aliases for name in found)
+    found, twins = _match(source, decoder)
+    decoder.layout = found | twins
     work = [piece for theirs, block in found.items() for piece in _cut(block, theirs, source.entries[theirs])]
     total = sum(source.entries[theirs].nbytes for theirs in found)
     done = [0]

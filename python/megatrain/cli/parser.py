@@ -74,6 +74,7 @@ def build() -> argparse.ArgumentParser:
     export.add_argument("out", metavar="OUT")
     export.add_argument("--step", default=None, metavar="N|best|last", help="which checkpoint (default last)")
     export.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    export.add_argument("--layout", choices=("source", "library"), default="source")
 
     report = _verb(verbs, "report", "one self-contained HTML page of a run")
     report.add_argument("run", metavar="RUN")

@@ -386,7 +386,7 @@ def _export(args: argparse.Namespace) -> int:
         if newest is None:
             raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
         source = newest
-    export_checkpoint(source, args.out, dtype=args.dtype)
+    export_checkpoint(source, args.out, dtype=args.dtype, layout=args.layout)
     json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
     return DONE
 

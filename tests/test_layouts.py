@@ -1,0 +1,117 @@
+"""An export has the keys of the model's source, also from a run's checkpoint and after it was resumed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import megatrain
+from families import build
+from megatrain import checkpoint
+from megatrain.export import export_checkpoint
+from reference import batches
+
+VOCAB = 96
+Values = dict[str, torch.Tensor]
+
+
+def without_base_prefix(values: Values, _: torch.nn.Module) -> Values:
+    return {name.removeprefix("transformer."): value for name, value in values.items()}
+
+
+def with_tied_head(values: Values, _: torch.nn.Module) -> Values:
+    return {**values, "lm_head.weight": values["model.embed_tokens.weight"].clone()}
+
+
+def fused(_: Values, model: torch.nn.Module) -> Values:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def half_fused(values: Values, model: torch.nn.Module) -> Values:
+    """The first layer's experts as the library holds them, the second's apart."""
+    own = fused(values, model)
+    first = {name: value for name, value in own.items() if ".layers.0." in name}
+    return first | {name: value for name, value in values.items() if ".layers.0." not in name}
+
+
+SOURCES: dict[str, tuple[str, Callable[[Values, torch.nn.Module], Values]]] = {
+    "experts apart": ("mixtral", lambda values, _: values),
+    "experts fused": ("mixtral", fused),
+    "experts of one layer fused": ("qwen2-moe", half_fused),
+    "fused as published": ("gpt-oss", lambda values, _: values),
+    "without the base's prefix": ("gpt2", without_base_prefix),
+    "tied head beside the embedding": ("qwen2", with_tied_head),
+}
+
+
+def read(folder: Path) -> megatrain.Engine:
+    return megatrain.Engine.from_pretrained(
+        str(folder), precision="fp32", device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_keys_equal_the_sources_from_the_engine_its_checkpoint_and_a_resumed_run(source: str, tmp_path: Path) -> None:
+    name, laid_out = SOURCES[source]
+    model = build(name).eval()
+    model.save_pretrained(tmp_path / "in")
+    given = laid_out(load_file(tmp_path / "in" / "model.safetensors"), model)
+    save_file(given, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    step = batches(1, rows=1, seq=8, vocab=VOCAB)
+    with read(tmp_path / "in") as ours:
+        ours.save_pretrained(tmp_path / "same")
+        ours.step(step)
+        ours.save(tmp_path / "step-1", step=1)
+        ours.save_pretrained(tmp_path / "engine")
+        wanted = {key: ours.weight(key) for key in ours.decoder.tensors}
+    export_checkpoint(tmp_path / "step-1", tmp_path / "checkpoint")
+    export_checkpoint(tmp_path / "step-1", tmp_path / "library", layout="library")
+    with megatrain.Engine(build(name), device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}) as other:
+        other.load(tmp_path / "step-1")
+        other.save_pretrained(tmp_path / "resumed")
+        other.save(tmp_path / "step-2", step=2)
+    export_checkpoint(tmp_path / "step-2", tmp_path / "again")
+    same = load_file(tmp_path / "same" / "model.safetensors")
+    assert same.keys() == given.keys()
+    assert all(torch.equal(same[key], value) for key, value in given.items())
+    for folder in ("engine", "checkpoint", "resumed", "again"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in given.items()}, folder
+    assert load_file(tmp_path / "library" / "model.safetensors").keys() == wanted.keys()
+    for folder in ("engine", "checkpoint", "resumed", "again", "library"):
+        again, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info.values()), info
+        stock = dict(again.named_parameters())
+        assert all(torch.equal(stock[key], value) for key, value in wanted.items() if key in stock), folder
+
+
+def test_a_checkpoint_says_its_layout_shortly_where_it_can(tmp_path: Path) -> None:
+    found = {}
+    for source in ("experts apart", "experts fused", "without the base's prefix"):
+        name, laid_out = SOURCES[source]
+        model = build(name)
+        model.save_pretrained(tmp_path / source)
+        path = tmp_path / source / "model.safetensors"
+        save_file(laid_out(load_file(path), model), path, {"format": "pt"})
+        with read(tmp_path / source) as ours:
+            ours.step(batches(1, rows=1, seq=8, vocab=VOCAB))
+            ours.save(tmp_path / "saved" / source / "step-1", step=1)
+        found[source] = checkpoint.Checkpoint.open(tmp_path / "saved" / source / "step-1").state()["layout"]
+    assert found["experts apart"] == "published"
+    assert found["experts fused"] == "library"
+    assert found["without the base's prefix"]["wte.weight"] == ["transformer.wte.weight", 0, [VOCAB, 32]]
+
+
+def test_a_layout_of_another_model_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    from megatrain.conversion import read_layout
+
+    assert read_layout({"a": ["weight", 0, [2, 3]]}, {"weight": (4, 3)}) is None
+    assert read_layout({"a": ["weight", 0, [4, 3]], "b": ["other", 0, [1]]}, {"weight": (4, 3)}) is None
+    assert "the published one is written" in caplog.text
+    halves = {"a": ["weight", 0, [2, 3]], "b": ["weight", 6, [2, 3]]}
+    assert list(read_layout(halves, {"weight": (4, 3)}) or {}) == ["a", "b"]

@@ -3,6 +3,7 @@
 #   VENV    the environment they make and use (default .venv)
 #   PY      the interpreter that makes it (default python3; 3.10 or newer)
 #   JOBS    processes that share the Python tests (default one a processor)
+#   SUPPORTED   options of tests/check_supported.py, such as --short
 VENV ?= .venv
 PY ?= python3
 JOBS ?= auto
@@ -11,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml') \
            Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: build quickstart lint test test-rust test-python test-gpu bench help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-gpu bench help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)
+
+test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
+	$(PYTHON) tests/check_supported.py $(SUPPORTED)
 
 test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
 	cargo test -p megatrain-cuda --locked

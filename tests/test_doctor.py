@@ -60,7 +60,7 @@ def test_a_missing_requirement_is_named_with_the_way_to_get_it(monkeypatch: pyte
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else installed(name))
     findings = doctor.examine(a_machine())
     assert not doctor.usable(findings)
-    assert "pip install torch" in finding(findings, "torch").advice
+    assert "pip install 'torch>=2.9'" in finding(findings, "torch").advice
 
 
 @pytest.mark.parametrize("version", ["5.16.9", "6.0.0"])
@@ -70,6 +70,34 @@ def test_a_transformers_release_outside_the_range_is_refused(monkeypatch: pytest
     one = finding(doctor.examine(a_machine()), "transformers")
     assert one.status == "missing"
     assert ">=5.17,<6" in one.advice
+
+
+def test_a_torch_that_is_too_old_is_refused_with_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.8.0" if name == "torch" else installed(name))
+    one = finding(doctor.examine(a_machine()), "torch")
+    assert one.status == "missing"
+    assert "2.9 or newer" in one.advice
+
+
+def test_releases_newer_than_the_tests_run_are_named_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = {"torch": "2.99.0", "transformers": "5.99.0"}
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: newer.get(name) or installed(name))
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.99.0")
+    findings = doctor.examine(a_machine())
+    assert doctor.usable(findings)
+    for what, newest in (("Python", "3.13"), ("torch", "2.15"), ("transformers", "5.24")):
+        one = finding(findings, what)
+        assert one.status == "note"
+        assert f"newer than {newest}, the newest that the tests run" in one.advice
+
+
+def test_another_system_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")
+    findings = doctor.examine(a_machine())
+    assert not doctor.usable(findings)
+    assert "x86-64; this is Linux on aarch64" in finding(findings, "system").advice
 
 
 def test_a_driver_status_of_every_kind_becomes_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

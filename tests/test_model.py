@@ -190,6 +190,12 @@ def test_a_transformers_that_was_not_tried_is_refused_with_the_range(
         Decoder.from_config(config())
 
 
+def test_a_torch_that_is_too_old_is_refused_with_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.8.1+cu126")
+    with pytest.raises(ConfigError, match=r"torch 2\.8\.1\+cu126 is installed; megatrain works with 2\.9 or newer"):
+        Decoder.from_config(config())
+
+
 def test_freezing_nothing_or_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="'\\*query\\*' matches no parameter"):
         Decoder.from_config(config(), freeze=["*query*"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import _core
+from megatrain.supported import GLIBC, dotted, numbers
 
 ROOT = Path(__file__).parents[1]
 CRATES = ROOT / "crates"
@@ -83,6 +84,7 @@ def test_the_source_archive_builds_once_unpacked(tmp_path: Path) -> None:
         tar.extractall(tmp_path, filter="data")
     wanted = {str(path.relative_to(ROOT)) for path in CRATES.glob("*/src/**/*.*")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "python").rglob("*.py*") if path.suffix != ".pyc"}
+    wanted |= {str(path.relative_to(ROOT)) for path in CRATES.glob("*/build.rs")}
     wanted |= {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md", "python/megatrain/py.typed"}
     assert wanted <= names, sorted(wanted - names)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
@@ -101,6 +103,14 @@ def test_the_native_module_links_no_cuda_library() -> None:
         "libdl",
         "ld-linux-x86-64",
     }
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf (binutils) is not installed")
+def test_the_native_module_needs_no_newer_c_library_than_the_readme_says() -> None:
+    needed = re.findall(r"\bGLIBC_(\d+(?:\.\d+)+)", run("readelf", "--version-info", "--wide", str(_core.__file__)))
+    assert needed
+    newest = max(numbers(version) for version in needed)
+    assert newest <= GLIBC, f"glibc {dotted(newest)} is needed; the README promises {dotted(GLIBC)}"
 
 
 def test_the_installed_package_is_typed_and_has_its_command() -> None:

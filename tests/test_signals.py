@@ -106,3 +106,20 @@ def test_a_request_inside_interruptible_work_raises_and_outside_waits() -> None:
     stop.request("SIGTERM")
     with pytest.raises(StopRequested), stop.interruptible():
         raise AssertionError("never begun")
+
+
+def test_what_fails_while_it_is_cut_short_is_a_stop_and_what_fails_by_itself_is_not() -> None:
+    stop = Stop()
+
+    def cut_short() -> None:
+        with stop.interruptible():
+            try:
+                stop.request("SIGINT")
+            finally:
+                raise RuntimeError("release unlocked lock")
+
+    with pytest.raises(StopRequested, match="SIGINT") as raised:
+        cut_short()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="no connection"), Stop().interruptible():
+        raise RuntimeError("no connection")

@@ -6,8 +6,12 @@ The names are imported when they are first used, so that `import megatrain` need
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatrain._core import __version__
-from megatrain.errors import (
+from megatrain.supported import check_platform
+
+check_platform()
+
+from megatrain._core import __version__  # noqa: E402 (first the sentence that says why it cannot be loaded)
+from megatrain.errors import (  # noqa: E402
     CheckpointError,
     ConfigError,
     DeviceError,

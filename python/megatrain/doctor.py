@@ -9,29 +9,18 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-import sys
 from pathlib import Path
 from typing import Literal
 
 from megatrain import machine as facts
+from megatrain import supported
 from megatrain.machine import Machine, format_bytes
 
 Status = Literal["ok", "note", "missing"]
 
-OLDEST_PYTHON = (3, 10)
-# What a run cannot do without, with the oldest release that works, and what follows.
-_REQUIRED = {
-    "torch": ((2, 9), "pip install torch (for a machine without a card, take the smaller CPU build: see the README)"),
-    "transformers": ((5, 17), "pip install 'transformers>=5.17,<6'"),
-    "safetensors": ((0, 8), "pip install 'safetensors>=0.8'"),
-    "numpy": ((1, 26), "pip install 'numpy>=1.26'"),
-    "PyYAML": ((6, 0), "pip install pyyaml"),
-    "rich": ((13, 0), "pip install rich"),
-}
 _OPTIONAL = {
     "gguf": "reading GGUF models, with accelerate",
 }
-_TRANSFORMERS_BELOW = (6,)
 # CUDA 13 libraries need driver branch 580; CUDA 12.8 ones 570. `cuda_status` gives the driver's own CUDA version.
 _OLDEST_CUDA_DRIVER = (12, 0)
 
@@ -60,36 +49,28 @@ def usable(findings: list[Finding]) -> bool:
 
 def _system() -> list[Finding]:
     version = platform.python_version()
-    supported = sys.version_info[:2] >= OLDEST_PYTHON
+    newer = supported.untried(version, supported.PYTHON)
     libc = " ".join(platform.libc_ver()) or "unknown C library"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}"
-    known = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+    refused = supported.refusal(supported.this_platform())
     return [
-        Finding(
-            "Python",
-            "ok" if supported else "missing",
-            version,
-            "" if supported else f"Python {version} is too old; 3.10 or newer is needed",
-        ),
-        Finding(
-            "system", "ok" if known else "missing", system, "" if known else "Linux on x86-64 or aarch64 is needed"
-        ),
+        Finding("Python", "note" if newer else "ok", version, newer),
+        Finding("system", "missing" if refused else "ok", system, refused),
     ]
 
 
 def _packages() -> list[Finding]:
     findings = []
-    for package, (oldest, advice) in _REQUIRED.items():
+    for package, span in supported.PACKAGES.items():
         version = _version(package)
         if version is None:
-            findings.append(Finding(package, "missing", "not installed", advice))
+            findings.append(Finding(package, "missing", "not installed", _how_to_get(package)))
             continue
-        numbers = _numbers(version)
-        too_new = package == "transformers" and numbers >= _TRANSFORMERS_BELOW
-        good = numbers >= oldest and not too_new
         note = f" (built for CUDA {cuda})" if package == "torch" and (cuda := _torch_cuda()) else ""
         note = note or (" (CPU only)" if package == "torch" else "")
-        findings.append(Finding(package, "ok" if good else "missing", version + note, "" if good else advice))
+        refused, newer = supported.package_refusal(package, version), supported.untried(version, span)
+        status: Status = "missing" if refused else "note" if newer else "ok"
+        findings.append(Finding(package, status, version + note, refused or newer))
     for package, purpose in _OPTIONAL.items():
         version = _version(package)
         advice = "" if version else f"optional, for {purpose}: pip install {package}"
@@ -127,7 +108,7 @@ def _card(machine: Machine) -> list[Finding]:
         findings.append(Finding("GPU", "note", machine.gpu_reason, advice))
     driver = facts.READERS.cuda_status().get("driver") if machine.gpus else None
     if driver:
-        numbers = _numbers(str(driver))
+        numbers = supported.numbers(str(driver))
         old = bool(numbers) and numbers < _OLDEST_CUDA_DRIVER
         findings.append(
             Finding("CUDA driver", "note" if old else "ok", str(driver), "update the NVIDIA driver" if old else "")
@@ -181,6 +162,13 @@ def _disk(machine: Machine) -> list[Finding]:
     return [Finding("free disk here", "ok", format_bytes(machine.disk_free))]
 
 
+def _how_to_get(package: str) -> str:
+    smaller = (
+        " (for a machine without a card, take the smaller CPU build: see the README)" if package == "torch" else ""
+    )
+    return f"pip install '{supported.requirement(package)}'{smaller}"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -199,8 +187,3 @@ def _torch_cuda() -> str | None:
         return None
     match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in match[1].split(".")) if match else ()

@@ -23,6 +23,7 @@ from megatrain.optim import match
 from megatrain.recording import Probe, Recorder, probe, untouched
 from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
+from megatrain.supported import package_refusal
 from megatrain.vision import Sight, look, part_names, shade
 
 if TYPE_CHECKING:
@@ -536,19 +537,15 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def check_library() -> None:
-    """Refuses a transformers whose models were not tried: what layers are called with changes between its versions."""
+    """Refuses a transformers whose models were not tried: what layers are called with changes between its versions.
+
+    And a torch too old for what is asked of it.
+    """
     import transformers
 
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2] if part.isdigit())
-    if not _LIBRARY[0] <= version < _LIBRARY[1]:
-        low, high = (".".join(str(part) for part in bound) for bound in _LIBRARY)
-        raise ConfigError(
-            f"transformers {transformers.__version__} is installed; megatrain works with {low} up to, not including, "
-            f"{high}: pip install 'transformers>={low},<{high}'"
-        )
-
-
-_LIBRARY = ((5, 17), (6, 0))
+    for name, version in (("transformers", transformers.__version__), ("torch", torch.__version__)):
+        if reason := package_refusal(name, version):
+            raise ConfigError(reason)
 
 
 def _refuse(model: nn.Module, config: Any) -> None:

@@ -47,11 +47,25 @@ class Stop:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Work that a request may drop at any instruction."""
+        """Work that a request may drop at any instruction.
+
+        What the request cut short may fail in its own cleaning up (a condition that was to be left without its lock):
+        that failure is part of stopping, and leaves as StopRequested too.
+        """
         if self.requested:
             raise StopRequested(self.reason)
         self._depth += 1
         try:
             yield
+        except Exception as error:
+            if _while_stopping(error):
+                raise StopRequested(self.reason) from error
+            raise
         finally:
             self._depth -= 1
+
+
+def _while_stopping(error: BaseException) -> bool:
+    """Whether `error` was raised while a StopRequested was on its way out."""
+    before = error.__context__
+    return before is not None and (isinstance(before, StopRequested) or _while_stopping(before))

@@ -3,7 +3,7 @@
 #   VENV    the environment they make and use (default .venv)
 #   PY      the interpreter that makes it (default python3; 3.10 or newer)
 #   JOBS    processes that share the Python tests (default one a processor)
-#   SUPPORTED   options of tests/check_supported.py, such as --short
+#   SUPPORTED  options of tests/check_supported.py, such as --short
 VENV ?= .venv
 PY ?= python3
 JOBS ?= auto
@@ -40,7 +40,7 @@ test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)
 
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
-	$(PYTHON) tests/check_supported.py $(SUPPORTED)
+	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
 
 test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
 	cargo test -p megatrain-cuda --locked

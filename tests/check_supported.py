@@ -66,8 +66,10 @@ class Row:
     releases: str
     """`oldest` allowed by the wheel; `newest` of the table that this Python can have; `refused`."""
 
-    def __str__(self) -> str:
-        return f"Python {self.python}, " + ("below the table" if self.releases == "refused" else self.releases)
+    @property
+    def name(self) -> str:
+        """As it is asked for and reported."""
+        return f"{self.python}-{self.releases}"
 
 
 class Failed(Exception):
@@ -77,12 +79,17 @@ class Failed(Exception):
 def main() -> int:
     """Prints a line for each row, and exits with 1 if one failed or none could be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="the oldest and the newest row, fewer tests")
-    parser.add_argument("--row", action="append", metavar="PYTHON-RELEASES", help="only this one, such as 3.10-oldest")
+    parser.add_argument("--short", action="store_true", help="oldest and newest row, fewer tests")
+    parser.add_argument("--row", action="append", metavar="PYTHON-RELEASES", help="only this one: 3.10-oldest")
     parser.add_argument("--work", type=Path, help="where the environments are made (default: a temporary folder)")
     parser.add_argument("--jobs", default="2", help="processes that share the tests")
     args = parser.parse_args()
-    chosen = [row for row in rows(args.short) if not args.row or f"{row.python}-{row.releases}" in args.row]
+    os.environ.pop("PYTHONPATH", None)  # a row sees the package that is installed in it, and no other
+    chosen = rows()
+    if args.row:
+        chosen = [row for row in chosen if row.name in args.row]
+    elif args.short:
+        chosen = [row for row in chosen if row.releases != "newest" or row.python == dotted(PYTHON.newest)]
     outcomes = {}
     with tempfile.TemporaryDirectory(prefix="megatrain-supported-", dir=args.work) as folder:
         wheel = build_wheel(Path(folder))
@@ -91,14 +98,14 @@ def main() -> int:
             try:
                 outcome = run_row(row, wheel, Path(folder) / "row", args)
             except (Failed, subprocess.TimeoutExpired) as error:
-                print(f"--- {row}\n{error}", flush=True)
+                print(f"--- {row.name}\n{error}", flush=True)
                 outcome = "FAILED"
             outcomes[row] = outcome
-            print(f"=== {row}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(f"=== {row.name}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
             shutil.rmtree(Path(folder) / "row", ignore_errors=True)
     print(f"\nsupported: {wheel.name}")
     for row, outcome in outcomes.items():
-        print(f"  {row!s:30} {outcome}")
+        print(f"  {row.name:16} {outcome}")
     run = [outcome for outcome in outcomes.values() if outcome != NOT_FOUND]
     return 0 if run and "FAILED" not in run else 1
 
@@ -106,13 +113,15 @@ def main() -> int:
 NOT_FOUND = "not found here"
 
 
-def rows(short: bool) -> list[Row]:
-    """The rows in the order in which they are run."""
+def rows() -> list[Row]:
+    """All rows, in the order in which they are run."""
     (major, oldest), (_, newest) = PYTHON.oldest, PYTHON.newest
     minors = range(oldest, newest + 1)
-    every = [Row(f"{major}.{oldest}", "oldest"), *(Row(f"{major}.{minor}", "newest") for minor in reversed(minors))]
-    refused = [Row(f"{major}.{oldest - 1}", "refused")]
-    return [*every[:2], *refused] if short else [*every, *refused]
+    return [
+        Row(f"{major}.{oldest - 1}", "refused"),
+        Row(f"{major}.{oldest}", "oldest"),
+        *(Row(f"{major}.{minor}", "newest") for minor in reversed(minors)),
+    ]
 
 
 def interpreter(python: str) -> str | None:
@@ -156,7 +165,7 @@ def run_row(row: Row, wheel: Path, folder: Path, args: argparse.Namespace) -> st
     versions = json.loads(call(python, "-c", VERSIONS, *PACKAGES))
     if row.releases == "newest":
         must_be_the_newest(versions, exactly=row.python == dotted(PYTHON.newest))
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     files = [TESTS / f"{name}.py" for name in SHORT] if args.short else sorted(TESTS.glob("test_*.py"))
     # The rest of test_packaging needs Cargo, not another Python.
     chosen = [str(path) for path in files if path.name != "test_packaging.py"]

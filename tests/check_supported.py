@@ -77,7 +77,7 @@ class Failed(Exception):
 
 
 def main() -> int:
-    """Prints a line for each row, and exits with 1 if one failed or none could be run."""
+    """Prints a line for each row; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="oldest and newest row, fewer tests")
     parser.add_argument("--row", action="append", metavar="PYTHON-RELEASES", help="only this one: 3.10-oldest")
@@ -106,8 +106,9 @@ def main() -> int:
     print(f"\nsupported: {wheel.name}")
     for row, outcome in outcomes.items():
         print(f"  {row.name:16} {outcome}")
-    run = [outcome for outcome in outcomes.values() if outcome != NOT_FOUND]
-    return 0 if run and "FAILED" not in run else 1
+    if all(outcome == NOT_FOUND for outcome in outcomes.values()):
+        print("  nothing was run: none of these Pythons is on this machine")
+    return int("FAILED" in outcomes.values())
 
 
 NOT_FOUND = "not found here"

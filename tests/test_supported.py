@@ -58,6 +58,8 @@ def test_the_package_asks_pip_for_the_same_floors() -> None:
         assert re.findall(r"<([\d.]+)", asked[name.lower()]) == ([dotted(span.below)] if span.below else []), name
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'requires-python = ">={dotted(PYTHON.oldest)}"' in project
+    minors = range(PYTHON.oldest[1], PYTHON.newest[1] + 1)
+    assert re.findall(r"Python :: (3\.\d+)", project) == [f"3.{minor}" for minor in minors]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from megatrain.recording import (
     stopping_layers,
 )
 from megatrain.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
+from megatrain.vision import recompute_blocks
 
 if TYPE_CHECKING:
     from megatrain.batches import MicroBatch
@@ -71,6 +72,8 @@ class EmbedTemplate:
         assert isinstance(real, nn.ModuleList)
         self._base = copy_without(decoder.base, real)
         replace_module(self._base, decoder.layers_name, stopping_layers(real))
+        if decoder.sight is not None:
+            recompute_blocks(self._base.get_submodule(part) for part in decoder.sight.parts)
         self._build_no_masks(self._base.get_submodule(decoder.layers_name.rpartition(".")[0]))
         self._features: tuple[Tensor, ...] = ()
         self._replays: dict[str, Replay] = {}

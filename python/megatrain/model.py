@@ -303,6 +303,11 @@ class Decoder:
         parts = self._parts()
         return look(self.recorder, parts, self.config, len(self.probe.tables)) if parts else None
 
+    def sees_with(self, name: str) -> bool:
+        """Whether a tensor belongs to a part that sees images."""
+        local = name.removeprefix(f"{self.base_name}." if self.base_name else "")
+        return local.partition(".")[0] in self._parts()
+
     def _parts(self) -> tuple[str, ...]:
         return part_names(self.base, self.layers_name) if _sees(self.config) else ()
 
@@ -315,7 +320,7 @@ class Decoder:
         local = name[len(prefix) :]
         if local.startswith(f"{self.layers_name}."):
             return int(local[len(self.layers_name) + 1 :].split(".", 1)[0])
-        if local.partition(".")[0] in self._parts():
+        if self.sees_with(name):
             return "embed"
         owner, _, leaf = local.rpartition(".")
         module = self.recorder.base.get_submodule(owner)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain import apart, partition
-from megatrain.activations import STAGE_ALIGN, Turn
+from megatrain.activations import STAGE_ALIGN, FusedAttention, Turn
 from megatrain.errors import ConfigError
 from megatrain.loss import default_chunk, workspace_bytes
 from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
@@ -41,21 +41,6 @@ class Measured:
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
-class _Attention(torch.autograd.Function):
-    """Saves what the fused attention kernels save: queries, keys, values, output and one fp32 number a query."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
-        return output
-
-    @staticmethod
-    def backward(_ctx: Any, *_grads: Any) -> Any:
-        raise AssertionError("measuring has no backward")
-
-
 class _AsOnDevice(TorchFunctionMode):
     """What meta would do otherwise than the device: attention is fused (its arithmetic is counted here), except with
     dropout on the CPU, where dropout keeps its mask in the type of the activations."""
@@ -80,7 +65,7 @@ class _AsOnDevice(TorchFunctionMode):
         query, key, value = named["query"], named["key"], named["value"]
         batch, heads, length, width = query.shape
         self.flops += batch * heads * length * key.shape[2] * (width + value.shape[-1])
-        return _Attention.apply(query, key, value)
+        return FusedAttention.apply(query, key, value)
 
 
 def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
@@ -281,11 +266,19 @@ def _workspace(
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
+    front = grads = deepstack = 0
+    if decoder.sight is not None:
+        # as if every token were an image's: how many are is not known before the first step
+        trained = [t for t in decoder.units[0].tensors if t.role == "trainable" and decoder.sees_with(t.name)]
+        front = int(tokens * decoder.sight.running_bytes)
+        grads = int(tokens * decoder.sight.kept_bytes) if trained else 0
+        grads += sum(torch.Size(t.shape).numel() for t in trained) * size
+        deepstack = decoder.sight.deepstack * hidden
     # between two layers every micro-batch has one gradient or one set of hidden states
-    passing = (micro_batches + 1) * hidden
+    passing = (micro_batches + 1) * hidden + micro_batches * deepstack
     return {
-        "workspace_bytes": max(beside, loss) + passing,
-        "late_workspace_bytes": max(*running, embed) + passing,
+        "workspace_bytes": max(beside, loss, front) + passing,
+        "late_workspace_bytes": max(*running, embed + front + grads) + passing,
     }
 
 

@@ -6,20 +6,24 @@ which work out on meta what shape a part returns and return zeros of it.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import checkpoint
 
+from megatrain.activations import FusedAttention
 from megatrain.errors import ConfigError
 from megatrain.recording import EmbeddingCalls, Recorder, check_arguments, copy_without, replace_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INPUTS = (
     "pixel_values",
@@ -51,6 +55,10 @@ class Sight:
     """Behind how many of the first layers features are added to the hidden states."""
     placeholders: dict[str, int]
     """Token ids by the input whose features take their places."""
+    kept_bytes: float
+    """What autograd keeps of the parts for a token of an image, their blocks recomputed."""
+    running_bytes: float
+    """What one of the blocks keeps for it."""
 
 
 class _OnMeta(TorchFunctionMode):
@@ -63,7 +71,13 @@ class _OnMeta(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # no mode outside looks at what is here
             if any(isinstance(value, Tensor) and value.is_meta for value in tree_flatten((args, kwargs))[0]):
                 args, kwargs = tree_map(_to_meta, args), tree_map(_to_meta, kwargs)
+                if func is F.scaled_dot_product_attention:
+                    return FusedAttention.apply(*inspect.signature(_attention).bind(*args, **kwargs).args[:3])
             return func(*args, **kwargs)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
+    """The part of fused attention's signature that decides the shape of its output."""
 
 
 def _to_meta(value: Any) -> Any:
@@ -176,6 +190,7 @@ def look(recorder: Recorder, parts: tuple[str, ...], config: Any, calls: int) ->
     own = {id(t) for t in (*base.parameters(), *base.buffers())}
     before: set[int] = set()
     looked_up = 0
+    saved = _Saved([shadow.twin for shadow in shadows.values()])
 
     def seen(tensor: Tensor) -> None:
         if id(tensor) in own and not recorder.calls:
@@ -192,7 +207,7 @@ def look(recorder: Recorder, parts: tuple[str, ...], config: Any, calls: int) ->
         for shadow in shadows.values():
             shadow.watch = watch
         recorder.begin(to_the_end=True)
-        with torch.enable_grad(), EmbeddingCalls(answer, seen):
+        with torch.enable_grad(), EmbeddingCalls(answer, seen), saved:
             base(**recorder.call(ids, None, None, images))
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{name} could not be run on a stub of an image: {error}") from error
@@ -204,6 +219,7 @@ def look(recorder: Recorder, parts: tuple[str, ...], config: Any, calls: int) ->
     if looked_up != calls:
         raise ConfigError(f"{name} looks up {looked_up} embeddings with an image and {calls} without one")
     check_arguments(recorder, name)
+    features = int((ids == config.image_token_id).sum())
     return Sight(
         parts=parts,
         trained=_trained(recorder.hidden[-1], made, {part: shadow.twin for part, shadow in shadows.items()}),
@@ -214,7 +230,70 @@ def look(recorder: Recorder, parts: tuple[str, ...], config: Any, calls: int) ->
             for key, field in PLACEHOLDERS.items()
             if (token := getattr(config, field, None)) is not None
         },
+        kept_bytes=saved.kept / features,
+        running_bytes=saved.running / features,
     )
+
+
+class _Saved(contextlib.AbstractContextManager[None]):
+    """Counts what autograd keeps of modules on meta, as it would be with their blocks recomputed."""
+
+    def __init__(self, twins: list[nn.Module]) -> None:
+        modules = [module for twin in twins for module in twin.modules()]
+        self._weights = {p.untyped_storage()._cdata for twin in twins for p in twin.parameters()}
+        self._blocks = blocks_of(modules)
+        self._all: dict[int, Tensor] = {}
+        self._inputs = 0
+        self._handles: list[Any] = []
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def running(self) -> float:
+        """Bytes of one block."""
+        return self._total / max(1, len(self._blocks))
+
+    @property
+    def kept(self) -> float:
+        """Bytes of the inputs of all blocks; everything where nothing can be recomputed."""
+        return self._inputs if self._blocks else self._total
+
+    @property
+    def _total(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self._all.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if tensor.is_meta and storage not in self._weights:
+            self._all[storage] = tensor
+        return tensor
+
+    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        self._inputs += hidden.nbytes if isinstance(hidden, Tensor) else 0
+
+    def __enter__(self) -> None:
+        self._handles = [b.register_forward_pre_hook(self._enter, with_kwargs=True) for b in self._blocks]
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+
+def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that transformers can recompute one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute_blocks(parts: Iterable[nn.Module]) -> None:
+    """Makes the blocks of the parts that see images keep their input alone when they are trained through."""
+    for block in blocks_of(module for part in parts for module in part.modules()):
+        made: Any = block
+        made.gradient_checkpointing = True
+        made._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
 def _trained(hidden: Tensor, made: list[tuple[Tensor, Tensor]], twins: dict[str, nn.Module]) -> frozenset[str]:

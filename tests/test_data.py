@@ -104,7 +104,11 @@ def test_fields_name_other_keys(tmp_path):
         (b'{"messages": []}\n', r"a\.jsonl:1: messages is list \[\]; expected a list of messages"),
         (b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: messages\[0\]: content is NoneType None"),
         (b'{"messages": [{"text": "a"}]}\n', r"a\.jsonl:1: messages\[0\] has the keys text; expected role and content"),
-        (b'{"messages": [{"role": "user", "content": [{}]}]}\n', r"only plain text is supported"),
+        (b'{"messages": [{"role": "user", "content": [{}]}]}\n', r"list of parts; images in rows are not read"),
+        (
+            b'{"messages": [{"role": "user", "content": "<image> what?"}], "images": ["a.png"]}\n',
+            r"has images; images in rows are not read from a config yet: .*Engine\.step",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, content, message):

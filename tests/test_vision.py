@@ -11,8 +11,8 @@ from transformers import AutoModelForImageTextToText
 import megatrain
 from megatrain.errors import ConfigError
 from megatrain.export import export_checkpoint
-from reference import batches, check_training, engine, error, loss_sum, supervised
-from seeing import CHIEF, IMAGE, SEEING, VOCAB, images, see, seeing_steps
+from reference import assert_equal, batches, check_training, engine, error, loss_sum, run_reference, supervised
+from seeing import CHIEF, IMAGE, SEEING, VIDEO, VOCAB, images, see, seeing_steps
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -144,6 +144,87 @@ def test_a_stock_folder_is_read_trained_exported_and_read_by_stock_again(name: s
         found = logits.log_softmax(-1)[:, :-1].gather(2, targets.clamp_min(0)[..., None])[..., 0]
         assert error(found * (targets != -100), wanted) < 1e-5, folder
     assert error(before, after) > 1e-5
+
+
+def step_without_images(name: str, seed: int) -> list[dict[str, torch.Tensor]]:
+    return [images(name, [[], []], seed=seed), images(name, [[]], seed=seed + 1, padded=(3, 0))]
+
+
+@pytest.mark.parametrize("update", ["just_in_time", "immediate"])
+@pytest.mark.parametrize("name", CHIEF)
+def test_a_step_without_an_image_leaves_the_tower_as_it_is(name: str, update: str) -> None:
+    model = see(name)
+    steps = [seeing_steps(name, 1)[0], step_without_images(name, 5), seeing_steps(name, 2)[1]]
+    limit = 0.5 if update == "just_in_time" else None
+    exact = run_reference(model, steps, dtype=torch.float64, max_grad_norm=limit)
+    plain = run_reference(model, steps, max_grad_norm=limit)
+    ours = engine(model, update=update, max_grad_norm=limit)
+    ours.step(steps[0])
+    tower = [n for n in exact.gradients if ours.decoder.sees_with(n)]
+    before = {n: (ours.weight(n), ours.optimizer_state(n)) for n in tower}
+    ours.step(steps[1])
+    for n, (weight, state) in before.items():
+        after = ours.optimizer_state(n)
+        assert torch.equal(ours.weight(n), weight), n
+        assert all(torch.equal(after[m], state[m]) for m in ("exp_avg", "exp_avg_sq")), n
+    ours.step(steps[2])
+    weights = dict(exact.model.named_parameters())
+    assert_equal(dict(ours.state_dict()), weights, [dict(plain.model.named_parameters())], "weight")
+    assert tower
+    for n in exact.gradients:
+        count = 2 if n in tower else 3
+        assert ours.optimizer_state(n)["step"] == count == int(exact.optimizer.state[weights[n]]["step"])
+
+
+def test_passes_that_are_added_up_see_when_one_of_them_does() -> None:
+    seen, blind = seeing_steps("llava", 1)[0][:2], step_without_images("llava", 5)
+    for passes in ([seen, blind], [blind, seen]):
+        ours = engine(see("llava"), plan={"accumulate": True})
+        for part in passes:
+            ours.forward_backward(part, normalizer=50.0)
+        ours.optimizer_step()
+        assert {ours.optimizer_state(n)["step"] for n, t in ours.decoder.tensors.items() if t.role == "trainable"} == {
+            1
+        }
+
+
+def test_videos_are_merged_as_images_are() -> None:
+    model = see("qwen2.5-vl")
+    batch = images("qwen2.5-vl", [[(2, 2)], [(3, 2)]], padded=(4, 3))
+    ids, types = batch["input_ids"].clone(), batch["mm_token_type_ids"].clone()
+    ids[1][ids[1] == IMAGE] = VIDEO
+    types[1] *= 2
+    pixels, grid = batch.pop("pixel_values"), batch.pop("image_grid_thw")
+    video = {
+        **batch,
+        "input_ids": ids,
+        "mm_token_type_ids": types,
+        "pixel_values": pixels[:16],
+        "image_grid_thw": grid[:1],
+        "pixel_values_videos": pixels[16:],
+        "video_grid_thw": grid[1:],
+    }
+    check_training(model, [[video, images("qwen2.5-vl", [[], [(2, 1)]], seed=4)]] * 3)
+
+
+@pytest.mark.parametrize("name", CHIEF)
+def test_a_frozen_tower_keeps_what_its_file_holds(name: str, tmp_path: Path) -> None:
+    stock = see(name)
+    language = [n for n, _ in stock.named_parameters() if "language_model" in n or "lm_head" in n]
+    for n, parameter in stock.named_parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if n in language else torch.float32)
+    stock.save_pretrained(tmp_path)
+    options = {"precision": "bf16", "device": "cpu", "memory": {"gpu": "1GiB", "host": "1GiB"}}
+    with megatrain.Engine.from_pretrained(
+        str(tmp_path), freeze=[f"*{p}*" for p in SEEING[name].tower], **options
+    ) as ours:
+        before = {n: ours.weight(n) for n, t in ours.decoder.tensors.items() if t.role == "frozen"}
+        assert before
+        own = dict(stock.named_parameters())
+        assert all(torch.equal(value, own[n]) and value.dtype == torch.float32 for n, value in before.items())
+        losses = [ours.step(seeing_steps(name, 1)[0]).loss for _ in range(3)]
+        assert losses[2] < losses[0]
+        assert all(torch.equal(value, ours.weight(n)) for n, value in before.items())
 
 
 def refused(ours: megatrain.Engine, batch: dict[str, Any], message: str) -> None:

@@ -191,6 +191,7 @@ class Engine:
         groups: list[tuple[float, float, float, float, float]] | None = None,
         accumulate: bool = False,
         rows: tuple[int, Any] | None = None,
+        idle: list[int] = [],
     ) -> None:
         """Starts a pass.
 
@@ -200,7 +201,7 @@ class Engine:
         gradients to those of the last one, which have not been applied. `rows` names a trained table of the embed unit
         (index of the tensor; where the head is tied, the table that it uses) and the rows of it that the pass looks up:
         int64, distinct, ascending, anything with DLPack on the CPU. With immediate updates the other rows are updated
-        beneath backward; nothing else depends on it."""
+        beneath backward; nothing else depends on it. `idle` as in `apply`, for immediate updates."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
         no more."""
@@ -208,9 +209,15 @@ class Engine:
         """The op's work has been launched on the compute stream."""
     def gradient_norm(self) -> float:
         """Waits until all gradients of the pass have landed; the norm over them."""
-    def apply(self, groups: list[tuple[float, float, float, float, float]], max_grad_norm: float | None) -> Outcome:
+    def apply(
+        self,
+        groups: list[tuple[float, float, float, float, float]],
+        max_grad_norm: float | None,
+        idle: list[int] = [],
+    ) -> Outcome:
         """The verdict: waits for the norm, forms the clip coefficient, queues the updates (they run beneath what
-        follows) or skips them when a gradient is not finite. In immediate mode it only waits and reports."""
+        follows) or skips them when a gradient is not finite. In immediate mode it only waits and reports. `idle` are
+        the numbers of groups without a gradient in this step: all of such a group stays as it is, counts included."""
     def abandon(self) -> None:
         """Drops a pass that has begun and was not applied (an exception in Python between next and finish); in
         immediate mode, once an update has run, marks the engine broken instead."""

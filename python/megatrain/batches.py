@@ -79,6 +79,11 @@ class Prepared:
     """Micro-batches without a supervised token, which add nothing."""
 
     @property
+    def seen(self) -> bool:
+        """Whether any micro-batch has an image."""
+        return any(key in m.images for m in self.micro_batches for key in PLACEHOLDERS)
+
+    @property
     def largest(self) -> tuple[int, int]:
         """(batch, seq) of the micro-batch with most tokens."""
         return max((m.shape for m in self.micro_batches), key=lambda shape: shape[0] * shape[1], default=(0, 0))

@@ -120,7 +120,6 @@ class Engine:
         self._passes = Passes(
             self._runtime,
             self._preparer,
-            self.optimizer,
             max_grad_norm=max_grad_norm,
             immediate=update == "immediate",
             label_smoothing=label_smoothing,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.apart import joining_layers
+from megatrain.conversion import published
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.optim import match
@@ -349,10 +350,20 @@ class Decoder:
             self.model.get_parameter(name).requires_grad_(False)
         if unused:
             log.warning("never used by the model's forward, so left as they are: %s", ", ".join(unused))
-        self._frozen_dtypes = dtypes
+        self._frozen_dtypes = self._by_own_names(dtypes)
         self._trainable_names = {n for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable_names:
             raise ConfigError(f"freeze: {list(patterns)} leaves no parameter to train")
+
+    def _by_own_names(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Types by the library's names of tensors, where they are by those of a published checkpoint."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        if dtypes.keys() <= shapes.keys():
+            return dtypes
+        found = {
+            block.name: dtypes[theirs] for theirs, block in published(self.model, shapes).items() if theirs in dtypes
+        }
+        return found | dtypes
 
     def _unused(self) -> list[str]:
         """Parameters that no part of the forward touches: torch gives them no gradient and does not update them."""

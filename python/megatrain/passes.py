@@ -20,7 +20,6 @@ from megatrain.batches import Prepared, Preparer
 from megatrain.ends import HeadTemplate, LossFn, LossOptions
 from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 from megatrain.interrupts import Shield
-from megatrain.optim import AdamW
 from megatrain.router import RouterLoss
 from megatrain.runtime import Runtime
 from megatrain.step import Pass, random_key
@@ -57,6 +56,8 @@ class Waiting:
     loss: float = 0.0
     tokens: int = 0
     aux_loss: float | None = None
+    seen: bool = False
+    """Whether a micro-batch had an image."""
 
 
 class Passes:
@@ -66,7 +67,6 @@ class Passes:
         self,
         runtime: Runtime,
         preparer: Preparer,
-        optimizer: AdamW,
         *,
         max_grad_norm: float | None,
         immediate: bool,
@@ -76,7 +76,7 @@ class Passes:
         seed: int,
         router: RouterLoss | None,
     ) -> None:
-        self._runtime, self._preparer, self._optimizer = runtime, preparer, optimizer
+        self._runtime, self._preparer = runtime, preparer
         self._max_grad_norm, self._immediate = max_grad_norm, immediate
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
@@ -123,6 +123,7 @@ class Passes:
                 before.loss + loss,
                 before.tokens + prepared.num_tokens,
                 aux_loss,
+                before.seen or prepared.seen,
             )
             return self._apply(core) if apply else loss
 
@@ -161,13 +162,15 @@ class Passes:
     def _train(self, core: Any, prepared: Prepared, options: LossOptions) -> Pass:
         run = self._pass(prepared, options, training=True)
         immediate = self._immediate
+        groups, idle = self._runtime.core_groups(prepared.seen)
         with numerics.arithmetic(self._runtime.device, self._deterministic):
             try:
                 core.begin(
                     "train",
                     len(prepared.micro_batches),
                     self._stream(),
-                    groups=self._optimizer.core_groups() if immediate else None,
+                    groups=groups if immediate else None,
+                    idle=idle,
                     accumulate=self.num_waiting > 0,
                     rows=run.looked_up() if immediate else None,
                 )
@@ -185,7 +188,8 @@ class Passes:
             reason = "no micro-batch has a supervised token"
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
-        outcome = core.apply(self._optimizer.core_groups(), self._max_grad_norm)
+        groups, idle = self._runtime.core_groups(waiting.seen)
+        outcome = core.apply(groups, self._max_grad_norm, idle)
         self.waiting = None
         self.num_steps += 1
         return StepOutput(

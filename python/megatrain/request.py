@@ -18,7 +18,7 @@ from megatrain.activations import STAGE_ALIGN, FusedAttention, Turn
 from megatrain.errors import ConfigError
 from megatrain.loss import default_chunk, workspace_bytes
 from megatrain.model import CORE_DTYPES, PRECISIONS, Decoder
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, CoreGroup
 from megatrain.recording import on_meta
 from megatrain.router import RoutedLayer, gates_of
 from megatrain.template import LayerCall, RoutedCall
@@ -178,7 +178,7 @@ def plan_request(
         raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
-    groups = (optimizer or AdamW()).assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
+    groups = _groups(decoder, optimizer or AdamW())
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
@@ -220,6 +220,23 @@ def plan_request(
         "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
+
+
+def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
+    """Groups as the core takes them, and which are idle. What sees images has the same settings once more: in a step
+    without an image (not `seen`) it has no gradient, so torch leaves it as it is."""
+    groups = optimizer.core_groups()
+    if decoder.sight is None:
+        return groups, []
+    return groups * 2, [] if seen else [*range(len(groups), 2 * len(groups))]
+
+
+def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
+    """The number, among those of `core_groups`, of each trained tensor's group."""
+    groups = optimizer.assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
+    if decoder.sight is None:
+        return groups
+    return {name: n + len(optimizer.groups) * decoder.sees_with(name) for name, n in groups.items()}
 
 
 CONTEXT_BYTES = 640 << 20

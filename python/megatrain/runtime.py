@@ -15,8 +15,8 @@ from megatrain.config.values import parse_size
 from megatrain.ends import EmbedTemplate, HeadTemplate
 from megatrain.errors import ConfigError, EngineBroken
 from megatrain.model import PRECISIONS, Decoder
-from megatrain.optim import AdamW
-from megatrain.request import REQUESTS, plan_request
+from megatrain.optim import AdamW, CoreGroup
+from megatrain.request import REQUESTS, core_groups, plan_request
 from megatrain.step import Workshop
 from megatrain.template import GradientViews, LayerTemplate, unit_layouts
 
@@ -118,6 +118,10 @@ class Runtime:
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
         )
+
+    def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
+        """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
+        return core_groups(self._decoder, self._optimizer, seen)
 
     def ready(self, prepared: Prepared, between_passes: bool) -> Any:
         """The core, planned at least for these micro-batches. `between_passes`: no gradients wait for their update."""

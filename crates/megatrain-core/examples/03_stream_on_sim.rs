@@ -97,7 +97,7 @@ fn train(seed: u64) -> Result<Vec<u8>, Error> {
     for unit in 0..request.units.len() {
         engine.write(unit, 0, PlaneName::State(Plane::Master), 0, Dtype::F32, &initial)?;
     }
-    let group = Group { lr: 1e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 };
+    let group = Group { lr: 1e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, idle: false };
     for step in 0..3 {
         let begin = Begin {
             pass: Pass::Train,

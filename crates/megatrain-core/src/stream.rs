@@ -74,6 +74,8 @@ pub struct Group {
     pub beta2: f64,
     pub eps: f64,
     pub weight_decay: f64,
+    /// Nothing of the group has a gradient in this step, so that all of it stays as it is, counts of updates included.
+    pub idle: bool,
 }
 
 /// A pass to begin.

@@ -9,7 +9,7 @@ use megatrain_core::layout::{Dtype, Precision};
 use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Engine, Options, PlaneName};
+use megatrain_core::stream::{Begin, Engine, Group, Options, PlaneName};
 
 mod support;
 use support::{FOREVER, GROUPS, Toy, ready, request};
@@ -496,6 +496,35 @@ fn every_plane_is_read_and_written_wherever_it_lives() {
                 engine.write(1, 0, PlaneName::State(Plane::Master), 0, dtype, &infinite).unwrap_err().to_string();
             assert!(error.contains("finite"), "{error}");
         }
+    }
+}
+
+#[test]
+fn an_idle_group_stays_as_it_is_wherever_its_state_lies() {
+    let idle = [GROUPS[0], Group { idle: true, ..GROUPS[1] }];
+    let mut found = Vec::new();
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        for (placement, request) in placements(&Request { update, ..request(5, 2) }) {
+            let run = start(&request, queueing(3), &options());
+            run.toy.step(&run.engine, 0, None).unwrap();
+            let before = run.toy.state(&run.engine).unwrap();
+            let groups = (update == UpdateMode::Immediate).then(|| idle.to_vec());
+            let (pass, micro_batches) = (Pass::Train, request.micro_batches);
+            let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows: None, accumulate: false };
+            run.engine.begin(&begin, FOREVER).map(ready).unwrap();
+            run.toy.compute(&run.engine, 1).unwrap();
+            run.engine.apply(&idle, None, FOREVER).map(ready).unwrap();
+            let after = run.toy.state(&run.engine).unwrap();
+            // Of each unit three planes and the count: of a tensor of group 0, then of one of group 1.
+            for (entry, (was, is)) in before.iter().zip(&after).enumerate() {
+                assert_eq!(was == is, entry % 8 >= 4, "{update:?}, {placement}: entry {entry}");
+            }
+            run.toy.step(&run.engine, 2, None).unwrap();
+            found.push((placement, run.toy.state(&run.engine).unwrap()));
+        }
+    }
+    for (placement, state) in &found {
+        assert!(*state == found[0].1, "{placement}");
     }
 }
 

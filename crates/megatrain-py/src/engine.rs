@@ -99,7 +99,8 @@ impl Engine {
     }
 
     #[expect(clippy::too_many_arguments, reason = "Python's keywords")]
-    #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false, rows = None))]
+    #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false, rows = None,
+                        idle = vec![]))]
     fn begin(
         &self,
         py: Python<'_>,
@@ -109,13 +110,14 @@ impl Engine {
         groups: Option<Vec<GroupTuple>>,
         accumulate: bool,
         rows: Option<(usize, Bound<'_, PyAny>)>,
+        idle: Vec<usize>,
     ) -> PyResult<()> {
         let pass = match kind {
             "train" => Pass::Train,
             "eval" => Pass::Eval,
             other => return Err(PyValueError::new_err(format!("a pass is of kind train or eval, not {other:?}"))),
         };
-        let groups = groups.map(|g| g.into_iter().map(group).collect());
+        let groups = groups.map(|given| self::groups(given, &idle));
         let rows = rows.map(|(tensor, rows)| looked_up(tensor, &rows)).transpose()?;
         let begin = Begin { pass, micro_batches, compute_stream, groups, rows, accumulate };
         self.wait(py, |engine| engine.begin(&begin, SLICE))
@@ -134,9 +136,15 @@ impl Engine {
         self.wait(py, |engine| engine.gradient_norm(SLICE))
     }
 
-    #[pyo3(signature = (groups, max_grad_norm))]
-    fn apply(&self, py: Python<'_>, groups: Vec<GroupTuple>, max_grad_norm: Option<f64>) -> PyResult<Outcome> {
-        let groups: Vec<Group> = groups.into_iter().map(group).collect();
+    #[pyo3(signature = (groups, max_grad_norm, idle = vec![]))]
+    fn apply(
+        &self,
+        py: Python<'_>,
+        groups: Vec<GroupTuple>,
+        max_grad_norm: Option<f64>,
+        idle: Vec<usize>,
+    ) -> PyResult<Outcome> {
+        let groups = self::groups(groups, &idle);
         Ok(self.wait(py, |engine| engine.apply(&groups, max_grad_norm, SLICE))?.into())
     }
 
@@ -246,8 +254,17 @@ impl Engine {
     }
 }
 
-fn group((lr, beta1, beta2, eps, weight_decay): GroupTuple) -> Group {
-    Group { lr, beta1, beta2, eps, weight_decay }
+/// Groups as the core takes them; `idle` are the numbers of those that have no gradient in this step.
+fn groups(given: Vec<GroupTuple>, idle: &[usize]) -> Vec<Group> {
+    let group = |(number, (lr, beta1, beta2, eps, weight_decay)): (usize, GroupTuple)| Group {
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        idle: idle.contains(&number),
+    };
+    given.into_iter().enumerate().map(group).collect()
 }
 
 /// The core's dtype; residuals may be given as either kind of 16-bit integer.

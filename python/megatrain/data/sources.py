@@ -266,6 +266,9 @@ def _decode(data: bytes, where: str) -> str:
         ) from None
 
 
+_NO_IMAGES = "images in rows are not read from a config yet: hand them to Engine.step of the Python API as pixel_values"
+
+
 def _row(value: Any, config: SourceConfig, file: int, number: int, where: str) -> Row:
     if isinstance(value, str) and number == 0:
         return Row(kind="text", file=file, number=number, text=value)
@@ -277,6 +280,9 @@ def _row(value: Any, config: SourceConfig, file: int, number: int, where: str) -
     kind = config.format if config.format != "auto" else _detect(value, names)
     if kind == "text" and names["text"] in value:
         return Row(kind="text", file=file, number=number, text=_string(value, names["text"], where))
+    for key in ("images", "image", "videos", "video"):
+        if kind in ("chat", "completion") and value.get(key):
+            raise ConfigError(f"{where} has {key}; {_NO_IMAGES}, or leave {key} out")
     if kind == "chat" and names["messages"] in value:
         messages = _messages(value[names["messages"]], config, where, names["messages"])
         return Row(kind="chat", file=file, number=number, messages=messages, tools=_tools(value, where))
@@ -344,9 +350,7 @@ def _message(item: Any, config: SourceConfig, where: str) -> dict[str, Any]:
     if content is None and message.keys() > {"role"}:
         content = ""
     if isinstance(content, list):
-        raise ConfigError(
-            f"{where}: {content_key} is a list of parts, such as images; only plain text is supported yet"
-        )
+        raise ConfigError(f"{where}: {content_key} is a list of parts; {_NO_IMAGES}, and give plain text as a string")
     message["content"] = _string({content_key: content}, content_key, where)
     return message
 

@@ -151,7 +151,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The coefficients of each trainable tensor's next update; its count advances.
+    /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
     fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
         let unit = op.unit as usize;
         let decision = decision.ok_or_else(|| Error::Invalid("an update without a decision".to_owned()))?;
@@ -171,13 +171,15 @@ impl Shared {
             }
         }
         let store = &self.memory.store;
-        let coefficients = self.trainable(unit).map(|(index, tensor)| {
-            let count = store.step_count(unit, index)? + 1;
-            let g = decision.groups[tensor.spec.group as usize];
-            let betas = (g.beta1, g.beta2);
-            let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
-            Ok((index, scalars))
-        });
+        let idle = |group: u32| decision.groups[group as usize].idle;
+        let coefficients =
+            self.trainable(unit).filter(|(_, tensor)| !idle(tensor.spec.group)).map(|(index, tensor)| {
+                let count = store.step_count(unit, index)? + 1;
+                let g = decision.groups[tensor.spec.group as usize];
+                let betas = (g.beta1, g.beta2);
+                let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
+                Ok((index, scalars))
+            });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
         let count = if visits.is_empty() { parts.len() } else { visits.len() };
@@ -212,6 +214,8 @@ impl Shared {
         };
         let elements = &parts[op.part as usize].elements;
         let mut stretches = stretches(layout, elements, share);
+        let place = |tensor: usize| coefficients.iter().position(|&(index, _)| index == tensor);
+        stretches.retain(|stretch| place(stretch.tensor).is_some());
         if stretches.is_empty() {
             return Ok(());
         }
@@ -219,8 +223,7 @@ impl Shared {
             self.zero(&within(&grad, elements, dtype.size()))?;
         }
         for stretch in &mut stretches {
-            let of_update = |&(tensor, _): &(usize, _)| tensor == stretch.tensor;
-            stretch.tensor = coefficients.iter().position(of_update).expect("every trained tensor has coefficients");
+            stretch.tensor = place(stretch.tensor).expect("the others are left out");
         }
         self.adamw.update_stretches(&self.pool, &updates, &stretches)
     }
@@ -243,9 +246,11 @@ impl Shared {
         let elements = self.device_elements(op);
         let dtype = self.grad_dtype();
         for stretch in stretches(layout, &elements, Share::All) {
+            let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor) else {
+                continue; // without a gradient
+            };
             let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
             let at = |place: Stretch, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
-            let of_tensor = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor);
             let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
             let update = DeviceAdamw {
                 weights: &at(weights, layout.precision.dtype().size()),
@@ -255,7 +260,7 @@ impl Shared {
                 grad: &at(grad, dtype.size()),
                 grad_dtype: dtype,
                 numel: stretch.len,
-                scalars: of_tensor.expect("every trained tensor has coefficients").1,
+                scalars,
             };
             self.device.adamw(Stream::Update, &update)?;
         }

@@ -91,7 +91,7 @@ fn steps(c: &mut Criterion) {
         let device = Arc::new(SimDevice::new(None, Faults::default()));
         let plan = plan(&request).expect("a small model fits");
         let engine = Engine::new(device, &request, &plan, &options).expect("an engine");
-        let adamw = [Group { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 }];
+        let adamw = [Group { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, idle: false }];
         let begin =
             Begin { pass: Pass::Train, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false };
         let step = || {

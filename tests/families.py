@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatrain.supported import PACKAGES, dotted, numbers
 from reference import NO_DROPOUT
 from seeing import SEEING
 
@@ -305,6 +306,10 @@ compared."""
 BY_DOCUMENT = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Where stock transformers lets documents of a packed row see each other (a state is carried from token to token, or
 masks are built without looking at positions), so that the documents are the reference, each by itself."""
+PACKS_SINCE = {"falcon": (5, 24)}
+"""Families that are among them in releases of transformers before this one."""
+CHUNKS_OF_DOCUMENTS_SINCE = {"llama4": (5, 23)}
+"""The release since which chunks of attention are counted from the start of the document, not of the packed row."""
 
 CASES = [
     (name, experts)
@@ -369,6 +374,9 @@ BETWEEN = """
 [^1]: Its router draws random numbers in training, so no other program has the same ones. Recomputation is bit-equal
     to keeping activations instead.
 
+[^2]: Before transformers 5.23, which we follow, its chunks of attention are counted from the start of the row, and
+    since then from the start of the document.
+
 Others of the same form run too: what is needed is found by running the model's own code on stubs, not by its name.
 What cannot be trained exactly is refused before anything is loaded:
 
@@ -382,6 +390,9 @@ def table() -> str:
     for name, family in FAMILIES.items():
         padded = "replayed [^1]" if name in RANDOM_ROUTING else "yes"
         packing = "by document" if name in BY_DOCUMENT else padded
+        if since := PACKS_SINCE.get(name):
+            packing += f"; by document before transformers {dotted(since)}"
+        packing += " [^2]" if name in CHUNKS_OF_DOCUMENTS_SINCE else ""
         experts = "eager, grouped_mm" if family.experts else ""
         router = "replayed [^1]" if name in RANDOM_ROUTING else "yes" if name in ROUTER_LOSS else "none in stock"
         router = router if family.experts else ""
@@ -391,6 +402,29 @@ def table() -> str:
     lines.append(BETWEEN)
     lines += [f"| {r.title} | `{r.kind}` | {r.reason} |" for r in REFUSED]
     return "\n".join(lines) + "\n"
+
+
+def by_document(name: str) -> bool:
+    """Whether the installed transformers lets documents of a packed row see each other."""
+    return name in BY_DOCUMENT or _installed() < PACKS_SINCE.get(name, ())
+
+
+def as_if_alone(name: str) -> bool:
+    """Whether a document in a packed row is computed as it would be by itself."""
+    return _installed() >= CHUNKS_OF_DOCUMENTS_SINCE.get(name, ())
+
+
+def records_router(name: str) -> bool:
+    """Whether the installed transformers says where a family's router has its logits. The newest that the tests run
+    does for every one; where an older one does not, the auxiliary loss is refused."""
+    recorded = getattr(build(name).base_model, "_can_record_outputs", None) or {}
+    return "router_logits" in recorded or _installed()[:2] >= PACKAGES["transformers"].newest
+
+
+def _installed() -> tuple[int, ...]:
+    import transformers
+
+    return numbers(transformers.__version__)
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatrain
-from families import BASE, FAMILIES, RANDOM_ROUTING, ROUTER_LOSS, build
+from families import BASE, FAMILIES, RANDOM_ROUTING, ROUTER_LOSS, build, records_router
 from megatrain.errors import ConfigError
 from megatrain.model import Decoder
 from megatrain.run_folder import read_metrics
@@ -45,7 +45,12 @@ def split(step: list[dict[str, torch.Tensor]], sizes: tuple[int, ...]) -> list[d
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", ROUTER_LOSS)
 def test_three_steps_equal_plain_pytorch_with_the_step_as_one_batch(name: str, experts: str) -> None:
-    check_training(build(name, experts, **ASKED), padded_steps(3), whole=True)
+    model = build(name, experts, **ASKED)
+    if not records_router(name):
+        with pytest.raises(ConfigError, match="set it to false"):
+            engine(model)
+        return
+    check_training(model, padded_steps(3), whole=True)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 1, 1)])
@@ -144,8 +149,12 @@ def test_immediate_updates_have_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("name", NO_TERM)
 def test_where_stock_adds_no_term_none_is_added(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    data = padded_steps(1)[0]
-    out = engine(build(name, output_router_logits=True)).step(data)
+    data, model = padded_steps(1)[0], build(name, output_router_logits=True)
+    if not records_router(name):
+        with pytest.raises(ConfigError, match="set it to false"):
+            engine(model)
+        return
+    out = engine(model).step(data)
     assert "adds no auxiliary loss" in caplog.text
     assert out.aux_loss is None
     assert out.loss == engine(build(name)).step(data).loss

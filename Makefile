@@ -25,6 +25,7 @@ quickstart: build ## the main job: trains examples/quickstart.yaml, again goes o
 lint: $(VENV)/.development ## formatting, lints and types of both languages
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
 	$(PYTHON) -m ruff format --check python tests
 	$(PYTHON) -m ruff check python tests
 	$(PYTHON) -m mypy

@@ -72,10 +72,37 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["eval", "."], "run"),
         (["report", "."], "metrics.jsonl"),
         (["bench", "--set", "chunk"], "KEY=VALUE"),
+        (["train", "good.yaml", "data.train=gone.jsonl"], "gone.jsonl: there is no such file or folder"),
+        (["train", "good.yaml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
+        (["train", "good.yaml", "data.eval=gone.txt"], "gone.txt: there is no such file or folder"),
+        (["train", "good.yaml", "data.train=gone*.parquet"], "no file matches"),
+        (["train", "good.yaml", "model.tokenizer=hollow"], "holds no tokenizer"),
+        (["train", "good.yaml", "model.path=hollow"], "holds no model"),
+        (["train", "good.yaml", "model.path=good.yaml"], "name the folder that it is in"),
+        (["train", "good.yaml", "model.chat_template=gone.jinja"], "gone.jinja cannot be read"),
+        (["train", "good.yaml", "output.resume=gone"], "output.resume: there is no folder"),
+        (["train", "good.yaml", "output.dir=good.yaml/run"], "good.yaml is a file"),
+        (["train", "good.yaml", "output.dir=own"], "config.yaml' in it is not a run's"),
+        (["train", "good.yaml", "--dry-run", "data.train=gone.jsonl"], "gone.jsonl"),
+        (["data", "good.yaml", "data.train=gone.jsonl"], "gone.jsonl"),
+        (["eval", "good.yaml", "data.train=gone.jsonl", "data.eval=0.1"], "gone.jsonl"),
+        (["probe", "--out", "gone/machine.yaml"], "there is no folder"),
+        (["probe", "--out", "hollow"], "is a folder"),
+        (["bench", "--trace", "gone/trace.json"], "there is no folder"),
+        (["export", "gone", "out"], "there is no folder gone"),
+        (["export", "hollow", "own"], "is not empty"),
+        (["export", "hollow", "good.yaml/out"], "good.yaml is a file"),
+        (["doctor", "gone"], "there is no folder gone"),
+        (["report", "hollow", "--out", "gone/page.html"], "there is no folder"),
     ],
 )
 def test_a_wrong_request_is_refused_at_once_with_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
     (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.yaml").write_text("mine: all mine\n")
     if "device=cuda" in words and _has_a_card():
         pytest.skip("this machine has a card, so asking for it is right")
     before = sorted(tmp_path.rglob("*"))

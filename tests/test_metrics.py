@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatrain.metrics import ModelCount, StepRecord, Throughput, count_model, dumps, duration, host_peak_bytes
+from megatrain.metrics import (
+    ModelCount,
+    StepRecord,
+    Throughput,
+    count_model,
+    dumps,
+    duration,
+    host_peak_bytes,
+    without_progress,
+)
 from megatrain.shapes import SHAPES
 
 
@@ -69,3 +78,20 @@ def test_durations_read_like_speech() -> None:
 
 def test_peak_host_memory_is_that_of_this_process() -> None:
     assert host_peak_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([5.0, 4.0], ""),
+        ([5.0], ""),
+        ([], ""),
+        ([5.0, 5.0], "5.0000 in the first step, 5.0000 in the last step"),
+        ([5.0, None], "5.0000 in the first step, inf"),
+        ([5.0, *[9.0] * 97, 4.0, 4.5], "5.0000 in the first step, 8.0500 in the last 10 steps"),
+        ([5.0, *[9.0] * 380, *[4.9] * 20], ""),
+    ],
+)
+def test_no_progress_is_the_last_tenth_not_below_the_first_step(losses: list[float | None], words: str) -> None:
+    said = without_progress(losses)
+    assert (words in said) if words else said == ""

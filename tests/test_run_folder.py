@@ -97,6 +97,23 @@ def test_what_a_run_would_replace_is_not_taken_from_a_folder_of_something_else(t
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
+def test_a_configuration_of_the_users_is_never_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "config.yaml"
+    folder = RunFolder(tmp_path)
+    folder.write_status("failed")  # so that the folder looks like a run's
+    folder.close()
+    mine.write_text("model: mine\n")
+    with pytest.raises(ConfigError, match=r"output\.dir is '.*', and the '.*config\.yaml' in it is not a run's"):
+        RunFolder(tmp_path)
+    assert mine.read_text() == "model: mine\n"
+    mine.unlink()
+    folder = RunFolder(tmp_path)
+    folder.write_config("model: effective\n")
+    folder.close()
+    RunFolder(tmp_path).close()  # a run's own may be replaced
+    assert "model: effective" in mine.read_text()
+
+
 def test_a_folder_that_cannot_be_written_is_a_wrong_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output\.dir"):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -107,3 +108,25 @@ def test_a_model_config_gets_the_vocabulary_of_its_tokenizer():
     assert with_vocabulary({"vocab_size": 512, "eos_token_id": 3}, tokenizer)["eos_token_id"] == 3
     with pytest.raises(ConfigError, match=r"model\.config\.vocab_size is 100, and the tokenizer has \d+ tokens"):
         with_vocabulary({"vocab_size": 100}, tokenizer)
+
+
+def test_the_tokenizer_of_a_model_of_unknown_type_is_loaded_without_a_remark_on_the_type(tmp_path: Path) -> None:
+    train_bpe(["some words, and some more words"] * 9, 300).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    source, ear = logging.getLogger("transformers.configuration_utils"), Ear()
+    source.addHandler(ear)
+    try:
+        AutoTokenizer.from_pretrained(tmp_path)
+        assert any("You are using a model of type" in line for line in heard), "nothing is left to be silenced"
+        heard.clear()
+        load_tokenizer(tmp_path)
+        source.warning("something else")
+        assert heard == ["something else"]
+    finally:
+        source.removeHandler(ear)

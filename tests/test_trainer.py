@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from megatrain import checkpoint
+from megatrain.cli import main
 from megatrain.engine import Engine, StepOutput
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken, StorageError
 from megatrain.progress import Display
@@ -314,6 +316,35 @@ def test_the_best_checkpoint_outlives_retention_and_early_stopping_ends_the_run(
     assert steps == sorted({best, result.step} - {0})
     again = fit(config)
     assert again.step == result.step, "the same command does not go on with a run that ended early"
+
+
+def test_a_run_that_stops_early_says_so_and_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings(
+        tmp_path,
+        train={"steps": 40, "batch_size": 2, "lr": 0.3, "schedule": {"name": "constant", "warmup": 0}},
+        eval={"at_start": True, "every": 1, "early_stop": 3},
+    )
+    (tmp_path / "early.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", str(tmp_path / "early.yaml")]) == 0
+    step = read_metrics(tmp_path / "run")[-1]["step"]
+    out, err = capsys.readouterr()
+    assert "for 3 evaluations: stopping early" in err
+    assert f"done: stopped early after {step} of 40 steps (eval.early_stop)" in out
+    assert main(["train", str(tmp_path / "early.yaml"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["step"], answer["early_stop"], answer["stopped"]) == (step, True, None)
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-2, False), (5.0, True)])
+def test_a_run_that_has_learnt_nothing_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lr: float, warned: bool
+) -> None:
+    config = settings(tmp_path, train={"steps": 12, "batch_size": 4, "lr": lr, "schedule": {"name": "constant"}})
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    assert main(["train", str(tmp_path / "config.yml")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: the loss has not fallen") == int(warned), out
+    assert "done: 12 steps" in out
 
 
 def test_an_evaluation_that_gave_way_to_a_stop_is_made_up(tmp_path: Path) -> None:

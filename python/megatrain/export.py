@@ -22,6 +22,7 @@ from torch import Tensor
 from megatrain import shards
 from megatrain.conversion import Layout, library, published, read_layout
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.files import check_unused
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import staged, storage_error, write_file
 from megatrain.weights import Core, Decoder, FileWeights, TensorRef
@@ -79,7 +80,8 @@ def save_pretrained(
     ConfigError when `out` is in use already, StorageError when it cannot be written."""
     out = Path(out)
     target = _target(dtype, decoder.precision)
-    _refuse_used(out, overwrite)
+    if not overwrite:
+        check_unused(out, "the export's folder")
     blocks = _blocks(decoder, layout)
     dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
     entries = [
@@ -115,7 +117,8 @@ def export_checkpoint(
 
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)
     target = _target(dtype, source.precision)
-    _refuse_used(out, overwrite)
+    if not overwrite:
+        check_unused(out, "the export's folder")
     try:
         weights = FileWeights(source.shards("model"))
         residual = FileWeights(source.shards("residual"))
@@ -315,10 +318,3 @@ def _target(dtype: DtypeName, precision: str) -> torch.dtype:
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
     return DTYPES[precision if dtype == "auto" else dtype]
-
-
-def _refuse_used(out: Path, overwrite: bool) -> None:
-    if overwrite or not out.exists():
-        return
-    if not out.is_dir() or any(out.iterdir()):
-        raise ConfigError(f"{out} exists already and is not empty; name another folder, or remove it first")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain import checkpoint
 from megatrain.errors import CheckpointError, ConfigError, MegatrainError
+from megatrain.tokenizer import without_remark_on_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,7 +126,8 @@ def _load(folder: Path, device: str) -> tuple[Any, "PreTrainedTokenizerBase"]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        with without_remark_on_type():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{folder} has no tokenizer that transformers can read: {_first_line(error)}") from None
     try:

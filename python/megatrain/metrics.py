@@ -72,6 +72,26 @@ class StepRecord:
         return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
 
 
+_LAST_PART = 10
+"""The end of a run is its last tenth of steps …"""
+_LAST_MOST = 20
+"""… and at most so many."""
+
+
+def without_progress(losses: list[float | None]) -> str:
+    """A sentence when a run has learnt nothing: when the mean loss of its last tenth of steps (20 at most) is not below
+    the loss of its first step, which is that of the weights it started from. Empty otherwise. None: not finite."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    if len(losses) < 2 or not known:
+        return ""
+    last = known[1:][-min(_LAST_MOST, max(1, len(losses) // _LAST_PART)) :]
+    end = sum(last) / len(last) if last else math.inf
+    if end < known[0]:
+        return ""
+    shown = f"{end:.4f} in the last {len(last)} steps" if len(last) > 1 else f"{end:.4f} in the last step"
+    return f"the loss has not fallen: {known[0]:.4f} in the first step, {shown}; train.lr may be too high, or too low"
+
+
 def dumps(document: Any) -> str:
     """JSON in one line, not-finite numbers as null (strict readers refuse NaN)."""
     return json.dumps(_finite(document), separators=(", ", ": "))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatrain.errors import ConfigError, StorageError
+from megatrain.files import check_makeable
 from megatrain.machine import format_bytes
 from megatrain.metrics import StepRecord, dumps
 
@@ -37,8 +38,20 @@ _LEFTOVERS = (
 _REPLACED = ("config.yaml", "plan.json", "log.txt", "checkpoints", "export")
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Raises ConfigError for a folder without a trace of a run where a run would replace or remove something."""
+_HEADER = "# The effective configuration of this run, written by megatrain: every default spelled out.\n"
+
+
+def check(path: Path) -> None:
+    """Raises ConfigError for an `output.dir` that cannot be made or written, or where a run would replace or remove
+    something that no run wrote."""
+    check_makeable(path, "output.dir")
+    config = path / "config.yaml"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if config.is_file() and not config.read_text(encoding="utf-8").startswith(_HEADER):
+            raise ConfigError(
+                f"output.dir is {str(path)!r}, and the {str(config)!r} in it is not a run's: a run would put its "
+                "effective configuration in its place; name another output.dir, or give your file another name"
+            )
     if any((path / name).exists() for name in _OURS_ALONE):
         return
     for name in _REPLACED:
@@ -55,7 +68,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _refuse_foreign(path)
+        check(path)
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
@@ -101,7 +114,7 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """The effective configuration, every default written out."""
-        replace(self.path / "config.yaml", text)
+        replace(self.path / "config.yaml", _HEADER + text)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """The plan as the engine has it."""

@@ -4,6 +4,7 @@ A trained one is byte-level BPE in a normal Hugging Face folder, so that exports
 deterministic and its result is cached by the content of the data.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from megatrain.config import Config, TokenizerTraining
 from megatrain.data import cache
 from megatrain.data.sources import Source
 from megatrain.errors import ConfigError
+from megatrain.files import chat_template, check_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -45,7 +47,7 @@ def build_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
         revision = model.revision if key == "model.path" else None
         tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=model.trust_remote_code, key=key)
     if model.chat_template is not None:
-        tokenizer.chat_template = _template(model.chat_template)
+        tokenizer.chat_template = chat_template(model.chat_template)
     return tokenizer
 
 
@@ -66,18 +68,17 @@ def load_tokenizer(
     name, extra = str(path), {}
     if place.suffix == ".gguf" and place.is_file():
         name, extra = str(place.parent), {"gguf_file": place.name}
-    elif place.is_dir() and not any((place / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
-        names = ("vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
-        if not any((place / file).is_file() for file in names):
-            raise ConfigError(f"{key}: {place} holds no tokenizer (tokenizer.json); set model.tokenizer")
+    else:
+        check_tokenizer(place, key)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name,
-            revision=revision or "main",
-            trust_remote_code=trust_remote_code,
-            local_files_only=place.exists(),
-            **extra,
-        )
+        with without_remark_on_type():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name,
+                revision=revision or "main",
+                trust_remote_code=trust_remote_code,
+                local_files_only=place.exists(),
+                **extra,
+            )
     except (OSError, ValueError, ImportError, KeyError) as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ConfigError(
@@ -87,6 +88,23 @@ def load_tokenizer(
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}: no tokenizer can be loaded from {path}: {reason[:300]}") from None
     return tokenizer
+
+
+@contextlib.contextmanager
+def without_remark_on_type() -> Iterator[None]:
+    """Loading the tokenizer beside a model whose type it does not know, transformers reads the model's configuration as
+    one of no type, and warns that the types differ ("You are using a model of type …"). No model is made there, and
+    the type is refused by name where one is: this remark, and no other, is left out."""
+    remarks = logging.getLogger("transformers.configuration_utils")
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("You are using a model of type ")
+
+    remarks.addFilter(is_another)
+    try:
+        yield
+    finally:
+        remarks.removeFilter(is_another)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -185,15 +203,3 @@ def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, name: str) -> None
                 raise
     except OSError as error:
         _log.warning("the trained tokenizer cannot be cached in %s: %s", folder, error)
-
-
-def _template(setting: str) -> str:
-    if "{" in setting:
-        return setting
-    try:
-        text = Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template: {setting} cannot be read: {error}") from None
-    if "{" not in text:
-        raise ConfigError(f"model.chat_template: {setting} holds no Jinja template")
-    return text

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatrain import shards
 from megatrain.conversion import Block, Layout, published
 from megatrain.errors import ConfigError
+from megatrain.files import check_model
 from megatrain.shards import DamagedFile, Entry, Shard
 
 log = logging.getLogger(__name__)
@@ -130,12 +131,9 @@ def resolve(path: str, revision: str | None = None) -> ModelFiles:
     local = Path(path).expanduser()
     if local.is_dir():
         return _in_folder(path, local)
+    check_model(path)
     if local.is_file():
-        if local.suffix == ".gguf":
-            return ModelFiles(path, local.parent, local)
-        raise ConfigError(f"model.path is the file {path!r}; name the folder that it is in (or a .gguf file)")
-    if not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", path) or path.endswith((".gguf", ".safetensors")):
-        raise ConfigError(f"model.path is {path!r}: there is no such folder, and a hub id looks like OWNER/NAME")
+        return ModelFiles(path, local.parent, local)
     return ModelFiles(path, _fetch(path, revision))
 
 

@@ -10,7 +10,7 @@
 //! before that event.
 //!
 //! Calls that wait take a time limit and answer [`Poll::Pending`] when it is over, so that a caller can look after its
-//! signals. Once an operation has failed, every call answers [`Error::Broken`] with the unit and the operation.
+//! signals. Once an operation has failed, every call answers [`crate::Error::Broken`] with the unit and the operation.
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread::JoinHandle;

@@ -43,13 +43,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from megatrain import run_folder
     from megatrain.cli.signals import stopping
     from megatrain.config import Config
+    from megatrain.metrics import without_progress
     from megatrain.progress import Display, mode_for
 
     config = Config.load(args.config, args.settings)
     config.require("data", "output")
     _refuse_early(config)
+    assert config.output.dir is not None
+    run_folder.check(Path(config.output.dir))
     display = Display(mode_for(sys.stdout, args.json))
     if args.dry_run:
         return _dry_run(config, args.json)
@@ -58,12 +62,19 @@ def _train(args: argparse.Namespace) -> int:
         from megatrain.trainer import Trainer
 
         result = Trainer(config, stop=stop, display=display).fit()
+    early = not result.stopped and result.step < result.total_steps
+    warning = ""
+    if not result.stopped and result.loss is not None:
+        losses = [record["loss"] for record in run_folder.read_metrics(Path(config.output.dir)) if "loss" in record]
+        warning = without_progress(losses)
     answer = {
         "step": result.step,
         "total_steps": result.total_steps,
         "loss": result.loss,
         "eval_loss": result.eval_loss,
         "stopped": result.stopped or None,
+        "early_stop": early,
+        "warning": warning or None,
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "export": str(result.export) if result.export else None,
     }
@@ -76,16 +87,22 @@ def _train(args: argparse.Namespace) -> int:
     else:
         held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
         loss = f"loss {result.loss:.4f}" if result.loss is not None else "no step was left to do"
-        line(f"done: {result.step} steps, {loss}{held_out}")
+        steps = f"{result.step} steps"
+        if early:
+            steps = f"stopped early after {result.step} of {result.total_steps} steps (eval.early_stop)"
+        line(f"done: {steps}, {loss}{held_out}")
+        if warning:
+            line(f"warning: {warning}")
         line(f"checkpoint {result.checkpoint}" + (f", export {result.export}" if result.export else ""))
     return STOPPED if result.stopped else DONE
 
 
 def _refuse_early(config: "Config") -> None:
     """What can be refused without torch is refused before it is loaded."""
+    from megatrain import files, planning
     from megatrain import machine as facts
-    from megatrain import planning
 
+    files.check(config)
     machine = facts.read()
     device = planning.choose_device(config, machine)
     planning.choose_precision(config, device, machine)
@@ -178,9 +195,11 @@ def _described(path: Path) -> "Machine":
 
 
 def _probe(args: argparse.Namespace) -> int:
+    from megatrain import files, probe
     from megatrain import machine as facts
-    from megatrain import probe
 
+    if args.out:
+        files.check_writable(Path(args.out), "--out")
     machine = facts.read(Path.cwd())
     device = "cuda" if machine.gpu is not None else "cpu"
     found = probe.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
@@ -197,6 +216,8 @@ def _probe(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.run is not None:
+        if not Path(args.run).is_dir():
+            raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
         return _verify(args)
     from megatrain import doctor
 
@@ -240,6 +261,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace) -> int:
+    from megatrain import files
     from megatrain.cli import show
     from megatrain.config import Config
 
@@ -247,6 +269,7 @@ def _data(args: argparse.Namespace) -> int:
     config.require("data")
     if args.eval and not config.data.eval:
         raise ConfigError("--eval shows held-out rows, and data.eval is not set")
+    files.check(config)
     from megatrain.assembly import run_tokenizer
     from megatrain.data import prepare, view
 
@@ -272,14 +295,16 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    request = bench_request(args)
     from megatrain import bench
 
-    json_line(bench.run(bench_request(args)))
+    json_line(bench.run(request))
     return DONE
 
 
 def bench_request(args: argparse.Namespace) -> "bench.Request":
     """What the arguments of `megatrain bench` ask for. Raises ConfigError."""
+    from megatrain import files
     from megatrain.config import yaml12
 
     plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
@@ -288,6 +313,8 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
         if not equals:
             raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096")
         plan[key] = yaml12.load(text, f"--set {key}")
+    if args.trace:
+        files.check_writable(Path(args.trace), "--trace")
     settings: dict[str, Any] = {
         "train": {
             "update": args.update,
@@ -373,6 +400,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from megatrain import files
+
+    files.check_unused(Path(args.out), "OUT")
+    if not Path(args.run).is_dir():
+        raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
     from megatrain import checkpoint
     from megatrain.export import export_checkpoint
 
@@ -408,12 +440,14 @@ def _step(run: Path, wanted: str | None) -> str | None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatrain import report
+    from megatrain import files, report
     from megatrain.run_folder import replace
 
     run = Path(args.run)
-    page = report.page(run)
     out = Path(args.out) if args.out else run / "report.html"
+    if args.out:
+        files.check_writable(out, "--out")
+    page = report.page(run)
     try:
         replace(out, page)
     except OSError as error:

@@ -5,14 +5,12 @@ it; whatever cannot be read as promised is an error that names file and line.
 """
 
 import dataclasses
-import glob
 import gzip
 import hashlib
 import importlib
 import io
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +19,9 @@ from typing import Any, BinaryIO, Literal
 from megatrain.config import SourceConfig
 from megatrain.data import stdlib
 from megatrain.errors import ConfigError
+from megatrain.files import SUFFIXES, TEXT_SUFFIXES, find, suffix_of
 
 Kind = Literal["text", "chat", "completion"]
-
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (".jsonl", ".json", ".parquet", *TEXT_SUFFIXES)
 
 _ROLES = {
     "human": "user",
@@ -76,7 +72,7 @@ class Source:
             self._documents = stdlib.documents(config.path)
             self.files = tuple(name for name, _ in self._documents)
         else:
-            self.files = _find(config)
+            self.files = find(config)
 
     def where(self, file: int, number: int) -> str:
         """A row's place, for people: `data/train.jsonl:17`."""
@@ -127,58 +123,6 @@ class Source:
                 yield _row(value, self.config, index, number, self.where(index, number))
 
 
-def _find(config: SourceConfig) -> tuple[str, ...]:
-    path = config.path
-    if Path(path).is_file():
-        files = [path]
-    elif Path(path).is_dir():
-        found = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-        files = [file for file in found if _suffix(file) in SUFFIXES and not Path(file).name.startswith(".")]
-        if not files:
-            raise ConfigError(f"{path} holds no file with a suffix among {', '.join(SUFFIXES)}")
-    elif glob.has_magic(path):
-        matches = glob.glob(path, recursive=True)  # noqa: PTH207 - the pattern is absolute
-        files = sorted(file for file in matches if Path(file).is_file())
-        if not files:
-            raise ConfigError(f"no file matches {path}")
-    else:
-        raise ConfigError(f"{path}: there is no such file or folder")
-    if isinstance(config.split, str):
-        files = _named_split(files, config)
-    for file in files:
-        if _suffix(file) not in SUFFIXES and config.format != "text":
-            raise ConfigError(
-                f"{file}: the suffix is none of {', '.join(SUFFIXES)}; to read it as a document write format: text"
-            )
-        if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file} cannot be read: permission denied")
-    if len(files) == 1 and Path(files[0]).stat().st_size == 0:
-        raise ConfigError(f"{files[0]} is empty")
-    return tuple(files)
-
-
-def _named_split(files: list[str], config: SourceConfig) -> list[str]:
-    """Files called NAME or NAME-…, and those in a folder called NAME."""
-    root = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
-    names: dict[str, list[str]] = {}
-    for file in files:
-        relative = Path(file).relative_to(root) if Path(file).is_relative_to(root) else Path(file)
-        stem = relative.name.split(".")[0]
-        for name in {*relative.parts[:-1], stem, stem.split("-")[0], stem.split("_")[0]}:
-            names.setdefault(name, []).append(file)
-    assert isinstance(config.split, str)
-    if config.split not in names:
-        raise ConfigError(
-            f"{config.path} has no split {config.split!r}: no file or folder of that name. "
-            f"There are {', '.join(sorted(names)[:12])}; a fraction such as 0.05 works too"
-        )
-    return names[config.split]
-
-
-def _suffix(file: str) -> str:
-    return Path(file.removesuffix(".gz")).suffix.lower()
-
-
 def _open(file: str) -> BinaryIO:
     if file.endswith(".gz"):
         return io.BufferedReader(gzip.open(file))
@@ -195,7 +139,7 @@ def _file_digest(file: str) -> bytes:
 
 def _read(file: str, form: str) -> Iterator[tuple[int, Any]]:
     """(number, value) of each row: a string for a document, else what the file's format gives."""
-    suffix = _suffix(file)
+    suffix = suffix_of(file)
     try:
         if suffix in TEXT_SUFFIXES or (form == "text" and suffix not in SUFFIXES):
             with _open(file) as stream:

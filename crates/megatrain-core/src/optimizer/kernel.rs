@@ -1,6 +1,6 @@
 //! The loops over weights, moments and gradients: AdamW, sums of squares, conversions.
 //!
-//! AdamW's arithmetic is written down once, in [`scalar`], and followed operation by operation by [`avx2`], [`avx512`]
+//! AdamW's arithmetic is written down once, in `scalar`, and followed operation by operation by `avx2`, `avx512`
 //! and the device's own body; all are bit-equal. Per element, in fp32, every operation rounded to nearest:
 //!
 //! ```text

@@ -111,7 +111,7 @@ fn schedules(c: &mut Criterion) {
     let mut group = c.benchmark_group("schedule of 80 layers, 64 micro-batches");
     let request = request(80, 64, 256);
     let facts = Facts::new(&request, &plan(&request).expect("fits")).expect("facts");
-    let shape = Shape { pass: Pass::Train, micro_batches: 64 };
+    let shape = Shape::new(Pass::Train, 64);
     let first = Schedule::new(&facts, shape, None, &[]).expect("a schedule");
     let steady = Schedule::new(&facts, shape, Some(&first), &[]).expect("a schedule");
     group.sample_size(10);

@@ -232,6 +232,20 @@ class Engine:
         """The reverse. `master` takes fp32, bf16, fp16 or fp64 and refuses values that are not finite (ValueError)."""
     def step_count(self, unit: int, tensor: int) -> int: ...
     def set_step_count(self, unit: int, tensor: int, count: int) -> None: ...
+    def begin_save(
+        self, files: list[tuple[str, _Plane, bytes, list[tuple[int, int]]]], chunk_bytes: int, needed: int
+    ) -> None:
+        """Asks for the state that the passes so far leave, in files that are not there yet: each a path, a plane, the
+        file's first bytes and the tensors (unit, index) whose planes follow, units in ascending order over all files of a
+        plane. The next pass carries it to disk, each unit before its next update. `needed`: the bytes of all files, for
+        the words of an error. ValueError while a pass or another save is under way."""
+    def save_progress(self) -> tuple[int, bool]:
+        """Bytes written so far, and whether the save is over, well or not. ValueError when none was begun."""
+    def finish_save(self) -> tuple[list[tuple[str, list[int]]], list[list[int]]]:
+        """Waits until everything is on the disk (no pass need follow). For each file its CRC32 per chunk, and for each
+        tensor of each unit how often it had been updated. StorageError when the disk failed; the engine goes on."""
+    def cancel_save(self) -> None:
+        """Gives the save up, if there is one. Nothing is written any more when it returns."""
     def stats(self) -> str:
         """JSON of the last finished step: seconds busy of each lane (compute, upload, download, host), bytes moved,
         seconds Python waited, and which lane was longest."""

@@ -113,13 +113,15 @@ pub enum Error {
         /// What is missing and what to install.
         reason: String,
     },
-    /// A file operation failed.
-    #[error("{op} {path}: {source}", path = path.display())]
+    /// A file could not be written.
+    #[error("{path} cannot be written: {source} ({needed} bytes were needed, {free} are free)", path = path.display())]
     Storage {
-        /// The operation, such as `read`.
-        op: &'static str,
         /// The file.
         path: PathBuf,
+        /// Bytes that it takes, with all others that were to be written beside it.
+        needed: u64,
+        /// Bytes free on its disk.
+        free: u64,
         /// The system's answer.
         source: std::io::Error,
     },

@@ -53,7 +53,7 @@ pub struct Estimate {
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
     let placement = Placement::new(request, plan)?;
     let facts = Facts::from_placement(request, plan, &placement);
-    let shape = Shape { pass: Pass::Train, micro_batches: plan.micro_batches };
+    let shape = Shape::new(Pass::Train, plan.micro_batches);
     let (first, steady) = Schedule::steady(&facts, shape)?;
     let looked_up = facts.early.then(|| looked_up(request, plan));
     let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
@@ -127,7 +127,8 @@ impl Durations<'_> {
                 let parameters = rows * self.share(op) * layout.num_trainable() as f64;
                 self.contention * parameters / (r.adamw_gparams * 1e9)
             }
-            Kind::Verdict => 0.0,
+            // Steady state is that without a checkpoint.
+            Kind::Verdict | Kind::Write => 0.0,
         }
     }
 
@@ -205,7 +206,7 @@ const STEPS: u64 = 3;
 struct Clock {
     seconds: Vec<f64>,
     now: f64,
-    free: [f64; 6],
+    free: [f64; Lane::COUNT],
     progress: Progress<f64>,
     over: BinaryHeap<Reverse<(Seconds, Id)>>,
     ran: Vec<(Id, f64, f64)>,
@@ -216,7 +217,15 @@ struct Clock {
 impl Clock {
     fn new(seconds: Vec<f64>) -> Self {
         let progress = Progress::default();
-        Self { seconds, now: 0.0, free: [0.0; 6], progress, over: BinaryHeap::new(), ran: Vec::new(), decided: 0 }
+        Self {
+            seconds,
+            now: 0.0,
+            free: [0.0; Lane::COUNT],
+            progress,
+            over: BinaryHeap::new(),
+            ran: Vec::new(),
+            decided: 0,
+        }
     }
 
     fn run(mut self, request: &Request, first: &Arc<Schedule>, steady: &Arc<Schedule>) -> Estimate {

@@ -19,7 +19,7 @@
 //! | image | a unit's weights as the device sees them: one contiguous copy |
 //! | slot | a device buffer that layers' images take turns in |
 //! | slab | a host buffer that a unit's gradient lands in |
-//! | lane | who issues operations: computing, copies up and down, the host's optimizer |
+//! | lane | who issues operations: computing, copies up and down, the host's optimizer, files |
 //! | pass | forward and loss over all micro-batches, in training with backward and update |
 //!
 //! The numbered examples are the embedding guide.

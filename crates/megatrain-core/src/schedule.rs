@@ -55,6 +55,8 @@ pub enum Kind {
     Update,
     /// Copies the state back from its visiting buffer.
     Return,
+    /// Appends a unit's state to the files of a checkpoint.
+    Write,
 }
 
 /// Where an operation is issued, in order of priority.
@@ -73,16 +75,21 @@ pub enum Lane {
     Update,
     /// The caller's decision.
     Caller,
+    /// Files.
+    Disk,
 }
 
 impl Lane {
     /// Every lane.
-    pub const ALL: [Self; 6] = [Self::Compute, Self::Upload, Self::Download, Self::Host, Self::Update, Self::Caller];
+    pub const ALL: [Self; 7] =
+        [Self::Compute, Self::Upload, Self::Download, Self::Host, Self::Update, Self::Caller, Self::Disk];
+    /// How many there are.
+    pub const COUNT: usize = Self::ALL.len();
 
     /// Whether its operations are queued on a stream of the device.
     #[must_use]
     pub const fn on_device(self) -> bool {
-        !matches!(self, Self::Host | Self::Caller)
+        !matches!(self, Self::Host | Self::Caller | Self::Disk)
     }
 
     /// Its name.
@@ -95,6 +102,7 @@ impl Lane {
             Self::Host => "host",
             Self::Update => "update",
             Self::Caller => "caller",
+            Self::Disk => "disk",
         }
     }
 }
@@ -180,6 +188,8 @@ pub enum Pass {
     Train,
     /// Forward and loss.
     Eval,
+    /// No more than what is written to disk: for state that no other pass carries there.
+    Write,
 }
 
 /// What distinguishes one pass from another under one plan.
@@ -187,8 +197,19 @@ pub enum Pass {
 pub struct Shape {
     /// What it is for.
     pub pass: Pass,
-    /// Its micro-batches, at most the plan's.
+    /// Its micro-batches, at most the plan's; none where it only writes.
     pub micro_batches: u32,
+    /// Whether it carries a checkpoint to disk: each unit's state as the passes before have left it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub writes: bool,
+}
+
+impl Shape {
+    /// A pass that writes nothing.
+    #[must_use]
+    pub const fn new(pass: Pass, micro_batches: u32) -> Self {
+        Self { pass, micro_batches, writes: false }
+    }
 }
 
 /// A unit whose weights are on the device as they are on the host.
@@ -217,7 +238,7 @@ impl Schedule {
     /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] told of `previous`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan.
+    /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan, or only writes and has some.
     pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
         build::build(facts, shape, previous, resident)
     }

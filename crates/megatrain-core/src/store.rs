@@ -14,6 +14,8 @@ use crate::optimizer::pool::Pool;
 
 #[expect(unsafe_code, reason = "host pages: mmap, spans as slices, advice to the kernel")]
 pub mod arena;
+#[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
+pub(crate) mod file;
 mod planes;
 
 pub use planes::{Plane, UnitPlanes};

@@ -48,11 +48,17 @@ fn facts(request: &Request) -> Facts {
 }
 
 fn train(micro_batches: u32) -> Shape {
-    Shape { pass: Pass::Train, micro_batches }
+    Shape::new(Pass::Train, micro_batches)
 }
 
 fn eval(micro_batches: u32) -> Shape {
-    Shape { pass: Pass::Eval, micro_batches }
+    Shape::new(Pass::Eval, micro_batches)
+}
+
+const WRITE: Shape = Shape { pass: Pass::Write, micro_batches: 0, writes: true };
+
+fn writing(shape: Shape) -> Shape {
+    Shape { writes: true, ..shape }
 }
 
 /// Whether a path of dependencies leads from `first` to `second` of one schedule pair, without the edge in question.
@@ -82,7 +88,11 @@ proptest! {
     fn every_schedule_that_a_plan_can_ask_for_is_accepted(request in any_request(), fewer in 0u32..3) {
         let facts = facts(&request);
         let m = request.micro_batches;
-        let shapes = [train(m), train(m), eval(m), train(m.saturating_sub(fewer).max(1)), eval(1), eval(1), train(m)];
+        let less = train(m.saturating_sub(fewer).max(1));
+        let shapes = [
+            train(m), train(m), eval(m), less, eval(1), eval(1), train(m), writing(train(m)), writing(train(m)), train(m),
+            WRITE, train(m), writing(eval(m)), eval(1), WRITE, WRITE, less,
+        ];
         let mut previous: Option<Schedule> = None;
         for shape in shapes {
             let resident = previous.as_ref().map_or_else(Vec::new, |p: &Schedule| p.leaves(&facts));
@@ -95,10 +105,12 @@ proptest! {
     }
 
     #[test]
-    fn no_dependency_can_be_left_out(request in any_request()) {
+    fn no_dependency_can_be_left_out(request in any_request(), before in any::<bool>(), kind in 0u32..4) {
         let facts = facts(&request);
         let shape = train(request.micro_batches);
-        let previous = Schedule::new(&facts, shape, None, &[]).unwrap();
+        let first = if before { writing(shape) } else { shape };
+        let shape = [shape, writing(shape), writing(eval(1)), WRITE][kind as usize];
+        let previous = Schedule::new(&facts, first, None, &[]).unwrap();
         let schedule = Schedule::new(&facts, shape, Some(&previous), &previous.leaves(&facts)).unwrap();
         for op in 0..schedule.ops.len() {
             for dep in 0..schedule.ops[op].deps.len() {
@@ -234,6 +246,66 @@ fn each_rule_of_visiting_is_told_in_words() {
         ops.iter_mut().flat_map(|o| &mut o.deps).for_each(|d| d.edge = Edge::Complete);
     });
     assert!(elsewhere.contains("updated where its state lives or visits"), "{elsewhere}");
+}
+
+#[test]
+fn a_unit_is_written_between_two_of_its_updates() {
+    let mut base = request(3, 2);
+    base.requests.state_on_device = Some(Count::Units(2));
+    for (update, visiting) in [
+        (UpdateMode::JustInTime, 0),
+        (UpdateMode::Immediate, 0),
+        (UpdateMode::JustInTime, 3),
+        (UpdateMode::Immediate, 3),
+    ] {
+        base.update = update;
+        base.requests.updates_on_device = Some(Count::Units(visiting));
+        let facts = facts(&base);
+        assert_eq!(facts.units.iter().any(|u| u.visits > 0), visiting > 0);
+        let step = Schedule::new(&facts, train(2), None, &[]).unwrap();
+        let good = Schedule::new(&facts, writing(train(2)), Some(&step), &step.leaves(&facts)).unwrap();
+        check(&facts, &good, Some(&step)).unwrap();
+        let units = |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::Write).map(|o| o.unit).collect::<Vec<_>>();
+        assert_eq!(units(&good), [0, 1, 2, 3, 4]);
+        let refused = |mutate: &dyn Fn(&mut Vec<Op>)| {
+            let mut schedule = good.clone();
+            mutate(&mut schedule.ops);
+            check(&facts, &schedule, Some(&step)).unwrap_err().to_string()
+        };
+        // Not before the update of the step that it is to hold, whether the host or the device makes that ...
+        for unit in [0usize, 4] {
+            let error = refused(&|ops| ops[unit].deps.retain(|d| !d.prior));
+            assert!(error.contains("Write"), "{error}");
+        }
+        // ... and not after the next one.
+        for unit in [0u32, 1, 4] {
+            let error = refused(&|ops| {
+                let others = ops.iter_mut().filter(|o| o.kind != Kind::Write);
+                others.for_each(|o| o.deps.retain(|d| d.prior || d.op != unit));
+            });
+            assert!(error.contains("Update") || error.contains("Return"), "{error}");
+        }
+        let error = refused(&|ops| ops[1].deps.iter_mut().for_each(|d| d.edge = Edge::Issued));
+        assert!(error.contains("must wait until it is over"), "{error}");
+        let error = refused(&|ops| ops[3].deps.retain(|d| d.prior));
+        assert!(error.contains("appended to the files in order"), "{error}");
+        let error = refused(&|ops| ops[3].unit = 2);
+        assert!(error.contains("written 2 times"), "{error}");
+        let error = refused(&|ops| ops[2].lane = Lane::Host);
+        assert!(error.contains("lane of files"), "{error}");
+        // A pass that does not say so writes nothing, and one that only writes computes nothing.
+        let mut silent = good.clone();
+        silent.shape.writes = false;
+        assert!(check(&facts, &silent, Some(&step)).is_err());
+        let alone = Schedule::new(&facts, WRITE, Some(&step), &step.leaves(&facts)).unwrap();
+        assert_eq!(units(&alone).len(), alone.ops.len());
+        assert_eq!(alone.leaves(&facts), step.leaves(&facts));
+        let mut swapped = Schedule::new(&facts, WRITE, None, &[]).unwrap();
+        (swapped.ops[2].unit, swapped.ops[3].unit) = (3, 2);
+        let error = check(&facts, &swapped, None).unwrap_err().to_string();
+        assert!(error.contains("Files holds (1, 0), not what it reads"), "{error}");
+        assert!(Schedule::new(&facts, Shape { micro_batches: 1, ..WRITE }, None, &[]).is_err());
+    }
 }
 
 #[test]

@@ -129,7 +129,7 @@ fn schedules(tied: bool, update: UpdateMode) -> (Facts, Schedule, Schedule) {
     let mut request = of_precision(Request { update, ..large(tied) }, 1);
     request.requests.parts = Some(3);
     let facts = Facts::new(&request, &plan(&request).unwrap()).unwrap();
-    let shape = Shape { pass: Pass::Train, micro_batches: 2 };
+    let shape = Shape::new(Pass::Train, 2);
     let (first, second) = Schedule::steady(&facts, shape).unwrap();
     (facts, (*first).clone(), (*second).clone())
 }

@@ -1,4 +1,5 @@
 //! The stream engine: its calls, with waiting cut into slices.
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::task::Poll;
@@ -7,10 +8,11 @@ use megatrain_core::layout::{Dtype, Role};
 use megatrain_core::plan::{Region, Request};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName, Rows};
+use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName, Rows, SaveFile, Saved};
 use megatrain_core::{Error, Result};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::buffer::Buffer;
 use crate::device::Device;
@@ -24,6 +26,10 @@ const READ_BYTES: usize = 256 << 20;
 
 /// `(lr, beta1, beta2, eps, weight_decay)`
 type GroupTuple = (f64, f64, f64, f64, f64);
+/// `(path, plane, header, [(unit, tensor), ...])`
+type SaveFileTuple<'py> = (PathBuf, String, Bound<'py, PyBytes>, Vec<(usize, usize)>);
+/// `([(path, [crc32, ...]), ...], [[count, ...], ...])`
+type SavedTuple = (Vec<(PathBuf, Vec<u32>)>, Vec<Vec<u64>>);
 
 /// The stream engine over one model's units.
 #[pyclass(frozen, module = "megatrain._core")]
@@ -217,6 +223,31 @@ impl Engine {
     fn set_step_count(&self, py: Python<'_>, unit: usize, tensor: usize, count: u64) -> PyResult<()> {
         self.drain(py)?;
         detached(py, || self.engine.set_step_count(unit, tensor, count))
+    }
+
+    fn begin_save(&self, py: Python<'_>, files: Vec<SaveFileTuple<'_>>, chunk_bytes: u64, needed: u64) -> PyResult<()> {
+        let file = |(path, plane, header, tensors): SaveFileTuple<'_>| {
+            let plane = Plane::from_str(&plane).map_err(|e| to_python(py, &e))?;
+            Ok(SaveFile { path, header: header.as_bytes().to_vec(), plane, tensors })
+        };
+        let files = files.into_iter().map(file).collect::<PyResult<Vec<_>>>()?;
+        detached(py, || self.engine.begin_save(files, chunk_bytes, needed))
+    }
+
+    fn save_progress(&self, py: Python<'_>) -> PyResult<(u64, bool)> {
+        detached(py, || self.engine.save_progress())
+    }
+
+    fn finish_save(&self, py: Python<'_>) -> PyResult<SavedTuple> {
+        let Saved { sums, counts } = self.wait(py, |engine| engine.finish_save(SLICE))?;
+        Ok((sums, counts))
+    }
+
+    fn cancel_save(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, || {
+            self.engine.cancel_save();
+            Ok(())
+        })
     }
 
     fn stats(&self, py: Python<'_>) -> PyResult<String> {

@@ -49,7 +49,7 @@ pub(crate) fn schedule(py: Python<'_>, request: &str, plan: &str) -> PyResult<St
         let plan = read_plan(plan)?;
         plan.matches(&request)?;
         let facts = Facts::from_placement(&request, &plan, &Placement::new(&request, &plan)?);
-        let shape = Shape { pass: Pass::Train, micro_batches: plan.micro_batches };
+        let shape = Shape::new(Pass::Train, plan.micro_batches);
         let (first, steady) = Schedule::steady(&facts, shape)?;
         check(&facts, &steady, Some(&first))?;
         write("the schedule", steady.as_ref())

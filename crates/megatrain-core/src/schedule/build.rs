@@ -36,7 +36,11 @@ pub(super) fn build(
     previous: Option<&Schedule>,
     resident: &[Resident],
 ) -> Result<Schedule> {
-    if shape.micro_batches == 0 || shape.micro_batches > facts.micro_batches {
+    let fits = match shape.pass {
+        Pass::Write => shape.micro_batches == 0,
+        Pass::Train | Pass::Eval => (1..=facts.micro_batches).contains(&shape.micro_batches),
+    };
+    if !fits {
         return Err(Error::Invalid(format!(
             "a pass of {} micro-batches was asked for; the plan has room for 1 to {}",
             shape.micro_batches, facts.micro_batches
@@ -65,6 +69,12 @@ impl Builder<'_> {
     fn pass(&mut self) {
         let (layers, total) = (self.facts.head() - 1, self.shape.micro_batches);
         let train = self.shape.pass == Pass::Train;
+        if self.shape.writes {
+            // In the order in which files hold the units, so that each is appended to.
+            for unit in 0..=self.facts.head() {
+                self.push(Kind::Write, unit, 0, Lane::Disk, unit, |_| {});
+            }
+        }
         let groups: Vec<std::ops::Range<u32>> = (0..total)
             .step_by(self.facts.group as usize)
             .map(|start| start..(start + self.facts.group).min(total))

@@ -275,7 +275,7 @@ fn places(facts: &Facts, held: Resident) -> impl Iterator<Item = Resource> {
 /// Host planes and weights that live on the device are there from the start; all else must be written first.
 fn must_be_written(facts: &Facts, resource: Resource) -> bool {
     match resource {
-        Resource::Image(..) => false,
+        Resource::Image(..) | Resource::Count(_) => false,
         Resource::Own(unit, _) => !facts.unit(unit).on_device,
         _ => true,
     }
@@ -295,12 +295,13 @@ fn read_rule(resource: Resource) -> &'static str {
         Resource::Loss => "nothing is updated before the loss is known to be finite",
         Resource::Verdict => "an update follows the verdict",
         Resource::Count(_) => COUNTED,
+        Resource::Files => APPENDED,
     }
 }
 
 fn write_rule(resource: Resource) -> &'static str {
     match resource {
-        Resource::Image(..) => "weights are not changed while they are sent",
+        Resource::Image(..) => "weights are not changed while they are sent, nor before they have been written",
         Resource::Own(..) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
         Resource::Grad(_) => "a gradient buffer is not used again before it has landed",
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
@@ -312,11 +313,13 @@ fn write_rule(resource: Resource) -> &'static str {
         Resource::Count(_) => COUNTED,
         Resource::Loss => "a loss is not replaced before all who wait for it have seen it",
         Resource::Verdict => "a verdict holds until all updates have seen it",
+        Resource::Files => APPENDED,
     }
 }
 
 /// For all parts of a unit this is one update; the last of them counts it.
 const COUNTED: &str = "the parts of a unit are updated in order";
+const APPENDED: &str = "units are appended to the files in order, one after the other";
 
 /// Every part of a unit that trains lands once and is updated once, where its state lives or visits, and what visits is
 /// brought and returned once; so are, before that, the embedding's rows that the step does not look up.
@@ -347,6 +350,10 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
                 }
             }
         }
+        let written = schedule.ops.iter().filter(|o| o.kind == Kind::Write && o.unit == unit).count();
+        if written != usize::from(schedule.shape.writes) {
+            return Err(Error::Invalid(format!("schedule: unit {unit} is written {written} times")));
+        }
         let parts_of =
             |o: &Op| if matches!(o.kind, Kind::Bring | Kind::Update | Kind::Return) { updates } else { parts };
         if let Some(op) = schedule.ops.iter().find(|o| o.unit == unit && o.part >= parts_of(o)) {
@@ -361,6 +368,9 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
         {
             return Err(broken(op, "a gradient whose unit's state lives on the host lands in a slab"));
         }
+    }
+    if let Some(op) = schedule.ops.iter().find(|o| (o.kind == Kind::Write) != (o.lane == Lane::Disk)) {
+        return Err(broken(op, "files are written on the lane of files, and nothing else is done there"));
     }
     let verdicts = schedule.ops.iter().filter(|o| o.kind == Kind::Verdict).count();
     if verdicts != usize::from(train) {

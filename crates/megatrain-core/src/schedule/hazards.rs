@@ -32,6 +32,8 @@ pub(super) enum Resource {
     Loss,
     /// The caller's decision.
     Verdict,
+    /// The files of a checkpoint, which end with a unit.
+    Files,
 }
 
 /// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a visiting buffer, a unit
@@ -161,9 +163,7 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
             let buffer = Resource::Visit(op.visit.unwrap_or(0));
             list.push((buffer, Access::Read(unit, visitor(op.part, false))));
             list.push((buffer, Access::Write(unit, visitor(op.part, true))));
-            if facts.unit(unit).visits > 1 {
-                list.push((Resource::Count(unit), Access::Write(unit, 0)));
-            }
+            list.push((Resource::Count(unit), Access::Write(unit, 0)));
         }
         Kind::Update => {
             if op.early {
@@ -194,6 +194,20 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
             } else {
                 list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
             }
+        }
+        Kind::Write => {
+            let on_device = facts.unit(unit).on_device;
+            let place = |part| if on_device { Resource::Own(unit, part) } else { Resource::Image(unit, part) };
+            let held = if on_device { facts.unit(unit).parts } else { facts.unit(unit).updates() };
+            list.extend((0..held).map(|part| (place(part), Access::Read(unit, 0))));
+            // Of state that visits the device the next update begins, and counts, before it changes what the host holds.
+            if facts.unit(unit).visits > 0 {
+                list.push((Resource::Count(unit), Access::Read(unit, 0)));
+            }
+            if unit > 0 {
+                list.push((Resource::Files, Access::Read(unit - 1, 0)));
+            }
+            list.push((Resource::Files, Access::Write(unit, 0)));
         }
     }
     list

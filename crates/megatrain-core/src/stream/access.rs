@@ -45,7 +45,8 @@ impl Engine {
         match plane {
             PlaneName::Gradient => self.shared.read_gradient(unit, tensor, start, out),
             PlaneName::State(plane) if self.shared.on_device(unit) => {
-                self.shared.through_window(unit, tensor, start, out.len(), own_dtype(self, unit, tensor, plane)?, |w| {
+                let (dtype, _) = self.shared.plane_of(unit, tensor, plane)?;
+                self.shared.through_window(unit, tensor, start, out.len(), dtype, |w| {
                     w.copy_out()?;
                     w.planes.read(&w.layout, 0, plane, 0, &mut out[w.bytes.clone()])
                 })
@@ -114,16 +115,6 @@ impl Engine {
     }
 }
 
-fn own_dtype(engine: &Engine, unit: usize, tensor: usize, plane: Plane) -> Result<Dtype> {
-    let (layout, tensor) = engine.shared.find(unit, tensor)?;
-    Ok(match plane {
-        Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq => Dtype::F32,
-        Plane::Residual => Dtype::I16,
-        Plane::Weights if tensor.spec.role == Role::Frozen => tensor.spec.dtype,
-        Plane::Weights => layout.precision.dtype(),
-    })
-}
-
 /// A part of one tensor of a unit on the device, with a host copy of its planes laid out as a unit of its own.
 struct Window<'a> {
     shared: &'a Shared,
@@ -153,6 +144,62 @@ impl Window<'_> {
 impl Shared {
     fn on_device(&self, unit: usize) -> bool {
         self.placement.device_state.get(unit).is_some_and(Option::is_some)
+    }
+
+    /// The dtype in which a plane of a tensor is read, and its elements.
+    pub(super) fn plane_of(&self, unit: usize, tensor: usize, plane: Plane) -> Result<(Dtype, u64)> {
+        let (layout, tensor) = self.find(unit, tensor)?;
+        let (name, frozen) = (&tensor.spec.name, tensor.spec.role == Role::Frozen);
+        let dtype = match plane {
+            Plane::Weights if frozen => tensor.spec.dtype,
+            Plane::Weights => layout.precision.dtype(),
+            _ if frozen => return Err(Error::Invalid(format!("{name} is frozen and has no {}", plane.name()))),
+            Plane::Residual if layout.precision == Precision::Fp32 => {
+                return Err(Error::Invalid(format!("{name} has no residual: its weights are whole in fp32")));
+            }
+            Plane::Residual => Dtype::I16,
+            Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq => Dtype::F32,
+        };
+        Ok((dtype, tensor.spec.numel()))
+    }
+
+    /// Reads elements of a plane as it is stored, from `start` on, without waiting for anything: the schedule has seen
+    /// to it that nobody changes them.
+    pub(super) fn read_stored(
+        &self,
+        unit: usize,
+        tensor: usize,
+        plane: Plane,
+        start: u64,
+        out: &mut [u8],
+    ) -> Result<()> {
+        if !self.on_device(unit) {
+            return self.memory.store.read(unit, tensor, plane, start, out);
+        }
+        let (dtype, _) = self.plane_of(unit, tensor, plane)?;
+        let (_, found) = self.find(unit, tensor)?;
+        let state = self.placement.device_state[unit].as_ref().expect("a unit whose state is on the device");
+        let size = dtype.size();
+        let (stretch, first) = match plane {
+            Plane::Weights | Plane::Master => {
+                (self.placement.own[unit].expect("state on the device has a place of its own"), found.byte)
+            }
+            Plane::Residual => (state.residual, found.element * size),
+            Plane::ExpAvg => (state.exp_avg, found.element * size),
+            Plane::ExpAvgSq => (state.exp_avg_sq, found.element * size),
+        };
+        let plane = self.memory.at(stretch).slice(first + start * size, out.len() as u64);
+        // It guards no value that a panic could leave half-changed.
+        let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = 0;
+        for out in out.chunks_mut(self.memory.window.len()) {
+            let (span, len) = (self.memory.window.slice(0, out.len()), out.len() as u64);
+            self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span)?;
+            self.device.synchronize(&self.device.record(Stream::Download)?)?;
+            span.copy_to(out);
+            done += len;
+        }
+        Ok(())
     }
 
     fn find(&self, unit: usize, tensor: usize) -> Result<(&UnitLayout, &TensorLayout)> {

@@ -19,7 +19,7 @@ pub(super) fn start(shared: &Arc<Shared>, threads: &mut Vec<JoinHandle<()>>) -> 
         threads.push(thread.map_err(|e| Error::Worker(format!("thread {name} could not be started: {e}")))?);
         Ok(())
     };
-    for lane in [Lane::Upload, Lane::Download, Lane::Host, Lane::Update] {
+    for lane in [Lane::Upload, Lane::Download, Lane::Host, Lane::Update, Lane::Disk] {
         spawn(format!("megatrain-{}", lane.name()), Box::new(move |shared| issue(shared, lane)))?;
     }
     for stream in Stream::ALL {
@@ -35,7 +35,7 @@ pub(super) const fn stream(lane: Lane) -> Option<Stream> {
         Lane::Upload => Some(Stream::Upload),
         Lane::Download => Some(Stream::Download),
         Lane::Update => Some(Stream::Update),
-        Lane::Host | Lane::Caller => None,
+        Lane::Host | Lane::Caller | Lane::Disk => None,
     }
 }
 
@@ -68,9 +68,10 @@ fn issue(shared: &Shared, lane: Lane) {
             core.updates_begun |= core.undecided == Some(id.pass);
         }
         let decision = core.decisions.get(&id.pass).cloned();
+        let save = core.saving.as_ref().filter(|s| s.pass == Some(id.pass)).map(|s| Arc::clone(&s.save));
         drop(core);
         let began = Instant::now();
-        let done = guarded(|| shared.perform(&op, &awaited, decision.as_ref()));
+        let done = guarded(|| shared.perform(&op, &awaited, decision.as_ref(), save.as_deref()));
         match done {
             Ok(done) => {
                 core = shared.lock();

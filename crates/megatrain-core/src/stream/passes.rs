@@ -46,13 +46,17 @@ impl Shared {
         } else if begin.pass == Pass::Train {
             core.gathered = false;
         }
-        let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches };
+        let writes = core.saving.as_ref().is_some_and(|s| s.pass.is_none());
+        let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches, writes };
         let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
         let schedule = self.schedule(&mut core, shape, previous.as_deref())?;
         self.device.set_compute_stream(begin.compute_stream)?;
         core.resident = schedule.leaves(&self.facts);
         let computes = schedule.ops.iter().filter(|op| op.lane == Lane::Compute).map(|op| op.id).collect();
         let number = core.progress.begin(schedule);
+        if let Some(saving) = core.saving.as_mut().filter(|_| writes) {
+            saving.pass = Some(number);
+        }
         if begin.pass == Pass::Train {
             core.undecided = Some(number);
             core.updates_begun = false;
@@ -76,7 +80,7 @@ impl Shared {
         if core.computing() {
             return invalid("a pass is under way: compute all of it, or abandon it, before another one begins");
         }
-        if begin.pass == Pass::Eval {
+        if begin.pass != Pass::Train {
             return Ok(());
         }
         begin.rows.iter().try_for_each(|rows| rows.check(&self.placement.layouts[0]))?;
@@ -250,8 +254,11 @@ impl Shared {
     }
 
     pub(super) fn drain(&self, limit: Duration) -> Result<Poll<()>> {
-        let core = self.enter()?;
-        let waited = self.wait_until(core, Deadline::after(limit), |core| core.is_drained().then_some(()))?;
+        let deadline = Deadline::after(limit);
+        if !self.lock().computing() {
+            ready!(self.carry_save(limit)?);
+        }
+        let waited = self.wait_until(self.enter()?, deadline, |core| core.is_drained().then_some(()))?;
         Ok(waited.map(|_| ()))
     }
 }

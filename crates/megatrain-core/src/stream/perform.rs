@@ -4,6 +4,7 @@ use std::ops::Range;
 use super::lanes::stream;
 use super::progress::Awaited;
 use super::rows::{Share, stretches};
+use super::save::Save;
 use super::shared::{Decision, Shared, Token};
 use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
@@ -22,11 +23,19 @@ pub(super) enum Done {
 }
 
 impl Shared {
-    pub(super) fn perform(&self, op: &Op, awaited: &[Awaited<Token>], decision: Option<&Decision>) -> Result<Done> {
+    pub(super) fn perform(
+        &self,
+        op: &Op,
+        awaited: &[Awaited<Token>],
+        decision: Option<&Decision>,
+        save: Option<&Save>,
+    ) -> Result<Done> {
         let Some(stream) = stream(op.lane) else {
             match op.kind {
                 Kind::Gather => self.gather(op)?,
                 Kind::Update => self.update_on_host(op, decision)?,
+                // (A save that was given up is no longer there.)
+                Kind::Write => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
                 _ => {}
             }
             return Ok(Done::Over);

@@ -44,7 +44,7 @@ struct PassProgress<T> {
 /// The state of up to two passes.
 pub(crate) struct Progress<T> {
     passes: VecDeque<PassProgress<T>>,
-    ready: [BTreeSet<Rank>; 6],
+    ready: [BTreeSet<Rank>; Lane::COUNT],
     next_number: u64,
     /// Uploads that have been taken and are not over.
     uploads: usize,
@@ -177,11 +177,11 @@ impl<T: Clone> Progress<T> {
         pass.under_way -= 1;
     }
 
-    /// Nothing of this pass begins any more.
+    /// Nothing of this pass begins any more, but what it writes to disk: that is of passes before, which stand.
     pub(crate) fn halt(&mut self, number: u64) {
         self.pass_mut(number).halted = true;
-        for lane in &mut self.ready {
-            lane.retain(|rank| rank.pass != number);
+        for (lane, ready) in self.ready.iter_mut().enumerate() {
+            ready.retain(|rank| rank.pass != number || lane == Lane::Disk as usize);
         }
     }
 
@@ -252,7 +252,8 @@ impl<T: Clone> Progress<T> {
             if let Some(target) = self.passes.get_mut(index + next) {
                 for op in later {
                     target.unmet[op as usize] -= 1;
-                    if target.unmet[op as usize] == 0 && !target.halted {
+                    let written = target.schedule.ops[op as usize].lane == Lane::Disk;
+                    if target.unmet[op as usize] == 0 && (!target.halted || written) {
                         target.status[op as usize] = Status::Ready;
                         let op = &target.schedule.ops[op as usize];
                         self.ready[op.lane as usize].insert(Rank::of(target.number, op));
@@ -354,7 +355,7 @@ mod tests {
             visit: None,
             deps: deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect(),
         };
-        let shape = Shape { pass: Pass::Eval, micro_batches: 1 };
+        let shape = Shape::new(Pass::Eval, 1);
         Arc::new(Schedule { shape, resident: Vec::new(), ops: ops.iter().enumerate().map(op).collect() })
     }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::memory::Memory;
 use super::progress::{Id, Progress};
 use super::rows::Rows;
+use super::save::Saving;
 use super::stats::Counters;
 use super::{Group, Options};
 use crate::device::{Device, Event, Stream};
@@ -74,6 +75,8 @@ pub(super) struct Core {
     pub(super) schedules: HashMap<ScheduleKey, Arc<Schedule>>,
     /// Units whose weights on the device are those on the host, once the newest pass is over.
     pub(super) resident: Vec<Resident>,
+    /// The save that has been begun, until somebody has heard how it ended.
+    pub(super) saving: Option<Saving>,
     pub(super) counters: Counters,
 }
 
@@ -199,7 +202,10 @@ impl Shared {
     }
 
     pub(super) fn close(&self) {
-        self.lock().closing = true;
+        let mut core = self.lock();
+        core.closing = true;
+        core.saving.iter().for_each(|saving| saving.save.close());
+        drop(core);
         self.notify();
     }
 
@@ -247,7 +253,7 @@ impl Core {
     /// Whether nothing is under way and nothing can begin but what the caller computes or decides.
     pub(super) fn is_drained(&self) -> bool {
         let held = usize::from(self.current.as_ref().is_some_and(|c| c.held.is_some()));
-        let busy = [Lane::Upload, Lane::Download, Lane::Host, Lane::Update].into_iter();
+        let busy = [Lane::Upload, Lane::Download, Lane::Host, Lane::Update, Lane::Disk].into_iter();
         self.progress.under_way() == held && !busy.into_iter().any(|lane| self.progress.is_ready(lane))
     }
 }

@@ -15,7 +15,7 @@ use crate::schedule::{Kind, Lane, Op};
 pub struct Stats {
     /// Wall-clock seconds.
     pub seconds: f64,
-    /// Seconds busy, by lane: compute, upload, download, host, update (on the device).
+    /// Seconds busy, by lane: compute, upload, download, host, update (on the device), and disk where anything was written.
     pub lanes: BTreeMap<String, f64>,
     /// Bytes sent to the device.
     pub bytes_to_device: u64,
@@ -32,7 +32,7 @@ pub struct Stats {
 /// What is being counted.
 pub(super) struct Counters {
     since: Instant,
-    lanes: [f64; 6],
+    lanes: [f64; Lane::COUNT],
     to_device: u64,
     to_host: u64,
     updated: u64,
@@ -46,7 +46,7 @@ impl Default for Counters {
     fn default() -> Self {
         Self {
             since: Instant::now(),
-            lanes: [0.0; 6],
+            lanes: [0.0; Lane::COUNT],
             to_device: 0,
             to_host: 0,
             updated: 0,
@@ -104,9 +104,9 @@ impl Counters {
     }
 
     fn close(&mut self) {
-        let reported = [Lane::Compute, Lane::Upload, Lane::Download, Lane::Host, Lane::Update];
-        let lanes: BTreeMap<String, f64> =
-            reported.iter().map(|&lane| (lane.name().to_owned(), self.lanes[lane as usize])).collect();
+        let lanes = Lane::ALL.into_iter().map(|lane| (lane, self.lanes[lane as usize]));
+        let reported = lanes.filter(|&(lane, busy)| lane != Lane::Caller && (lane != Lane::Disk || busy > 0.0));
+        let lanes: BTreeMap<String, f64> = reported.map(|(lane, busy)| (lane.name().to_owned(), busy)).collect();
         let longest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(name, _)| name.clone()).unwrap_or_default();
         let last = Stats {
             seconds: self.since.elapsed().as_secs_f64(),

@@ -1,11 +1,14 @@
 """A store in plain tensors with the core's read and write, for tests of what goes into files and comes out of them."""
 
 import dataclasses
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from megatrain import staging
 from megatrain.model import Decoder, TensorRef
 
 
@@ -35,7 +38,7 @@ class Planes:
 
 
 class MemoryCore:
-    """`megatrain._core.Engine` as far as `read`, `write` and step counts go."""
+    """`megatrain._core.Engine` as far as reading, writing, step counts and saving go."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.precision = decoder.precision
@@ -85,6 +88,40 @@ class MemoryCore:
 
     def set_step_count(self, unit: int, tensor: int, count: int) -> None:
         self.planes[unit, tensor].count = count
+
+    def begin_save(
+        self, files: list[tuple[str, str, bytes, list[tuple[int, int]]]], chunk_bytes: int, needed: int
+    ) -> None:
+        self.saving = files, chunk_bytes, needed
+
+    def save_progress(self) -> tuple[int, bool]:
+        return 0, False
+
+    def finish_save(self) -> tuple[list[tuple[str, list[int]]], list[list[int]]]:
+        files, chunk_bytes, needed = self.saving
+        sums = []
+        for path, plane, header, tensors in files:
+            planes = (getattr(self.planes[key], plane) for key in tensors)
+            data = header + b"".join(values.view(torch.uint8).numpy().tobytes() for values in planes)
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                try:
+                    done = 0
+                    while done < len(data):
+                        done += os.pwrite(file, data[done : done + chunk_bytes], done)
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+            except OSError as error:
+                raise staging.storage_error(error, Path(path), needed) from None
+            sums.append((path, staging.crc_per_chunk(data)))
+        counts: list[list[int]] = [[] for _ in range(1 + max(unit for unit, _ in self.planes))]
+        for (unit, _), values in sorted(self.planes.items()):
+            counts[unit].append(values.count)
+        return sums, counts
+
+    def cancel_save(self) -> None:
+        pass
 
     def master(self, ref: TensorRef) -> Tensor:
         out = torch.empty(ref.shape)

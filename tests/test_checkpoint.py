@@ -302,15 +302,20 @@ def test_a_failing_flush_or_rename_leaves_the_earlier_checkpoint_alone(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_an_interrupt_during_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
+def test_an_interrupt_during_a_save_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = complete_one(tmp_path)
+    left, write = [20], os.pwrite
 
-    def interrupt(done: int, total: int) -> None:
-        if done * 2 > total:
+    def interrupt(*args: Any) -> int:
+        left[0] -= 1
+        if not left[0]:
             raise KeyboardInterrupt
+        return write(*args)
 
+    monkeypatch.setattr(os, "pwrite", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "checkpoints" / "step-2", engine("bf16", seed=2), {}, step=2, progress=interrupt)
+        checkpoint.save(tmp_path / "checkpoints" / "step-2", engine("bf16", seed=2), {}, step=2)
+    monkeypatch.undo()
     only_step_1_is_left(tmp_path, first)
 
 
@@ -336,7 +341,7 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint(tmp_path: Path) -> Non
                 left = [n]
                 for name in ("pwrite", "fsync", "open", "mkdir", "rename"):
                     setattr(os, name, dying(name, os, left))
-                checkpoint.save(run / "checkpoints" / "step-2", second, {"which": 2}, step=2, threads=1)
+                checkpoint.save(run / "checkpoints" / "step-2", second, {"which": 2}, step=2)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             newest = checkpoint.latest_complete(run)

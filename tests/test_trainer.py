@@ -169,13 +169,13 @@ def test_a_stop_during_evaluation_leaves_the_last_finished_step(
 
 def test_a_stop_while_saving_lets_the_save_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop()
-    save = Engine.save
+    save = Engine.begin_save
 
-    def interrupted(self: Engine, *arguments: Any, **more: Any) -> None:
+    def interrupted(self: Engine, *arguments: Any, **more: Any) -> checkpoint.Saving:
         stop.request("SIGTERM")
-        save(self, *arguments, **more)
+        return save(self, *arguments, **more)
 
-    monkeypatch.setattr(Engine, "save", interrupted)
+    monkeypatch.setattr(Engine, "begin_save", interrupted)
     config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
     result = fit(config, stop=stop)
     assert (result.step, result.stopped) == (2, "SIGTERM")

@@ -236,9 +236,9 @@ class Engine:
         self, files: list[tuple[str, _Plane, bytes, list[tuple[int, int]]]], chunk_bytes: int, needed: int
     ) -> None:
         """Asks for the state that the passes so far leave, in files that are not there yet: each a path, a plane, the
-        file's first bytes and the tensors (unit, index) whose planes follow, units in ascending order over all files of a
-        plane. The next pass carries it to disk, each unit before its next update. `needed`: the bytes of all files, for
-        the words of an error. ValueError while a pass or another save is under way."""
+        file's first bytes and the tensors (unit, index) whose planes follow, units in ascending order. The next pass
+        carries it to disk, each unit before its next update. `needed`: bytes of all files, for the words of an error.
+        ValueError while a pass or another save is under way."""
     def save_progress(self) -> tuple[int, bool]:
         """Bytes written so far, and whether the save is over, well or not. ValueError when none was begun."""
     def finish_save(self) -> tuple[list[tuple[str, list[int]]], list[list[int]]]:

@@ -14,11 +14,13 @@ never looks like one, and an earlier one is untouched until the new one is on di
 about the model: it loads under any plan, into any placement.
 """
 
+import contextlib
 import json
 import logging
 import re
+import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatrain import conversion, export, shards
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import CHUNK_BYTES, crc_per_chunk, recover, staged, sync_folder, write_file
 from megatrain.weights import Core, Decoder, FileWeights, TensorRef
@@ -59,70 +61,164 @@ class Trained(Protocol):
 def save(
     folder: str | Path,
     engine: Trained,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer_dir: str | Path | None = None,
+) -> None:
+    """`begin_save`, and waits until the checkpoint is complete."""
+    begin_save(folder, engine, state, step=step, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir).finish()
+
+
+def begin_save(
+    folder: str | Path,
+    engine: Trained,
     state: Mapping[str, Any],  # what else the run needs to go on; JSON
     *,
     step: int,
     tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
     tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
-    threads: int = 2,
-    progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
-) -> None:
-    """Writes a checkpoint of the engine's state after `step` optimizer steps. Pending updates are waited for first.
+) -> "Saving":
+    """Begins a checkpoint of the engine's state after `step` optimizer steps, pending updates included. It is written
+    beneath the passes that follow, each unit before its next update, and complete when its `finish` returns.
 
     A checkpoint at `folder` is replaced once the new one is complete; anything else there is refused by ConfigError.
-    Raises StorageError with the bytes needed and free when the disk is full, before the first byte where that can be
-    seen; nothing is left behind then.
+    Raises StorageError with the bytes needed and free when the disk is too full, CheckpointError for a state that is
+    not JSON; nothing is left behind then.
     """
     folder = Path(folder)
     _refuse_other(folder)
-    decoder, core = engine.decoder, engine.core
-    weights = export.DTYPES[decoder.precision]
+    decoder = engine.decoder
     trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
     planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
     if decoder.precision == "bf16":
         planes["residual"] = [Entry(ref.name, torch.int16, tuple(ref.shape)) for ref in trainable]
     for moment in _MOMENTS:
         planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
-    shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
-    described = {
-        "layout": conversion.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published",
-        "step": step,
-        "step_counts": {ref.name: core.step_count(ref.unit, ref.tensor) for ref in trainable},
-        "state": dict(state),
-    }
     try:
-        state_text = export.json_bytes(described)
+        # As it is now, whatever becomes of it before the end.
+        state = json.loads(export.json_bytes(dict(state)))
     except TypeError as error:
         raise CheckpointError(f"the state to save is not JSON: {error}") from error
-
-    def read(stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        ref = decoder.tensors[entry.name]
-        if stem == "model":
-            export.read_weights(core, ref, weights, start, piece)
-        else:
-            core.read(ref.unit, ref.tensor, stem, piece, start)
-
     needed = export.folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
-    with staged(folder, needed) as temporary:
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(staged(folder, needed))
         files = [
             shard
             for stem, entries in planes.items()
             if entries
-            for shard in shards.plan_shards(temporary, stem, entries)
+            for shard in shards.plan_shards(temporary, stem, entries, by_width=True)
         ]
-        total, done = sum(shard.size for shard in files), [0]
+        refs = decoder.tensors
+        engine.core.begin_save(
+            [
+                (
+                    str(shard.path),
+                    "weights" if shard.stem == "model" else shard.stem,
+                    shard.header,
+                    [(refs[entry.name].unit, refs[entry.name].tensor) for entry in shard.entries],
+                )
+                for shard in files
+            ],
+            CHUNK_BYTES,
+            needed,
+        )
+        return Saving(folder, step, engine, stack.pop_all(), temporary, files, state, tokenizer, tokenizer_dir)
 
-        def report(size: int) -> None:
-            done[0] += size
-            if progress is not None:
-                progress(min(done[0], total), total)
 
-        sums = shards.write_shards(files, read, threads=threads, progress=report)
-        for stem in planes:
-            export.write_index(temporary, [shard for shard in files if shard.stem == stem])
-        export.write_model_files(temporary, decoder, weights, tokenizer, tokenizer_dir)
-        write_file(temporary / "state.json", state_text)
-        _write_manifest(temporary, step, decoder.precision, sums)
+class _GivenUp(Exception):
+    pass
+
+
+class Saving:
+    """A checkpoint on its way to disk. `begin_save` makes it; `finish` or `cancel` ends it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        engine: Trained,
+        place: contextlib.ExitStack,  # puts the folder in its place, or removes it
+        temporary: Path,
+        files: Sequence[Shard],
+        state: Mapping[str, Any],
+        tokenizer: "PreTrainedTokenizerBase | None",
+        tokenizer_dir: str | Path | None,
+    ) -> None:
+        self.folder, self.step = folder, step
+        self.over = False
+        """Whether it was finished, with whatever success, or given up."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called once it is in its place, by the thread that put it there."""
+        self._failure: Exception | None = None
+        self._ending = threading.Lock()
+        self._decoder, self._core = engine.decoder, engine.core
+        self._place, self._temporary, self._files = place, temporary, files
+        self._state, self._tokenizer, self._tokenizer_dir = state, tokenizer, tokenizer_dir
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` has nothing large to wait for any more, or a failure to tell. Raises EngineBroken."""
+        try:
+            return self.over or self._core.save_progress()[1]
+        except ValueError:  # another thread has heard from the core already, and completes it
+            return True
+
+    def finish(self) -> None:
+        """Waits for the files, completes the folder and puts it in its place; of several callers one does it. Raises
+        StorageError when the disk failed, to each of them; nothing is left behind then, nor after an interrupt."""
+        with self._ending:
+            if self.over:
+                if self._failure is not None:
+                    raise self._failure
+                return
+            try:
+                self._complete()
+                if self.on_complete is not None:
+                    self.on_complete()
+            except BaseException as error:
+                interrupted = CheckpointError(f"the save of {self.folder} was interrupted")
+                self._failure = error if isinstance(error, Exception) else interrupted
+                raise
+            finally:
+                self.over = True
+
+    def _complete(self) -> None:
+        decoder = self._decoder
+        with self._place:
+            try:
+                sums, counts = self._core.finish_save()
+            finally:
+                self._core.cancel_save()  # an interrupt leaves nobody who writes into a folder about to be removed
+            for stem in dict.fromkeys(shard.stem for shard in self._files):
+                export.write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
+            weights = export.DTYPES[decoder.precision]
+            export.write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
+            shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
+            layout = conversion.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published"
+            described = {
+                "layout": layout,
+                "step": self.step,
+                "step_counts": {
+                    ref.name: counts[ref.unit][ref.tensor]
+                    for ref in decoder.tensors.values()
+                    if ref.role == "trainable"
+                },
+                "state": self._state,
+            }
+            write_file(self._temporary / "state.json", export.json_bytes(described))
+            _write_manifest(self._temporary, self.step, decoder.precision, {Path(path).name: s for path, s in sums})
+
+    def cancel(self) -> None:
+        """Gives it up and removes what was written, unless it is over."""
+        with self._ending:
+            if self.over:
+                return
+            self.over, self._failure = True, CheckpointError(f"the save of {self.folder} was given up")
+            with contextlib.suppress(_GivenUp), self._place:
+                self._core.cancel_save()
+                raise _GivenUp
 
 
 def _refuse_other(folder: Path) -> None:
@@ -220,7 +316,7 @@ class Checkpoint:
         """Content of `state.json`. Raises CheckpointError."""
         data = (self.folder / "state.json").read_bytes()
         if crc_per_chunk(data) != self.files["state.json"]["crc32"]:
-            raise CheckpointError(f"{self.folder / 'state.json'} is damaged; take an earlier checkpoint")
+            raise DamagedCheckpoint(f"{self.folder / 'state.json'} is damaged; take an earlier checkpoint", self.folder)
         state: dict[str, Any] = json.loads(data)
         return state
 
@@ -244,19 +340,19 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
-def latest_complete(run: str | Path) -> Path | None:
+def latest_complete(run: str | Path, damaged: set[Path] | None = None) -> Path | None:
     """The newest complete checkpoint of a run, by manifest and sizes; those that are not are passed over with a line in
-    the log. None when there is none."""
-    return next(filter(_is_complete, reversed(list_checkpoints(run))), None)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        Checkpoint.open(folder)
-    except CheckpointError as error:
-        log.warning("passed over: %s", error)
-        return False
-    return True
+    the log, and added to `damaged`. Those in it already are not looked at. None when there is none."""
+    damaged = set() if damaged is None else damaged
+    for folder in reversed(list_checkpoints(run)):
+        if folder in damaged:
+            continue
+        try:
+            return Checkpoint.open(folder).folder
+        except CheckpointError as error:
+            log.warning("passed over: %s", error)
+            damaged.add(folder)
+    return None
 
 
 def choose(run: str | Path, which: str) -> Path:
@@ -306,7 +402,7 @@ def load(
 
         shards.read_checked(work, restore.write, threads=threads, progress=report)
     except DamagedFile as error:
-        raise CheckpointError(f"{error}; take an earlier checkpoint") from None
+        raise DamagedCheckpoint(f"{error}; take an earlier checkpoint", checkpoint.folder) from None
     for ref in decoder.tensors.values():
         if ref.role == "trainable":
             if ref.name not in counts:

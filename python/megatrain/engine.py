@@ -94,6 +94,7 @@ class Engine:
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._preparer = Preparer(self.decoder, torch_device)
+        self._saving: checkpoint.Saving | None = None
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
@@ -328,9 +329,17 @@ class Engine:
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
         """Writes a checkpoint: weights, residuals, moments and counts, and `state` (JSON) beside the engine's own."""
+        self.begin_save(folder, state, step=step).finish()
+
+    def begin_save(
+        self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None
+    ) -> checkpoint.Saving:
+        """Begins such a checkpoint and returns: it is written beneath the steps that follow, until its `finish`."""
         self._usable()
+        if self._saving is not None and not self._saving.over:
+            raise ConfigError(f"{self._saving.folder} is still being written; finish it, or give it up, first")
         own = {"step": self._passes.num_steps, "lr": self.optimizer.lr, "numerics": self.numerics()}
-        checkpoint.save(
+        self._saving = checkpoint.begin_save(
             folder,
             self,
             {"engine": own, "run": dict(state or {})},
@@ -338,6 +347,7 @@ class Engine:
             tokenizer=self._tokenizer,
             tokenizer_dir=self._tokenizer_dir,
         )
+        return self._saving
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. When an interrupt cuts it off,
@@ -401,8 +411,10 @@ class Engine:
         self.core.drain()
 
     def close(self) -> None:
-        """Gives all memory back. The engine cannot be used any more."""
+        """Gives all memory back. The engine cannot be used any more; what it was still writing is removed."""
         self._passes.shield.leave()
+        if self._saving is not None:
+            self._saving.cancel()
         self._runtime.close()
 
     def __enter__(self) -> "Engine":

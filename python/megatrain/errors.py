@@ -1,10 +1,13 @@
 """Every exception that megatrain raises on purpose. Importing this needs neither torch nor transformers."""
 
+from pathlib import Path
+
 from megatrain._core import DeviceError, DoesNotFit, EngineBroken, MegatrainError, StorageError
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DamagedCheckpoint",
     "DeviceError",
     "DoesNotFit",
     "EngineBroken",
@@ -22,3 +25,12 @@ class ConfigError(MegatrainError, ValueError):
 
 class CheckpointError(MegatrainError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another run."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A complete checkpoint in which a file is not as it was written; the message names the file and the place."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
+        """The checkpoint's folder."""

@@ -51,9 +51,10 @@ class Origin:
     """Whether it lies in another run's folder."""
 
 
-def take_up(config: Config, folder: RunFolder) -> Origin | None:
-    """The checkpoint that `output.resume` means, checked against `config`; None: the run begins at step 0. Raises
-    ConfigError with the list when the run it belongs to is another one."""
+def take_up(config: Config, folder: RunFolder, damaged: set[Path]) -> Origin | None:
+    """The checkpoint that `output.resume` means, checked against `config`; None: the run begins at step 0. Those in
+    `damaged` are passed over, as others are that turn out to be incomplete. Raises ConfigError with the list when the
+    run it belongs to is another one, DamagedCheckpoint when its state cannot be read."""
     wanted = config.output.resume
     own = folder.steps() or (folder.path / "metrics.jsonl").exists()
     if wanted == "never":
@@ -63,7 +64,7 @@ def take_up(config: Config, folder: RunFolder) -> Origin | None:
                 "write output.resume: auto to go on with it"
             )
         return None
-    found = _latest(folder.path)
+    found = _latest(folder.path, damaged)
     elsewhere = False
     if found is None and wanted not in ("auto", "required"):
         found, elsewhere = _named(Path(wanted)), True
@@ -76,13 +77,13 @@ def take_up(config: Config, folder: RunFolder) -> Origin | None:
     return origin
 
 
-def _latest(run: Path) -> "Checkpoint | None":
+def _latest(run: Path, damaged: set[Path]) -> "Checkpoint | None":
     if not (run / "checkpoints").is_dir():
         return None
     # Only now: a run that begins at step 0 is refused or planned before torch is loaded.
     from megatrain import checkpoint
 
-    newest = checkpoint.latest_complete(run)
+    newest = checkpoint.latest_complete(run, damaged)
     return None if newest is None else checkpoint.Checkpoint.open(newest)
 
 
@@ -96,7 +97,7 @@ def _named(path: Path) -> "Checkpoint":
             f"output.resume is {str(path)!r}, and there is no such folder; name a run or a checkpoint, or write auto, "
             "never or required"
         )
-    found = _latest(path)
+    found = _latest(path, set())
     if found is None:
         raise ConfigError(f"output.resume is {str(path)!r}, which holds no complete checkpoint; name another run")
     return found

@@ -228,14 +228,17 @@ def read_into(file: int, buffer: memoryview, offset: int, path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def plan_shards(folder: Path, stem: str, tensors: Iterable[Entry], limit: int = SHARD_BYTES) -> list[Shard]:
+def plan_shards(
+    folder: Path, stem: str, tensors: Iterable[Entry], limit: int = SHARD_BYTES, *, by_width: bool = False
+) -> list[Shard]:
     """Cuts tensors, in order, into files `STEM.safetensors` or `STEM-0000i-of-0000n.safetensors` of at most `limit`
     bytes of data each (a larger tensor has a file of its own). Wide types come first in a file, so that every tensor
-    is aligned to its type."""
+    is aligned to its type; `by_width` gives each width files of its own, whose tensors keep their order."""
     groups: list[list[Entry]] = [[]]
     filled = 0
-    for tensor in tensors:
-        if groups[-1] and filled + tensor.nbytes > limit:
+    for tensor in sorted(tensors, key=_narrowness) if by_width else tensors:
+        apart = by_width and groups[-1] and groups[-1][-1].dtype.itemsize != tensor.dtype.itemsize
+        if apart or (groups[-1] and filled + tensor.nbytes > limit):
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
@@ -247,11 +250,15 @@ def plan_shards(folder: Path, stem: str, tensors: Iterable[Entry], limit: int = 
     return shards
 
 
+def _narrowness(entry: Entry) -> int:
+    return -entry.dtype.itemsize
+
+
 def _plan_shard(path: Path, group: Sequence[Entry]) -> Shard:
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     placed: list[tuple[Entry, int]] = []
     offset = 0
-    for entry in sorted(group, key=lambda entry: -entry.dtype.itemsize):
+    for entry in sorted(group, key=_narrowness):
         described[entry.name] = {
             "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),

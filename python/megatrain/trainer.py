@@ -12,18 +12,18 @@ import contextlib
 import dataclasses
 import logging
 import math
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain import metrics
-from megatrain.config import Config, Duration
-from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.config import Config
+from megatrain.errors import DamagedCheckpoint, DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.machine import format_bytes
 from megatrain.metrics import StepRecord, Throughput
 from megatrain.progress import Display
 from megatrain.resume import Origin, Position, take_up
 from megatrain.run_folder import RunFolder
+from megatrain.saves import Saves
 from megatrain.schedules import Schedule
 from megatrain.stop import RunStopped, Stop
 
@@ -93,8 +93,7 @@ class Trainer:
             with self.stop.interruptible():
                 folder.write_status("loading")
                 folder.clear_leftovers()
-                origin = take_up(self.config, folder)
-                parts = self._assemble(folder, origin)
+                origin, parts = self._begin(folder)
                 stack.callback(parts.close)
                 folder.write_config(self.config.to_yaml())
                 assert parts.engine is not None
@@ -103,6 +102,20 @@ class Trainer:
             position = origin.position if origin is not None else Position()
             folder.begin_metrics(position.step)
             return _Run(self.config, self.stop, self.display, folder, parts, position).train()
+
+    def _begin(self, folder: RunFolder) -> "tuple[Origin | None, Parts]":
+        """The parts of the run and what they were loaded from: with `output.resume: auto`, the newest checkpoint whose
+        contents turn out to be whole."""
+        damaged: set[Path] = set()
+        while True:
+            try:
+                origin = take_up(self.config, folder, damaged)
+                return origin, self._assemble(folder, origin)
+            except DamagedCheckpoint as error:
+                if self.config.output.resume != "auto":
+                    raise
+                log.warning("passed over: %s", error)
+                damaged.add(error.folder)
 
     def _tell(self, parts: "Parts") -> None:
         """The plan in a few lines; `plan.json` has it whole."""
@@ -144,8 +157,7 @@ class _Run:
             name=plan.name, warmup=plan.warmup, min_lr=plan.min_lr, decay=plan.decay, total=self.total
         )
         self.throughput = Throughput()
-        self.saved_step = position.step if folder.steps() else -1
-        self.saved_at = time.monotonic()
+        self.saves = Saves(config.output, folder, position.step)
         self.loss: float | None = None
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
@@ -174,7 +186,7 @@ class _Run:
                         break
             self.display.end()
             stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
-            self._save_if_new()
+            self._finish_saves()
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
@@ -305,7 +317,9 @@ class _Run:
             self._sample(step)
         # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
         self._write_pending()
-        if self._save_is_due(step) or (self.new_best and self.config.eval.keep_best):
+        if self.saves.running is not None and self.saves.running.is_written:
+            self._complete_save()
+        if self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best):
             self._save()
         if step % 10 == 0 or last:
             self._status("training")
@@ -390,34 +404,32 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------- saving
 
-    def _save_is_due(self, step: int) -> bool:
-        every = self.config.output.save_every
-        if isinstance(every, Duration):
-            return time.monotonic() - self.saved_at >= every.seconds
-        return every is not None and step % every == 0
-
-    def _save_if_new(self) -> None:
-        if self.position.step != self.saved_step and self.position.step > 0:
+    def _finish_saves(self) -> None:
+        """Leaves the last step on the disk, and a save that was under way before."""
+        if self.position.step > 0:
             self._save()
+        if self.saves.running is not None:
+            self._status("saving")
+            self._complete_save()
+
+    def _complete_save(self) -> None:
+        if self.saves.running is not None:
+            self.doing = f"the checkpoint of step {self.saves.running.step}"
+            self.saves.finish()
 
     def _save(self) -> None:
+        """Begins the checkpoint of the last step; it is written beneath the next ones."""
         step = self.position.step
-        if step == self.saved_step:
+        if self.saves.has(step):
             return
-        self._status("saving")
+        self._complete_save()
         self.doing = f"the checkpoint of step {step}"
         state = {
             "position": dataclasses.asdict(self.position),
             "config": self.config.to_dict(),
             "numerics": self.engine.numerics(),
         }
-        start = time.monotonic()
-        self.engine.save(self.folder.checkpoint(step), state, step=step)
-        self.saved_step, self.saved_at = step, time.monotonic()
-        best = self.position.best_step
-        always = {best} if self.config.eval.keep_best and best is not None else set()
-        self.folder.retain(self.config.output.keep, always | {step})
-        log.info("step %d: checkpoint saved in %.1f s", step, self.saved_at - start)
+        self.saves.begin(self.engine, state, step, self.position.best_step if self.config.eval.keep_best else None)
 
     def _export(self) -> Path | None:
         wanted = self.config.output.export
@@ -433,6 +445,8 @@ class _Run:
     def _last_good(self) -> str:
         from megatrain import checkpoint
 
+        with contextlib.suppress(MegatrainError):
+            self.saves.finish()
         newest = checkpoint.latest_complete(self.folder.path)
         return f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
 
@@ -444,7 +458,7 @@ class _Run:
             loss=self.loss,
             eval_loss=self.position.eval_loss,
             best_step=self.position.best_step,
-            checkpoint=self.saved_step if self.saved_step > 0 else None,
+            checkpoint=self.saves.saved_step if self.saves.saved_step > 0 else None,
         )
 
 

@@ -58,7 +58,7 @@ fn queueing(seed: u64) -> SimDevice {
     SimDevice::new(Some(seed), Faults::default()).queueing_compute()
 }
 
-/// Two files a plane, cut in the middle of a unit, each behind a header that is no multiple of a block.
+/// Two files a plane, each behind a header that is no multiple of a block.
 fn files(engine: &Engine, folder: &Path) -> Vec<SaveFile> {
     let tensors = |plane: Plane| -> Vec<(usize, usize)> {
         let of_unit = |(u, layout): (usize, &megatrain_core::layout::UnitLayout)| {
@@ -71,22 +71,24 @@ fn files(engine: &Engine, folder: &Path) -> Vec<SaveFile> {
     let split = engine.layouts()[0].precision == Precision::Bf16;
     let planes = [Plane::Weights, Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq];
     let planes = planes.into_iter().filter(|&plane| split || plane != Plane::Residual);
-    planes
-        .flat_map(|plane| {
-            let all = tensors(plane);
-            let (first, second) = all.split_at(all.len() / 2);
-            [first, second]
-                .into_iter()
-                .enumerate()
-                .map(move |(i, part)| SaveFile {
-                    path: folder.join(format!("{}-{i}", plane.name())),
-                    header: vec![7; 24],
-                    plane,
-                    tensors: part.to_vec(),
-                })
-                .collect::<Vec<_>>()
-        })
-        .collect()
+    let of_plane = |plane: Plane| {
+        let mut all = tensors(plane);
+        let mut cut = all.len() / 2;
+        if plane == Plane::Weights {
+            // The frozen ones apart, as where they are of another width: in the second file units start over.
+            all.sort_by_key(|&(_, tensor)| tensor != 1);
+            cut = all.len() / 3;
+        }
+        let file = |(i, part): (usize, &[(usize, usize)])| SaveFile {
+            path: folder.join(format!("{}-{i}", plane.name())),
+            header: vec![7; 24],
+            plane,
+            tensors: part.to_vec(),
+        };
+        let (first, second) = all.split_at(cut);
+        [first, second].into_iter().enumerate().map(file).collect::<Vec<_>>()
+    };
+    planes.flat_map(of_plane).collect()
 }
 
 fn begin(engine: &Engine, folder: &Folder) {

@@ -32,7 +32,7 @@ pub struct SaveFile {
     pub header: Vec<u8>,
     /// Of which plane.
     pub plane: Plane,
-    /// Unit and index in it, units in ascending order over all files of a plane.
+    /// Unit and index in it, units in ascending order.
     pub tensors: Vec<(usize, usize)>,
 }
 
@@ -45,7 +45,7 @@ pub struct Saved {
     pub counts: Vec<Vec<u64>>,
 }
 
-/// The files of one plane, written by a thread of their own.
+/// Files of one plane through which the units ascend, written by a thread of their own.
 struct Line {
     plane: Plane,
     files: VecDeque<SaveFile>,
@@ -53,6 +53,14 @@ struct Line {
     open: Option<Writer>,
     appended: usize,
     buffer: Buffer,
+}
+
+impl Line {
+    /// Whether a file can follow those of the line.
+    fn takes(&self, file: &SaveFile) -> bool {
+        let last = self.files.iter().flat_map(|f| &f.tensors).next_back().map_or(0, |t| t.0);
+        self.plane == file.plane && file.tensors.first().is_none_or(|first| first.0 >= last)
+    }
 }
 
 /// A save that has been asked for.
@@ -120,27 +128,24 @@ impl Engine {
         let shared = &self.shared;
         let mut lines: Vec<Line> = Vec::new();
         for file in files {
-            let line = match lines.iter().position(|l| l.plane == file.plane) {
-                Some(index) => &mut lines[index],
-                None => {
-                    let buffer = Buffer::new(BUFFER_BYTES)?;
-                    let (plane, files) = (file.plane, VecDeque::new());
-                    lines.push(Line { plane, files, open: None, appended: 0, buffer });
-                    lines.last_mut().expect("pushed before")
-                }
-            };
             let path = file.path.display();
             if chunk_bytes == 0 || file.plane == Plane::Master {
                 return Err(Error::Invalid(format!("{path}: a file holds chunks of a plane that is stored as it is")));
             }
-            let before = line.files.iter().flat_map(|f| &f.tensors).next_back().map_or(0, |t| t.0);
-            if !std::iter::once(before).chain(file.tensors.iter().map(|t| t.0)).is_sorted() {
+            if !file.tensors.is_sorted_by_key(|tensor| tensor.0) {
                 return Err(Error::Invalid(format!("{path}: units are written in ascending order")));
             }
             for &(unit, tensor) in &file.tensors {
                 shared.plane_of(unit, tensor, file.plane)?;
             }
-            line.files.push_back(file);
+            match lines.iter_mut().find(|line| line.takes(&file)) {
+                Some(line) => line.files.push_back(file),
+                None => {
+                    let buffer = Buffer::new(BUFFER_BYTES)?;
+                    let (plane, files) = (file.plane, VecDeque::from([file]));
+                    lines.push(Line { plane, files, open: None, appended: 0, buffer });
+                }
+            }
         }
         let save = Save {
             lines: lines.into_iter().map(Mutex::new).collect(),

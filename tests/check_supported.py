@@ -91,7 +91,7 @@ def main() -> int:
     elif args.short:
         chosen = [row for row in chosen if row.releases != "newest" or row.python == dotted(PYTHON.newest)]
     outcomes = {}
-    with tempfile.TemporaryDirectory(prefix="megatrain-supported-", dir=args.work) as folder:
+    with tempfile.TemporaryDirectory(prefix="megatrain-supported-", dir=args.work and args.work.resolve()) as folder:
         wheel = build_wheel(Path(folder))
         for row in chosen:
             began = time.monotonic()

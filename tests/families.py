@@ -34,8 +34,6 @@ class Family:
     """Its `model_type`."""
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Beside `BASE`."""
-    seed: int = 0
-    """Of the rows: another one where a gradient of one element cancels to nearly nothing."""
     experts: bool = False
     """Whether it has experts, which transformers computes one by one (eager) or grouped."""
 
@@ -148,7 +146,7 @@ FAMILIES: dict[str, Family] = {
     "seed-oss": Family(
         title="Seed-OSS", kind="seed_oss", changes={"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0}
     ),
-    "apertus": Family(title="Apertus", kind="apertus", seed=3),
+    "apertus": Family(title="Apertus", kind="apertus"),
     "glm": Family(title="GLM-4-9B (glm)", kind="glm", changes={"head_dim": 8}),
     "llama4": Family(
         title="Llama 4, text",
@@ -222,6 +220,21 @@ FAMILIES: dict[str, Family] = {
         experts=True,
     ),
     "olmoe": Family(title="OLMoE", kind="olmoe", changes={"num_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    "afmoe": Family(
+        title="AFMoE (Trinity)",
+        kind="afmoe",
+        changes={
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "head_dim": 8,
+            "mup_enabled": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **MOE,
+        },
+        experts=True,
+    ),
     "granitemoe": Family(
         title="GraniteMoE", kind="granitemoe", changes={"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True
     ),
@@ -303,7 +316,7 @@ ROUTER_LOSS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss", "granite
 """Where stock transformers adds a router's auxiliary loss when `output_router_logits` is set, and its numbers can be
 compared."""
 
-BY_DOCUMENT = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+BY_DOCUMENT = ("lfm2", "bloom", "mpt", "opt", "gpt-oss", "afmoe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Where stock transformers lets documents of a packed row see each other (a state is carried from token to token, or
 masks are built without looking at positions), so that the documents are the reference, each by itself."""
 PACKS_SINCE = {"falcon": (5, 24)}

@@ -374,7 +374,10 @@ SEEING_HEAD = """
 ## With vision
 
 Images are merged by the model's own code: its vision tower and projector belong to the embed unit, are sent with it,
-and are trained or frozen (`freeze: ["*visual*"]`). `tests/test_vision.py` trains each:
+and are trained or frozen (`freeze: ["*visual*"]`). A micro-batch holds what the model's processor makes:
+`pixel_values`, `image_grid_thw`, `token_type_ids`, … Features that a model adds behind its first layers (Qwen3-VL) are
+added there. What no layer depends on (the last block of LLaVA's tower) is left as it is, and so is all that sees
+images in a step without one, as in PyTorch. `tests/test_vision.py` trains each:
 
 - *trained*, *frozen tower*: three clipped AdamW steps as above, of three micro-batches each: rows of two, one and no
   image, of several sizes where the model takes them, padded behind and before; text alone; one image. All parameters

@@ -227,6 +227,17 @@ def test_a_frozen_tower_keeps_what_its_file_holds(name: str, tmp_path: Path) -> 
         assert all(torch.equal(value, ours.weight(n)) for n, value in before.items())
 
 
+@pytest.mark.parametrize("name", CHIEF)
+def test_a_plan_knows_what_a_trained_tower_keeps(name: str) -> None:
+    tower = [f"*{part}*" for part in SEEING[name].tower]
+    tower += ["*projector*"] if any("projector" in n for n, _ in see(name).named_parameters()) else []
+    trained, frozen = (
+        engine(see(name), freeze=freeze).request((8, 64), 2)["late_workspace_bytes"] for freeze in ([], tower)
+    )
+    weights = sum(p.numel() for n, p in see(name).named_parameters() if any(part in n for part in SEEING[name].tower))
+    assert trained - frozen > 4 * weights
+
+
 def refused(ours: megatrain.Engine, batch: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ours.step([batch])

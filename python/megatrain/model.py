@@ -349,7 +349,7 @@ class Decoder:
         for name in unused:
             self.model.get_parameter(name).requires_grad_(False)
         if unused:
-            log.warning("never used by the model's forward, so left as they are: %s", ", ".join(unused))
+            log.warning("nothing that the model returns depends on them, so left as they are: %s", ", ".join(unused))
         self._frozen_dtypes = self._by_own_names(dtypes)
         self._trainable_names = {n for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable_names:

@@ -312,10 +312,10 @@ def test_an_interrupt_during_a_save_leaves_nothing_of_it(tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return write(*args)
 
-    monkeypatch.setattr(os, "pwrite", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "checkpoints" / "step-2", engine("bf16", seed=2), {}, step=2)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path / "checkpoints" / "step-2", engine("bf16", seed=2), {}, step=2)
     only_step_1_is_left(tmp_path, first)
 
 

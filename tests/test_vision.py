@@ -1,5 +1,7 @@
 """Vision-language models, tiny and random, in our engine against plain PyTorch."""
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import megatrain
 from megatrain.errors import ConfigError
 from megatrain.export import export_checkpoint
 from reference import assert_equal, batches, check_training, engine, error, loss_sum, run_reference, supervised
+from run_support import settings
 from seeing import CHIEF, IMAGE, SEEING, VIDEO, VOCAB, images, see, seeing_steps
 
 
@@ -236,6 +239,47 @@ def test_a_plan_knows_what_a_trained_tower_keeps(name: str) -> None:
     )
     weights = sum(p.numel() for n, p in see(name).named_parameters() if any(part in n for part in SEEING[name].tower))
     assert trained - frozen > 4 * weights
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_a_config_trains_it_on_text_goes_on_and_exports_it(name: str, tmp_path: Path) -> None:
+    vocab, config = 320, copy.deepcopy(SEEING[name].config)
+    config["text_config"]["vocab_size"] = vocab
+    see(name, **config).save_pretrained(tmp_path / "model")
+    text = settings(tmp_path, output={"dir": str(tmp_path / "text"), "export": "auto"}, train={"steps": 2})
+    megatrain.Trainer(text).fit()
+    for path in (tmp_path / "text" / "export").glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    ours = settings(tmp_path, output={"dir": str(tmp_path / "run"), "export": "auto"})
+    ours["model"] = {"path": str(tmp_path / "model"), "freeze": [f"*{part}*" for part in SEEING[name].tower]}
+    assert megatrain.Trainer(ours).fit().step == 6
+    ours["train"]["steps"] = 8
+    result = megatrain.Trainer(ours).fit()
+    assert result.step == 8
+    again, info = AutoModelForImageTextToText.from_pretrained(result.export, output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    before = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "model").named_parameters())
+    for n, parameter in again.named_parameters():
+        frozen = any(part in n for part in SEEING[name].tower)
+        assert torch.equal(parameter, before[n]) or not frozen, n
+    assert not torch.equal(again.get_input_embeddings().weight, before["model.language_model.embed_tokens.weight"])
+    assert (result.export / "preprocessor_config.json").exists()
+
+
+def test_the_routers_loss_is_taken_over_images_too() -> None:
+    config = copy.deepcopy(SEEING["qwen3-vl-moe"].config)
+    config["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = see("qwen3-vl-moe", **config)
+    batch = images("qwen3-vl-moe", [[(2, 2), (1, 3)], [(3, 2)]], padded=(4, 3))
+    ours = engine(model)
+    found, wanted = ours.step([batch]), model(**batch, use_cache=False)
+    wanted.loss.backward()
+    assert abs(found.loss - float(wanted.loss.detach())) < 1e-5 * found.loss
+    assert found.aux_loss == pytest.approx(float(wanted.aux_loss.detach()), rel=1e-5)
+    for n, parameter in model.named_parameters():
+        if n.endswith(("mlp.gate.weight", "attn.qkv.weight")):
+            assert error(ours.gradient(n), parameter.grad) < 1e-5, n
 
 
 def refused(ours: megatrain.Engine, batch: dict[str, Any], message: str) -> None:

@@ -53,6 +53,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
 )
 """What belongs to a tokenizer or processor in a Hugging Face folder; copied byte for byte."""

@@ -644,6 +644,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "optimizer_state": lambda: ours.optimizer_state(name),
         "gradient": lambda: ours.gradient(name),
         "save": lambda: ours.save(folder / "saved"),
+        "begin_save": lambda: ours.begin_save(folder / "saved"),
         "load": lambda: ours.load(folder / "saved"),
         "save_pretrained": lambda: ours.save_pretrained(folder / "exported"),
         "numerics": ours.numerics,

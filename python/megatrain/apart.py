@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
+from megatrain.documents import Documents, is_documents
 from megatrain.recording import Record
 
 if TYPE_CHECKING:
@@ -119,13 +120,16 @@ def joining_layers(decoder: "Decoder", begins: Tensor, record: Record) -> frozen
         layer
         for layer, (args, kwargs) in enumerate(zip(record.args, record.kwargs, strict=True))
         if decoder.convolves(layer)
-        or not any(_hides(t, row, border, begins.shape) for t in tree_flatten((args, kwargs))[0])
+        or not any(_hides(t, row, border, begins.shape) for t in tree_leaves((args, kwargs), is_leaf=is_documents))
     )
 
 
 def _hides(value: Any, row: int, border: int, shape: torch.Size) -> bool:
-    """Whether `value` is an attention mask that hides token `border - 1` from token `border` of a row."""
+    """Whether `value` is an attention mask, or stands for one, that hides token `border - 1` from token `border` of a
+    row."""
     rows, seq = shape
+    if isinstance(value, Documents):
+        return bool((value.starts == row * seq + border).any())
     if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[0] not in (1, rows):
         return False
     if value.shape[2] != seq or value.shape[3] < seq:

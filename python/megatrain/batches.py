@@ -199,8 +199,8 @@ class Preparer:
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
         causal = "token_type_ids" not in images
-        if mask is not None and causal and _only_follows(mask, (targets != IGNORE).view(shape)):
-            mask = None
+        if mask is not None and causal:
+            mask = _without_what_follows(mask, (targets != IGNORE).view(shape))
         record, apart = None, None
         if mask is not None or positions is not None or images:
             with self._lock:
@@ -372,11 +372,13 @@ class Preparer:
         return tables
 
 
-def _only_follows(mask: Tensor, supervised: Tensor) -> bool:
-    """Whether the padding of (batch, seq) only follows what counts. In a causal model nothing before it sees it then,
-    so that the mask changes nothing, and a dense mask would cost twice the time of causal attention."""
-    hidden = mask == 0
-    return not bool((hidden[:, :-1] & ~hidden[:, 1:]).any()) and not bool((supervised & hidden).any())
+def _without_what_follows(mask: Tensor, supervised: Tensor) -> Tensor | None:
+    """The mask of (batch, seq) without the padding that follows a row, or None where nothing is left of it. In a causal
+    model nothing before it sees that padding, so that hiding it changes nothing unless it is supervised itself."""
+    follows = (mask.flip(1).cumsum(1) == 0).flip(1)
+    free = follows & ~(follows & supervised).any(1, keepdim=True)
+    mask = mask.masked_fill(free, 1)
+    return None if bool(mask.all()) else mask
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

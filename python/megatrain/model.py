@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain import documents
 from megatrain.apart import joining_layers
 from megatrain.conversion import published
 from megatrain.errors import ConfigError
@@ -141,6 +142,7 @@ class Decoder:
         self.units = self._cut()
         self.tensors: dict[str, TensorRef] = {t.name: t for unit in self.units for t in unit.tensors}
         self.tables = self._tables()
+        self.packing = documents.adopt(self)
         self.joining = self._joining()
         """Layers that are given the documents of packed rows one by one (`apart.py`)."""
 
@@ -189,6 +191,12 @@ class Decoder:
     def text_config(self) -> Any:
         """The configuration of the language part."""
         return self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+
+    @property
+    def attention(self) -> str | None:
+        """transformers' name of how attention is computed where no row is packed."""
+        name = getattr(self.config, "_attn_implementation", None)
+        return "sdpa" if name == documents.NAME else name
 
     @property
     def max_positions(self) -> int | None:
@@ -578,7 +586,7 @@ def _refuse(model: nn.Module, config: Any) -> None:
     if (getattr(config, "layerdrop", 0) or 0) > 0:
         raise ConfigError(f"layerdrop is {config.layerdrop}: layers that are skipped at random are not supported")
     attention = getattr(config, "_attn_implementation", None)
-    if attention not in (None, "sdpa", "eager"):
+    if attention not in (None, "sdpa", "eager", documents.NAME):
         raise ConfigError(f"attention implementation {attention!r} is not supported: use sdpa or eager")
     if getattr(config, "_experts_implementation", None) == "batched_mm":
         raise ConfigError("experts implementation batched_mm gathers weights into activations: use grouped_mm or eager")

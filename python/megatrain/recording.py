@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatrain.documents import Documents, is_documents
 from megatrain.errors import ConfigError
 
 NO_MASK = "megatrain_no_mask"
@@ -114,18 +115,22 @@ class Record:
         """The same on `device`: copied asynchronously, and one copy of whatever several layers share."""
         if device.type == "cpu":
             return self
-        moved: dict[int, Tensor] = {}
+        moved: dict[int, Tensor | Documents] = {}
 
         def move(value: Any) -> Any:
-            if not isinstance(value, Tensor):
+            if not isinstance(value, (Tensor, Documents)):
                 return value
             if id(value) not in moved:
-                moved[id(value)] = value.contiguous().pin_memory().to(device, non_blocking=True)
+                moved[id(value)] = (
+                    value.to(device)
+                    if isinstance(value, Documents)
+                    else value.contiguous().pin_memory().to(device, non_blocking=True)
+                )
             return moved[id(value)]
 
         return Record(
-            args=[tree_map(move, a) for a in self.args],
-            kwargs=[tree_map(move, k) for k in self.kwargs],
+            args=[tree_map(move, a, is_leaf=is_documents) for a in self.args],
+            kwargs=[tree_map(move, k, is_leaf=is_documents) for k in self.kwargs],
             embedding_ids=[tree_map(move, ids) for ids in self.embedding_ids],
             side=tree_map(move, self.side),
             positions=tree_map(move, self.positions),

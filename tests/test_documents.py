@@ -57,18 +57,15 @@ MASKS = [create_causal_mask, create_sliding_window_causal_mask, create_chunked_c
     [
         {"position_ids": positions_of(ROWS)},
         {"position_ids": positions_of([[3, 1, 1, 4]])},
-        {"attention_mask": padding_of((5, 28), (0, 28), (3, 20))},
+        {"attention_mask": padding_of((5, 28), (0, 28), (27, 28))},
     ],
     ids=["packed", "one row", "padded"],
 )
 def test_documents_stand_for_the_mask_that_transformers_would_build(make: Any, given: dict[str, Tensor]) -> None:
     found, wanted = described(make, documents.NAME, **given), described(make, "sdpa", **given)
     assert isinstance(found, Documents)
-    real = given.get("attention_mask", torch.ones(wanted.shape[0], wanted.shape[-1])).bool()
-    ours = documents.dense(found, *real.shape)
-    # what padding sees is nobody's business: no row that counts sees it
-    assert torch.equal(ours & real[:, None, :, None], wanted & real[:, None, :, None])
-    assert int(found.lengths.sum()) == real.numel()
+    assert torch.equal(documents.dense(found, wanted.shape[0], wanted.shape[-1]), wanted)
+    assert int(found.lengths.sum()) == wanted.shape[0] * wanted.shape[-1]
     assert found.lengths.device.type == "cpu"
 
 
@@ -77,8 +74,10 @@ def test_rows_of_one_document_need_nothing_and_strange_masks_stay_dense() -> Non
     whole = {"position_ids": positions_of([[28], [28]])}
     assert described(create_causal_mask, documents.NAME, **whole) is None
     split = {"attention_mask": padding_of((0, 28)) & ~padding_of((9, 12))}  # one document around a hole
+    behind = {"attention_mask": padding_of((3, 20))}  # padding sees what it follows
     for given in (
         split,
+        behind,
         {"position_ids": positions_of(ROWS), "or_mask_function": lambda _b, _h, q, k: (q < 3) & (k < 3)},
         {"position_ids": positions_of(ROWS), "block_sequence_ids": torch.tensor([[-1] * 4 + [0] * 5 + [-1] * 19] * 3)},
     ):
@@ -115,15 +114,16 @@ class Grouped(torch.nn.Module):
 
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize("value_width", [16, 10])
-@pytest.mark.parametrize("window", [None, 4, 14, 100])
+@pytest.mark.parametrize(("window", "padded"), [(None, False), (4, False), (14, True), (100, False), (None, True)])
 def test_attention_over_documents_equals_attention_with_a_dense_mask(
-    window: int | None, value_width: int, by_mask: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, padded: bool, value_width: int, by_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_mask:  # where there is no kernel
         monkeypatch.setattr(documents, "takes_documents", lambda *_: False)
     lengths = torch.tensor([n for row in ROWS for n in row] + [0])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
-    found = Documents(starts, lengths, window)
+    hidden = padding_of((0, 9), (0, 1), (0, 0)).flatten() if padded else None  # the first document of two rows
+    found = Documents(starts, lengths, window, hidden)
     inputs = attention_inputs(28, value_width)
     output, _ = documents.attend(Grouped(), *inputs, found, scaling=0.3)
     query, key, value = inputs
@@ -147,7 +147,7 @@ def test_attention_over_documents_equals_attention_with_a_dense_mask(
 def test_no_layer_of_a_packed_or_padded_row_is_handed_a_dense_mask(kind: str) -> None:
     recorder: Recorder = Decoder.from_config(config(kind)).recorder
     row = packed([[9, 14, 5], [20, 7, 1]])
-    ids, padding = row["input_ids"], padding_of((5, 28), (3, 20)).long()
+    ids, padding = row["input_ids"], padding_of((5, 28), (0, 28)).long()
     for record in (recorder.record(ids, None, row["position_ids"]), recorder.record(ids, padding, None)):
         for args, kwargs in zip(record.args, record.kwargs, strict=True):
             leaves = tree_leaves((args, kwargs), is_leaf=documents.is_documents)
@@ -220,7 +220,7 @@ def test_models_whose_attention_needs_a_dense_mask_are_named_with_the_reason(set
 
 def test_kernels_of_the_card_are_for_narrow_heads_of_half_the_precision() -> None:
     packing = Decoder.from_config(config("qwen3", head_dim=32)).packing
-    assert packing.how("cuda", torch.bfloat16) == packing.how("cpu", torch.float32) == "by document"
+    assert packing.how("cuda", torch.bfloat16) == packing.how("cpu", torch.float32) == "variable length"
     assert packing.how("cuda", torch.float32) == "dense mask (no kernel for float32 heads of 32)"
     wide = Decoder.from_config(config("gemma", head_dim=320)).packing
     assert wide.how("cuda", torch.bfloat16) == "dense mask (no kernel for bfloat16 heads of 320)"

@@ -15,6 +15,7 @@ import megatrain
 from families import (
     BASE,
     CASES,
+    DENSE_MASKS,
     FAMILIES,
     PAGE,
     RANDOM_ROUTING,
@@ -70,6 +71,8 @@ def test_documents_of_a_packed_row_do_not_see_each_other(name: str) -> None:
     assert (error(found, wanted) < 1e-5) == as_if_alone(name)
     assert torch.equal(found, changed)
     assert bool(ours.decoder.joining) == by_document(name)
+    dense = name in DENSE_MASKS and not by_document(name)
+    assert ours.decoder.packed_rows("cpu").startswith("dense mask") == dense
 
 
 @pytest.mark.parametrize(("name", "experts"), [case for case in CASES if case[0] in RANDOM_ROUTING])

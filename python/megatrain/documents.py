@@ -1,7 +1,7 @@
 """Attention in which every token sees its own document alone, without a dense mask.
 
 transformers describes who sees whom by a mask of seq x seq entries for each row; the fused kernels then compute every
-block of it, at two and a half times the price of causal attention. Here the model's own forward is handed where the
+block of it, at three times the price of causal attention. Here the model's own forward is handed where the
 documents of its rows begin instead (`Documents`), and a layer's attention runs over documents of any length at once:
 the flash kernels on a CUDA card, one document after another on the CPU. What a mask says is read off its own function,
 entry by entry where it matters, so packed documents, sliding windows, chunks and padding are all the same here; a mask
@@ -38,10 +38,16 @@ class Documents(NamedTuple):
     """(N,), int64, on the CPU wherever the layer computes: the host must know the longest without asking a device."""
     window: int | None
     """How many tokens a token sees at most, itself included; None: its document up to itself."""
+    hidden: Tensor | None = None
+    """(T,), bool: what is padding, which sees nothing and is a document of its own; None where nothing is."""
 
     def to(self, device: torch.device) -> "Documents":
-        """The same with the starts on `device`, copied asynchronously."""
-        return of_any_number(self._replace(starts=self.starts.pin_memory().to(device, non_blocking=True)))
+        """The same on `device`, copied asynchronously."""
+        starts, hidden = (
+            t if t is None else t.pin_memory().to(device, non_blocking=True) for t in (self.starts, self.hidden)
+        )
+        assert starts is not None
+        return of_any_number(self._replace(starts=starts, hidden=hidden))
 
 
 def of_any_number(documents: Documents) -> Documents:
@@ -66,8 +72,8 @@ def find(
     window leave it, and neither the one before that, nor its row's first, nor the one that follows.
     """
     batch, seq = real.shape
-    if window is not None and window < 1:
-        return None
+    if (window is not None and window < 1) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        return None  # padding that follows sees what it follows
     at = torch.arange(seq).expand(batch, seq)
     before, after = (at - 1).clamp_min(0), (at + 1).clamp_max(seq - 1)
 
@@ -89,7 +95,8 @@ def find(
     starts = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([batch * seq])])
     if len(starts) == 2:  # one row, one document: an empty one beside it, since compilers take a size of 1 for fixed
         starts = torch.cat([starts, starts[-1:]])
-    return of_any_number(Documents(starts.int(), starts.diff(), window))
+    hidden = None if bool(real.all()) else ~real.flatten()
+    return of_any_number(Documents(starts.int(), starts.diff(), window, hidden))
 
 
 def mask(**given: Any) -> Any:
@@ -116,7 +123,10 @@ def dense(documents: Documents, batch: int, seq: int) -> Tensor:
     number = torch.bucketize(at, documents.starts, right=True).view(batch, seq)
     back = at[:seq, None] - at[:seq]
     near = back >= 0 if documents.window is None else (back >= 0) & (back < documents.window)
-    return ((number[:, :, None] == number[:, None, :]) & near)[:, None]
+    seen = (number[:, :, None] == number[:, None, :]) & near
+    if documents.hidden is not None:
+        seen &= ~documents.hidden.view(batch, seq, 1)
+    return seen[:, None]
 
 
 # ---------------------------------------------------------------------------------------------- attention
@@ -160,6 +170,8 @@ def _over_documents(query: Tensor, key: Tensor, value: Tensor, of: Documents, sc
     flat = [t.transpose(1, 2).flatten(0, 1) for t in alike]
     scale = width**-0.5 if scale is None else scale
     output: Tensor = documents_attention(*flat, of.starts, of.lengths, of.window, scale)[0]
+    if of.hidden is not None:
+        output = output.masked_fill(of.hidden[:, None, None], 0.0)
     return output.view(batch, seq, *output.shape[1:])[..., : value.shape[-1]]
 
 
@@ -331,7 +343,7 @@ class Packing:
         if self.refusal is not None:
             return f"dense mask ({self.refusal})"
         if takes_documents(device, dtype, self.width):
-            return "by document"
+            return "variable length"
         return f"dense mask (no kernel for {str(dtype).removeprefix('torch.')} heads of {self.width})"
 
 

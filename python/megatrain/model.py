@@ -198,6 +198,14 @@ class Decoder:
         name = getattr(self.config, "_attn_implementation", None)
         return "sdpa" if name == documents.NAME else name
 
+    def packed_rows(self, device: str) -> str:
+        """How documents of packed rows are kept apart on a kind of device."""
+        attention = self.packing.how(device, self.dtype)
+        if not self.joining:
+            return attention
+        rows = "a row for each document"
+        return rows if len(self.joining) == self.num_layers else f"{attention}; {len(self.joining)} layers {rows}"
+
     @property
     def max_positions(self) -> int | None:
         """Longest sequence the model has positions for, rotary scaling included; None where it names no limit."""

@@ -37,7 +37,7 @@ def key(
         "micro_batches": micro_batches,
         "loss_chunk": loss_chunk or default_chunk(decoder.vocab_size, device.type),
         "attention": decoder.attention,
-        "packed_rows": decoder.packing.how(device.type, decoder.dtype),
+        "packed_rows": decoder.packed_rows(device.type),
         "experts": getattr(decoder.config, "_experts_implementation", None),
         "compiled": compiled,
         "deterministic": deterministic,

@@ -516,7 +516,7 @@ def numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[s
 
         key["device"] = settled.machine.gpu.name if settled.machine.gpu else "cuda"
         key["threads"] = None
-        key["packed_rows"] = decoder.packing.how("cuda", decoder.dtype)
+        key["packed_rows"] = decoder.packed_rows("cuda")
         key["loss_chunk"] = config.plan.loss_chunk or default_chunk(decoder.vocab_size, "cuda")
     return key
 

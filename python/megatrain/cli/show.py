@@ -39,8 +39,19 @@ def plan(report: "Report") -> None:
         f"all that exist at a time, {format_bytes(report.disk['export'])} for the export"
     )
     line("numerics key: " + ", ".join(f"{key} {_plain(value)}" for key, value in report.numerics.items()))
+    line(f"packed rows: {_packed_rows(report.numerics['packed_rows'])}")
     if settled.device == "cuda" and not report.numerics["deterministic"]:
         line("without train.deterministic a repeated run on CUDA agrees closely, not bit for bit")
+
+
+def _packed_rows(how: str) -> str:
+    """What the documents of packed rows cost."""
+    costs = {
+        "variable length": "attention costs each document its own length",
+        "dense mask": "attention takes about 3 times as long on a card as over whole rows",
+        "a row for each document": "a call for each length of documents, uncompiled",
+    }
+    return f"{how} ({'; '.join(cost for way, cost in costs.items() if way in how)})"
 
 
 def items(settled: "Settled") -> None:

@@ -376,6 +376,8 @@ def adopt(decoder: "Decoder") -> Packing:
     for name, function in ((NAME, attend), (_TRIAL, _trial)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
+    if decoder.sight is not None:
+        return Packing(refusal="a model that also takes images")
     configs = _configs(decoder)
     if any(c._attn_implementation not in ("sdpa", NAME, None) for c in configs):
         return Packing(refusal="eager attention")

@@ -69,7 +69,8 @@ def test_documents_of_a_packed_row_do_not_see_each_other(name: str) -> None:
     ours = engine(model)
     found, changed = (batch.view(-1)[5:11] for batch in ours.logprobs([row, other]))
     assert (error(found, wanted) < 1e-5) == as_if_alone(name)
-    assert torch.equal(found, changed)
+    # how many tokens an expert is given decides how its matmul rounds
+    assert torch.equal(found, changed) or (FAMILIES[name].experts and error(found, changed) < 1e-6)
     assert bool(ours.decoder.joining) == by_document(name)
     dense = name in DENSE_MASKS and not by_document(name)
     assert ours.decoder.packed_rows("cpu").startswith("dense mask") == dense

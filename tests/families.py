@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         title="GPT-2", kind="gpt2", changes={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT}
     ),
     "starcoder2": Family(title="StarCoder2", kind="starcoder2", changes={"sliding_window": 8}),
-    "cohere": Family(title="Cohere", kind="cohere", seed=2, changes={"logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere": Family(title="Cohere", kind="cohere", changes={"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": Family(
         title="Cohere 2",
         kind="cohere2",

@@ -35,8 +35,13 @@ VOCAB = 96
 EXACT = [case for case in CASES if case[0] not in RANDOM_ROUTING]
 
 
-def padded_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
-    return [batches(2, seed=s, rows=2, seq=16, padded=True, vocab=VOCAB) for s in range(number)]
+SEEDS = {"cohere": 2}
+"""Of the first step's rows: others where a gradient of one element cancels to nearly nothing, whose sign Adam takes."""
+
+
+def padded_steps(number: int, first: int = 0) -> list[list[dict[str, torch.Tensor]]]:
+    seeds = range(first, first + number)
+    return [batches(2, seed=seed, rows=2, seq=16, padded=True, vocab=VOCAB) for seed in seeds]
 
 
 def packed_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -48,7 +53,7 @@ def packed_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize(("name", "experts"), EXACT)
 def test_three_padded_steps_equal_plain_pytorch(name: str, experts: str | None) -> None:
-    check_training(build(name, experts), padded_steps(3), splits=True)
+    check_training(build(name, experts), padded_steps(3, SEEDS.get(name, 0)), splits=True)
 
 
 @pytest.mark.parametrize(("name", "experts"), EXACT)

@@ -25,7 +25,7 @@ pub enum Stream {
     Upload,
     /// Device to host copies.
     Download,
-    /// Optimizer updates of units whose state lives on the device.
+    /// Optimizer updates on the device, and state that returns from there to the host.
     Update,
 }
 

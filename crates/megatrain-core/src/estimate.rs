@@ -103,8 +103,11 @@ impl Durations<'_> {
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
         let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
         match op.kind {
-            Kind::Load | Kind::Fetch | Kind::Bring => upload(self.link_bytes(op)),
-            Kind::Save | Kind::Return => download(self.link_bytes(op)),
+            Kind::Load | Kind::Fetch => upload(self.link_bytes(op)),
+            Kind::Save => download(self.link_bytes(op)),
+            // One part comes while another one returns.
+            Kind::Bring => upload(self.link_bytes(op)) * (2.0 / r.both_ways),
+            Kind::Return => download(self.link_bytes(op)) * (2.0 / r.both_ways),
             Kind::Land => {
                 let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
                 norm + download(self.link_bytes(op))

@@ -71,7 +71,7 @@ pub enum Lane {
     Download,
     /// The host's optimizer.
     Host,
-    /// Updates on the device.
+    /// Updates on the device, and the return of state that has visited it for that.
     Update,
     /// The caller's decision.
     Caller,

@@ -98,6 +98,8 @@ fn contended(layers: usize, update: f64, mode: UpdateMode) -> Request {
     let mut request = timed(layers, 0.001, 0.040, update, mode);
     request.device = DeviceKind::Cuda;
     (request.requests.keep, request.requests.slots, request.requests.state_on_device) = (None, None, None);
+    // What lives on the host is updated there.
+    request.requests.updates_on_device = Some(Count::Units(0));
     request.rates.hbm_gbs = 1e6;
     let mut tight = request.clone();
     (tight.requests.keep, tight.requests.state_on_device) = (Some(0), Some(Count::Units(2)));
@@ -236,6 +238,14 @@ fn requests_are_honoured_or_refused_by_name() {
         ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
         ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
         ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),
+        (
+            "plan.updates_on_device = 7 exceeds the 6 layers",
+            of(&|r| r.requests.updates_on_device = Some(Count::Units(7))),
+        ),
+        (
+            "plan.updates_on_device = 1 contradicts accumulating",
+            of(&|r| (r.requests.updates_on_device, r.requests.accumulate) = (Some(Count::Units(1)), true)),
+        ),
         ("plan.stage_buffers must be at least 2", of(&|r| r.requests.stage_buffers = Some(1))),
         ("cannot be accumulated", of(&|r| (r.update, r.requests.accumulate) = (UpdateMode::Immediate, true))),
         ("micro_batches must be at least 1", of(&|r| r.micro_batches = 0)),
@@ -286,6 +296,7 @@ fn timed(layers: usize, load: f64, compute: f64, update: f64, mode: UpdateMode) 
         matmul_tflops: 4.0 * 2e9 / compute / 1e12,
         adamw_gparams: parameters / update / 1e9,
         link_cost: 0.0,
+        both_ways: 2.0,
         hbm_gbs: 1e9,
     };
     request
@@ -314,6 +325,76 @@ fn gaps(spans: &[megatrain_core::estimate::Span], kind: Kind) -> f64 {
         spans.iter().filter(|s| s.kind == kind && s.step == 1).map(|s| (s.start_s, s.end_s)).collect();
     turns.sort_by(|a, b| a.0.total_cmp(&b.0));
     turns.windows(2).map(|w| (w[1].0 - w[0].1).max(0.0)).sum()
+}
+
+#[test]
+fn a_step_that_waits_for_the_host_is_shorter_where_some_state_visits_the_device() {
+    // A layer's update takes the host 20 ms; its state comes in 14 ms and returns in 12.
+    for (mode, compute, layers_visiting) in [
+        (UpdateMode::JustInTime, 0.008, [6, 13, 24]),
+        (UpdateMode::JustInTime, 0.040, [6, 13, 16]),
+        (UpdateMode::Immediate, 0.004, [6, 13, 24]),
+    ] {
+        let mut request = timed(32, 0.002, compute, 0.020, mode);
+        request.requests.updates_on_device = Some(Count::Units(0));
+        let of = |request: &Request| estimate(request, &plan(request).unwrap(), &request.rates).unwrap();
+        let before = of(&request);
+        for visiting in layers_visiting {
+            request.requests.updates_on_device = Some(Count::Units(visiting));
+            let found = of(&request);
+            let (forward, backward) = (8.0 * compute, 24.0 * compute);
+            let (host, visits) = (f64::from(32 - visiting) * 0.020, f64::from(visiting) * 0.014 + 32.0 * 0.002);
+            let longest = match mode {
+                UpdateMode::JustInTime => backward + forward.max(host).max(visits),
+                UpdateMode::Immediate => (forward + backward).max(host).max(visits + 32.0 * 0.002),
+            };
+            assert!(found.step_s < longest * 1.1, "{mode:?} {visiting}: {} against {longest}", found.step_s);
+            assert!(found.step_s < before.step_s * 0.98, "{mode:?} {visiting}: {}", found.step_s);
+        }
+    }
+}
+
+#[test]
+fn state_visits_the_device_where_that_makes_a_step_shorter() {
+    let visiting = |plan: &Plan| plan.units.iter().filter(|unit| unit.visits()).count();
+    let tight = |compute: f64, mode: UpdateMode| {
+        let mut request = timed(24, 0.001, compute, 0.020, mode);
+        request.device = DeviceKind::Cuda;
+        (request.requests.slots, request.requests.keep) = (None, None);
+        request
+    };
+    for mode in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request = tight(0.004, mode);
+        let chosen = plan(&request).unwrap();
+        assert!(visiting(&chosen) >= 6, "{mode:?}: {}", visiting(&chosen));
+        let buffers = chosen.items.iter().find(|item| item.what == "visiting buffers").unwrap();
+        let count = if mode == UpdateMode::Immediate { 4 } else { 3 };
+        assert_eq!((buffers.bytes, chosen.visit_buffers), ((u64::from(count) * 14) << 20, count));
+        let pinned: u64 = chosen.items.iter().filter(|i| i.what == "exp_avg" && i.pinned).map(|i| i.bytes).sum();
+        assert_eq!(pinned, (visiting(&chosen) as u64) << 22);
+        for (count, slack) in [(0, 0.9), (3, 0.95), (12, 1.01), (24, 1.01)] {
+            request.requests.updates_on_device = Some(Count::Units(count));
+            let other = plan(&request).unwrap();
+            assert_eq!(visiting(&other), count as usize);
+            let (best, other) = (chosen.estimate.expected_step_s, other.estimate.expected_step_s);
+            assert!(best <= other * slack, "{mode:?}, {count}: {best} against {other}");
+        }
+        // A budget that its buffers and a slot do not fit in leaves the host alone with its updates.
+        request.requests.updates_on_device = None;
+        request.requests.keep = Some(0);
+        request.budget.device = plan(&Request { device: DeviceKind::Cpu, ..request.clone() }).unwrap().totals.device;
+        request.requests.slots = Some(24);
+        assert_eq!(visiting(&plan(&request).unwrap()), 0);
+    }
+    // Where computing takes longer, where there is no card, where gradients are accumulated: none.
+    let none = tight(0.200, UpdateMode::JustInTime);
+    assert_eq!(visiting(&plan(&none).unwrap()), 0);
+    let mut elsewhere = tight(0.004, UpdateMode::JustInTime);
+    elsewhere.device = DeviceKind::Cpu;
+    assert_eq!(visiting(&plan(&elsewhere).unwrap()), 0);
+    elsewhere.device = DeviceKind::Cuda;
+    elsewhere.requests.accumulate = true;
+    assert_eq!(visiting(&plan(&elsewhere).unwrap()), 0);
 }
 
 #[test]

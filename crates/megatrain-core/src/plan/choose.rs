@@ -4,6 +4,7 @@ use super::request::{Auto, Count};
 use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
 use crate::layout::Role;
+use crate::schedule::Lane;
 
 /// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
 /// always finds the next gradient while the link lags or leads by a few layers.
@@ -16,6 +17,10 @@ const STAGE_BUFFERS: u32 = 3;
 /// looked at first, at least [`FEWEST`], and then those around the best.
 const SIMULATED: usize = 1 << 20;
 const FEWEST: usize = 12;
+/// A step must become shorter by this for state to visit the device: it takes more of the link and of locked memory.
+const WORTH_VISITING: f64 = 1.02;
+/// Numbers of visiting layers that are compared, evenly up to all whose state lives on the host.
+const VISITS_TRIED: u32 = 8;
 /// Step times that differ by less are alike.
 const ALIKE: f64 = 1.001;
 /// One visiting buffer is filled, one is emptied, and one absorbs the difference.
@@ -126,7 +131,12 @@ impl Choice<'_> {
             UpdateMode::JustInTime => host_layers,
             UpdateMode::Immediate => r.slabs.unwrap_or(plan.slabs.max(SLABS)).min(host_layers),
         };
-        plan.visit_buffers = if spread(request, plan, self.visiting) > 0 { VISIT_BUFFERS } else { 0 };
+        plan.visit_buffers = match (spread(request, plan, self.visiting), request.update) {
+            (0, _) => 0,
+            (_, UpdateMode::JustInTime) => VISIT_BUFFERS,
+            // Two pairs: see `schedule/build.rs`.
+            (_, UpdateMode::Immediate) => 4,
+        };
         plan.stage_bytes = layers.map(|u| staged_bytes(request, plan, u)).max().unwrap_or(0);
         plan.stage_buffers = if plan.stage_bytes > 0 { r.stage_buffers.unwrap_or(STAGE_BUFFERS) } else { 0 };
         let placement = Placement::new(request, plan)?;
@@ -255,19 +265,87 @@ impl Choice<'_> {
     /// candidate, and the fastest one is taken. So is each with a slot for every layer before any activations: its weights
     /// cross the link once a step, which leaves more of the host's memory to the optimizer.
     fn spend(&mut self) -> Result<()> {
-        let (kept_first, seconds) = self.fastest_of(|choice| choice.keep_most())?;
+        let base = self.plan.clone();
+        let (best, seconds) = self.fastest_plan()?;
+        if self.places_updates() && self.waits_for_updates(&best)? {
+            // First the number of visiting layers beside the state that is on the device now; beside that number, another
+            // split of the memory may be the fastest.
+            self.visiting = self.fastest_visits(&base, &best)?;
+            self.plan = base;
+            self.finish()?;
+            if self.visiting > 0 && self.fits() {
+                let (visited, sooner) = self.fastest_plan()?;
+                if sooner * WORTH_VISITING < seconds {
+                    self.plan = visited;
+                    return Ok(());
+                }
+            }
+        }
+        self.plan = best;
+        Ok(())
+    }
+
+    /// The number of visiting layers by which a step is shortest, where what `best` leaves on the host stays there.
+    fn fastest_visits(&mut self, base: &Plan, best: &Plan) -> Result<u32> {
+        let rates = self.request.rates.sustained();
+        let hosted = best.units.iter().filter(|unit| unit.state == State::Host).count() as u32;
+        let mut fastest = (0, f64::INFINITY);
+        for count in (1..=VISITS_TRIED).map(|eighth| hosted * eighth / VISITS_TRIED) {
+            self.plan = base.clone();
+            for (unit, chosen) in self.plan.units.iter_mut().zip(&best.units) {
+                unit.state = chosen.state;
+            }
+            self.visiting = count;
+            self.finish()?;
+            // The visiting buffers take the place of some state.
+            for unit in state_order(self.request).into_iter().rev() {
+                if !self.fits() && self.places_state() && self.plan.units[unit].state == State::Device {
+                    self.plan.units[unit].state = State::Host;
+                    self.finish()?;
+                }
+            }
+            if count > 0 && self.fits() {
+                self.keep_most()?;
+                self.grow_slots(u32::MAX)?;
+                let seconds = crate::estimate::estimate(self.request, &self.plan, &rates)?.step_s;
+                if seconds * ALIKE < fastest.1 {
+                    fastest = (count, seconds);
+                }
+            }
+        }
+        Ok(fastest.0)
+    }
+
+    /// The fastest plan with as many layers updated on the device as now, and its step's seconds.
+    fn fastest_plan(&mut self) -> Result<(Plan, f64)> {
+        let kept_first = self.fastest_of(Self::keep_most)?;
         if self.request.requests.slots.is_none() {
-            let (slots_first, sooner) = self.fastest_of(|choice| {
+            let slots_first = self.fastest_of(|choice| {
                 choice.grow_slots(u32::MAX)?;
                 choice.keep_most()
             })?;
-            if sooner * ALIKE < seconds {
-                self.plan = slots_first;
-                return Ok(());
+            if slots_first.1 * ALIKE < kept_first.1 {
+                return Ok(slots_first);
             }
         }
-        self.plan = kept_first;
-        Ok(())
+        Ok(kept_first)
+    }
+
+    /// Whether the plan decides which layers are updated on the device that their state visits. Without a card of its own
+    /// there is no other memory there to update them in.
+    fn places_updates(&self) -> bool {
+        let r = &self.request.requests;
+        match r.updates_on_device {
+            None | Some(Count::Auto(Auto::Auto)) => self.request.device == DeviceKind::Cuda && !r.accumulate,
+            Some(Count::Units(_)) => false,
+        }
+    }
+
+    /// Whether a step takes longer than its computing, which only updates and copies can be the reason of.
+    fn waits_for_updates(&self, plan: &Plan) -> Result<bool> {
+        let found = crate::estimate::estimate(self.request, plan, &self.request.rates.sustained())?;
+        let computing = found.lanes.get(Lane::Compute.name()).copied().unwrap_or(0.0);
+        Ok(found.step_s > WORTH_VISITING * computing)
     }
 
     /// The fastest plan over every amount of state on the device, where `fill` says what the rest of the memory is for;

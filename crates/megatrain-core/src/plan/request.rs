@@ -135,11 +135,21 @@ pub struct Rates {
     /// Bytes of its own traffic that the host optimizer loses for a byte that crosses the link meanwhile: both share the
     /// host's memory.
     pub link_cost: f64,
+    /// What the link carries both ways together beside the host's optimizer, as a multiple of what it carries one way.
+    pub both_ways: f64,
 }
 
 impl Default for Rates {
     fn default() -> Self {
-        Self { h2d_gbs: 25.0, d2h_gbs: 25.0, matmul_tflops: 400.0, adamw_gparams: 3.0, hbm_gbs: 2500.0, link_cost: 0.0 }
+        Self {
+            h2d_gbs: 25.0,
+            d2h_gbs: 25.0,
+            matmul_tflops: 400.0,
+            adamw_gparams: 3.0,
+            hbm_gbs: 2500.0,
+            link_cost: 0.0,
+            both_ways: 2.0,
+        }
     }
 }
 
@@ -150,6 +160,8 @@ const SUSTAINED_LINK: f64 = 0.9;
 const SUSTAINED_HBM: f64 = 0.8;
 /// [`Rates::link_cost`] on a machine whose optimizer fell from 5.0 to 3.1 G parameters/s while 90 GB/s crossed the link.
 const LINK_COST: f64 = 0.55;
+/// [`Rates::both_ways`] there: 65 GB/s where 0.9 times 55 are sustained one way.
+const BOTH_WAYS: f64 = 1.3;
 
 impl Rates {
     /// What a step gets of the measured rates, each of which was measured alone.
@@ -162,6 +174,7 @@ impl Rates {
             adamw_gparams: self.adamw_gparams,
             hbm_gbs: self.hbm_gbs * SUSTAINED_HBM,
             link_cost: LINK_COST,
+            both_ways: BOTH_WAYS,
         }
     }
 }

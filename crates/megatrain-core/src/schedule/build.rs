@@ -24,10 +24,8 @@ struct Builder<'a> {
     staged: u32,
     backed: usize,
     landed: usize,
-    /// Uses so far of visiting buffers, handed out in turn too.
-    visited: u32,
-    /// Visiting units whose gradients can wait in their slabs until the next forward: (unit, slab).
-    waiting: Vec<(u32, u32)>,
+    /// Uses so far of visiting buffers, handed out in turn too: of those for what holds up a landing, and of the others.
+    visited: [u32; 2],
 }
 
 pub(super) fn build(
@@ -48,19 +46,8 @@ pub(super) fn build(
     }
     let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
     let ops = Vec::new();
-    let mut builder = Builder {
-        facts,
-        shape,
-        resident,
-        tracker,
-        ops,
-        computed: 0,
-        staged: 0,
-        backed: 0,
-        landed: 0,
-        visited: 0,
-        waiting: Vec::new(),
-    };
+    let mut builder =
+        Builder { facts, shape, resident, tracker, ops, computed: 0, staged: 0, backed: 0, landed: 0, visited: [0; 2] };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
 }
@@ -97,10 +84,6 @@ impl Builder<'_> {
         if train {
             self.push(Kind::Verdict, 0, 0, Lane::Caller, 0, |_| {});
             if self.facts.immediate {
-                // In forward order, behind those whose slabs this pass has used again: buffers are handed out in turn.
-                for (unit, slab) in std::mem::take(&mut self.waiting).into_iter().rev() {
-                    self.visit(unit, Some(slab));
-                }
                 self.reuse_slabs_first();
             } else {
                 for unit in 0..=self.facts.head() {
@@ -218,12 +201,9 @@ impl Builder<'_> {
         if !facts.trains {
             return;
         }
-        let (slab, waits) = match facts.own_slab {
-            None if !facts.on_device => {
-                let (slab, waits) = self.next_slab();
-                (Some(slab), waits)
-            }
-            own => (own, false),
+        let slab = match facts.own_slab {
+            None if !facts.on_device => Some(self.next_slab()),
+            own => own,
         };
         // What backward has just left behind is landed before anything that comes later.
         for part in 0..facts.parts {
@@ -234,10 +214,8 @@ impl Builder<'_> {
         if self.facts.accumulate {
             self.push(Kind::Gather, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
         }
-        match slab {
-            Some(slab) if self.facts.immediate && waits && facts.visits > 0 => self.waiting.push((unit, slab)),
-            _ if self.facts.immediate => self.update(unit, slab),
-            _ => {}
+        if self.facts.immediate {
+            self.update(unit, slab);
         }
     }
 
@@ -260,19 +238,22 @@ impl Builder<'_> {
         }
     }
 
-    /// A shared slab, and whether a gradient can wait in it. A few go round; the others are each used once, by the layers
-    /// that land first, which are the last ones that the next forward needs: so their updates can wait until the host
-    /// would be idle, beneath that forward, without holding up a landing.
-    fn next_slab(&mut self) -> (u32, bool) {
-        let slabs = &self.facts.shared_slabs;
-        let waiting = slabs.len().saturating_sub(CIRCULATING_SLABS);
+    /// A shared slab. A few go round; the others are each used once, by the layers that land first, which are the last
+    /// ones that the next forward needs: so their updates can wait until the host would be idle, beneath that forward,
+    /// without holding up a landing.
+    fn next_slab(&mut self) -> u32 {
+        let (slabs, waiting) = (&self.facts.shared_slabs, self.waiting_slabs().len());
         let turn = self.landed;
+        let slab =
+            if turn < waiting { slabs[turn] } else { slabs[waiting + (turn - waiting) % (slabs.len() - waiting)] };
         self.landed += 1;
-        if turn < waiting {
-            (slabs[turn], true)
-        } else {
-            (slabs[waiting + (turn - waiting) % (slabs.len() - waiting)], false)
-        }
+        slab
+    }
+
+    /// Those that are each used once.
+    fn waiting_slabs(&self) -> &[u32] {
+        let slabs = &self.facts.shared_slabs;
+        &slabs[..slabs.len().saturating_sub(CIRCULATING_SLABS)]
     }
 
     fn update(&mut self, unit: u32, slab: Option<u32>) {
@@ -293,17 +274,25 @@ impl Builder<'_> {
         }
     }
 
-    /// Updates on the device a unit whose state lives on the host, part by part.
+    /// Updates on the device a unit whose state lives on the host, part by part. Under immediate updates, gradients that
+    /// wait in slabs of their own have half of the buffers to themselves: they give the link work while nothing holds up
+    /// a landing, and never stand before what does.
     fn visit(&mut self, unit: u32, slab: Option<u32>) {
         let priority = self.next_turn(unit);
+        let all = self.facts.visit_buffers;
+        let urgent = if self.facts.immediate { all.div_ceil(2) } else { all };
+        let waits = urgent < all && slab.is_some_and(|slab| self.waiting_slabs().contains(&slab));
+        let (first, count) = if waits { (urgent, all - urgent) } else { (0, urgent) };
         for part in 0..self.facts.unit(unit).visits {
-            let buffer = Some(self.visited % self.facts.visit_buffers);
-            self.visited += 1;
+            let turn = &mut self.visited[usize::from(waits)];
+            let buffer = Some(first + *turn % count);
+            *turn += 1;
             self.push(Kind::Bring, unit, 0, Lane::Upload, priority, |op| {
                 (op.slab, op.part, op.visit) = (slab, part, buffer);
             });
             self.push(Kind::Update, unit, 0, Lane::Update, priority, |op| (op.part, op.visit) = (part, buffer));
-            self.push(Kind::Return, unit, 0, Lane::Download, priority, |op| (op.part, op.visit) = (part, buffer));
+            // Not among the downloads: there it would stand behind landings that wait for their backward.
+            self.push(Kind::Return, unit, 0, Lane::Update, priority, |op| (op.part, op.visit) = (part, buffer));
         }
     }
 

@@ -225,11 +225,15 @@ fn decided(facts: &Facts, unit: u32) -> (Resource, Access) {
 
 /// The kind of edge that leads from an operation on one lane to one on another: events order work on the device; as
 /// soon as the host takes part at either end it must know that the earlier one is over. A device update starts only
-/// after the host has seen the sums of the gradient, so what it waits for has to be over as well. So has what a copy one
-/// way waits for of copies the other way: waiting on its stream it would hold up all copies behind it there.
+/// after the host has seen the sums of the gradient, so what it waits for of others has to be over as well. So has what a
+/// copy one way waits for of copies the other way: waiting on its stream it would hold up all copies behind it there.
 pub(super) fn edge(from: Lane, to: Lane) -> Edge {
-    let turned = matches!((from, to), (Lane::Download, Lane::Upload) | (Lane::Upload, Lane::Download));
-    let known = to == Lane::Update || turned;
+    let known = match to {
+        Lane::Update => from != Lane::Update,
+        Lane::Upload => matches!(from, Lane::Download | Lane::Update),
+        Lane::Download => from == Lane::Upload,
+        _ => false,
+    };
     if from.on_device() && to.on_device() && !known { Edge::Issued } else { Edge::Complete }
 }
 

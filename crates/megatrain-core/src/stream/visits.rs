@@ -42,7 +42,7 @@ impl Shared {
                 // Nobody reads the state on the host before it has returned.
                 span.fill(0xff);
             }
-            self.device.copy_to_host(Stream::Download, &memory, &span)?;
+            self.device.copy_to_host(Stream::Update, &memory, &span)?;
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatrain import AdamW
-from megatrain.errors import CheckpointError, EngineBroken
+from megatrain.errors import CheckpointError, ConfigError, EngineBroken
 from megatrain.interrupts import GivenUp, Shield
 from reference import batches, build, engine
 
@@ -314,3 +314,63 @@ def test_a_load_that_is_cut_off_leaves_an_engine_that_takes_nothing_but_another_
     ours.load(tmp_path / "one")
     assert ours.num_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(states(ours), saved, strict=True))
+
+
+def test_threads_that_look_at_an_engine_wait_for_its_step_and_no_longer() -> None:
+    ours = engine(build())
+    data, seen = batches(1), []
+    watchers = [threading.Thread(target=lambda: seen.append(ours.num_steps), daemon=True) for _ in range(4)]
+
+    def watched(hidden: Any, head: Any, _: Any) -> Any:
+        for watcher in watchers:
+            watcher.start()
+        time.sleep(0.3)
+        assert not seen
+        return head(hidden).float().square().sum()
+
+    ours.step(data, loss_fn=watched)
+    for watcher in watchers:
+        watcher.join(timeout=10)
+    assert seen == [1, 1, 1, 1]
+
+
+def test_a_second_pass_is_refused_and_leaves_the_first_alone() -> None:
+    ours, wanted = (engine(build()) for _ in range(2))
+    data, refused = batches(1), []
+
+    def evaluates(hidden: Any, head: Any, _: Any) -> Any:
+        try:
+            ours.evaluate(data)
+        except ConfigError as error:
+            refused.append(str(error))
+        return head(hidden).float().square().sum()
+
+    out = ours.step(data, loss_fn=evaluates)
+    assert out == wanted.step(data, loss_fn=slow(0))
+    assert refused
+    assert all("another pass of this engine is under way" in text for text in refused)
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_the_process_cannot_use_the_engine() -> None:
+    ours, data = engine(build()), batches(1)
+    ours.step(data)
+    inlet, outlet = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            ours.step(data)
+        except BaseException as error:
+            os.write(outlet, f"{type(error).__name__}: {error}".encode())
+        ours.close()
+        os._exit(0)
+    os.close(outlet)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(inlet) as file:
+        told = file.read()
+    assert status == 0
+    assert told.startswith(f"EngineBroken: this engine belongs to process {os.getpid()}, of which this one is a fork")
+    assert ours.num_steps == 1
+    ours.step(data)

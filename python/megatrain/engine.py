@@ -411,7 +411,10 @@ class Engine:
         self.core.drain()
 
     def close(self) -> None:
-        """Gives all memory back. The engine cannot be used any more; what it was still writing is removed."""
+        """Gives all memory back. The engine cannot be used any more; what it was still writing is removed. In a fork
+        of its process there is nothing to do."""
+        if self._passes.shield.is_forked:
+            return
         self._passes.shield.leave()
         if self._saving is not None:
             self._saving.cancel()

@@ -7,22 +7,25 @@ the exception is caught where the main thread waits, and raised again once the w
 
 The work sees the caller's context variables, CUDA stream, default device and number of threads. What torch keeps for
 each thread beyond these (a profiler, a dispatch mode, hooks on saved tensors) stays with the caller. On any thread but
-the main one there is nothing to shield from, and the work runs there.
+the main one there is nothing to shield from, and the work runs there. Whichever thread it is, one piece of work runs at
+a time, and none in a fork of the process, which has the engine's memory and none of its threads.
 """
 
 import atexit
 import contextlib
 import contextvars
 import logging
+import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from megatrain.errors import EngineBroken
+from megatrain.errors import ConfigError, EngineBroken
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ _GRACE_S = 0.5
 
 _EXIT_S = 5.0
 """How long the end of the process waits for such work."""
+
+_LOOK_S = 0.1
+"""How long a thread waits before it looks for itself whether the work has ended: an interrupt may have fallen between
+the end and the word that passes it on."""
 
 
 class GivenUp(BaseException):
@@ -49,6 +56,9 @@ class Shield:
         """The last one; it may still run when an interrupt did not wait for its end."""
         self.broken = ""
         """Why what ran can no longer be trusted; empty while it can."""
+        self._process = os.getpid()
+        self._busy = threading.Lock()
+        """Held by the work that runs, where no interrupt arrives."""
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="megatrain-step", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -57,8 +67,10 @@ class Shield:
     def run(self, body: Callable[[], T], *, finish: bool) -> T:
         """What `body` returns. An interrupt meanwhile is raised when the work has ended. With `finish` that is its
         proper end, and a second interrupt is raised at once and leaves the engine broken; without, the work is asked to
-        give way (`check`), and after half a second the interrupt is raised while the work is still about to."""
+        give way (`check`), and after half a second the interrupt is raised while the work is still about to. Raises
+        ConfigError when other work is under way."""
         self.settle()
+        body = self._alone(body)
         if threading.current_thread() is not threading.main_thread():
             return body()
         job = self._job = _Job(self._as_the_caller(body))
@@ -89,13 +101,24 @@ class Shield:
             raise GivenUp
 
     def settle(self) -> None:
-        """Waits for what an interrupt left running. Raises EngineBroken when it cannot be trusted."""
+        """Waits for what an interrupt left running. Raises EngineBroken when it cannot be trusted, and in a fork."""
         job = self._job
+        if self.is_forked:
+            raise EngineBroken(
+                f"this engine belongs to process {self._process}, of which this one is a fork without its threads; "
+                "make the engine after the fork, or start such processes with spawn"
+            )
         if self.broken:
             raise EngineBroken(self.broken)
         if job is not None and threading.current_thread() is not self._thread:
             job.wait()
-            self._job = None
+            if threading.current_thread() is threading.main_thread():
+                self._job = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the engine's."""
+        return os.getpid() != self._process
 
     def leave(self, seconds: float | None = None) -> None:
         """Waits for what still runs, whatever has become of it; it ends before its next operation."""
@@ -103,6 +126,22 @@ class Shield:
         if job is not None and threading.current_thread() is not self._thread:
             job.given_up = True
             job.wait(seconds)
+
+    def _alone(self, body: Callable[[], T]) -> Callable[[], T]:
+        """`body` with nothing else of the engine's beside it."""
+
+        def run() -> T:
+            if not self._busy.acquire(blocking=False):
+                raise ConfigError(
+                    "another pass of this engine is under way (in another thread, or this call came from its loss_fn); "
+                    "one ends before the next one begins"
+                )
+            try:
+                return body()
+            finally:
+                self._busy.release()
+
+        return run
 
     def _as_the_caller(self, body: Callable[[], T]) -> Callable[[], T]:
         """`body` under what torch and Python keep for the calling thread."""
@@ -158,11 +197,16 @@ class _Job:
         return self._ended
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the work has ended. May be interrupted at any instruction, and called again: `_ended` is set before
-        the lock is given up, so that it does not matter whether an interrupted wait has taken it."""
+        """Until the work has ended. Any number of threads may wait. May be interrupted at any instruction, and called
+        again: `_ended` is set before the lock is given up, so that it does not matter whether an interrupted wait has
+        taken it."""
+        limit = None if seconds is None else time.monotonic() + seconds
         while not self._ended:
-            if not self._over.acquire(timeout=-1 if seconds is None else seconds):
+            left = _LOOK_S if limit is None else min(_LOOK_S, limit - time.monotonic())
+            if left <= 0:
                 return
+            if self._over.acquire(timeout=left):
+                self._over.release()  # for whoever else waits
 
     def answer(self) -> Any:
         """What the work returned. Raises what it raised."""

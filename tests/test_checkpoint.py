@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain import checkpoint, shards, staging
-from megatrain.errors import CheckpointError, StorageError
+from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.model import Decoder
 from memory_core import MemoryCore, engine, llama
 
@@ -210,6 +210,13 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     checkpoint.save(folder, engine("bf16", seed=1), {"which": 1}, step=1)
     folder.rename(folder.parent / ".old-step-1")
     assert checkpoint.latest_complete(run) == folder
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7", True, None])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ConfigError, match="step must be a whole number and not negative"):
+        checkpoint.save(tmp_path / "step-1", engine("bf16"), {}, step=step)
+    assert not list(tmp_path.iterdir())
 
 
 def test_state_that_is_not_json_is_refused_before_the_first_byte(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,36 @@ def test_a_checkpoint_that_is_not_complete_is_not_exported(tmp_path: Path) -> No
     (tmp_path / "step-1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="not complete"):
         export_checkpoint(tmp_path / "step-1", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "residual.safetensors", "config.json", "tokenizer.json"])
+def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1, tokenizer=tokenizer())
+    data = bytearray((tmp_path / "step-1" / name).read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    (tmp_path / "step-1" / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"step-1 is damaged: {name} .* take an earlier one"):
+        export_checkpoint(tmp_path / "step-1", tmp_path / "out", dtype="fp32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_moments_that_an_export_does_not_need_may_be_damaged(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
+    moments = tmp_path / "step-1" / "exp_avg.safetensors"
+    moments.write_bytes(moments.read_bytes()[:-1] + b"x")
+    export_checkpoint(tmp_path / "step-1", tmp_path / "out", dtype="fp32")
+    stock(tmp_path / "out")
+
+
+def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
+    source = engine("fp32")
+    checkpoint.save(tmp_path / "step-1", source, {}, step=1)
+    layout: Any = "nested"
+    with pytest.raises(ConfigError, match="layout must be source or library, not 'nested'"):
+        save_pretrained(source.decoder, source.core, tmp_path / "out", layout=layout)
+    with pytest.raises(ConfigError, match="layout must be source or library, not 'nested'"):
+        export_checkpoint(tmp_path / "step-1", tmp_path / "out", layout=layout)
     assert not (tmp_path / "out").exists()
 
 

@@ -39,18 +39,18 @@ def check(
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
     if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
         raise ConfigError(f"z_loss must be finite and not negative, not {z_loss!r}")
-    if not _is_count(seed, 0):
+    if not is_count(seed, 0):
         raise ConfigError(f"seed must be a whole number and not negative, not {seed!r}")
     sizes = micro_batch if micro_batch is not None else (1, 1)
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(_is_count(size, 1) for size in sizes):
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(is_count(size, 1) for size in sizes):
         raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
-    if micro_batches is not None and not _is_count(micro_batches, 1):
+    if micro_batches is not None and not is_count(micro_batches, 1):
         raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
     for name, given in (("memory", memory), ("plan", plan)):
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
     chunk = (plan or {}).get("loss_chunk")
-    if chunk is not None and not _is_count(chunk, 1):
+    if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
@@ -92,5 +92,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: Any, least: int) -> bool:
+def is_count(value: Any, least: int) -> bool:
+    """Whether `value` is a whole number, `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

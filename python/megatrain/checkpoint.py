@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megatrain import conversion, export, shards
+from megatrain.arguments import is_count
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.shards import DamagedFile, Entry, Shard
 from megatrain.staging import CHUNK_BYTES, crc_per_chunk, recover, staged, sync_folder, write_file
@@ -43,6 +44,7 @@ _FORMAT = "megatrain checkpoint"
 _VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SHARD = re.compile(r"(model|residual|exp_avg|exp_avg_sq)(-\d{5}-of-\d{5})?\.safetensors")
 _ZEROS_BYTES = 16 << 20
 
 
@@ -88,6 +90,8 @@ def begin_save(
     not JSON; nothing is left behind then.
     """
     folder = Path(folder)
+    if not is_count(step, 0):
+        raise ConfigError(f"step must be a whole number and not negative, not {step!r}")
     _refuse_other(folder)
     decoder = engine.decoder
     trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
@@ -307,10 +311,21 @@ class Checkpoint:
         )
         return [problem for problem in found if problem is not None]
 
+    def check(self, *stems: str) -> None:
+        """Reads the shards of some planes, and every file that is of none, and compares their contents. Raises
+        DamagedCheckpoint."""
+        for name, facts in self.files.items():
+            if _stem(name) not in (None, *stems):
+                continue
+            problem = shards.check_sums(self.folder / name, facts["bytes"], facts["crc32"])
+            if problem is not None:
+                raise DamagedCheckpoint(
+                    f"checkpoint {self.folder} is damaged: {problem}; take an earlier one", self.folder
+                )
+
     def shards(self, stem: str) -> list[Shard]:
         """The shards of one plane: `model`, `residual`, `exp_avg` or `exp_avg_sq`. Raises DamagedFile."""
-        shard = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
-        return [shards.read_shard(self.folder / name) for name in sorted(self.files) if shard.fullmatch(name)]
+        return [shards.read_shard(self.folder / name) for name in sorted(self.files) if _stem(name) == stem]
 
     def state(self) -> dict[str, Any]:
         """Content of `state.json`. Raises CheckpointError."""
@@ -319,6 +334,12 @@ class Checkpoint:
             raise DamagedCheckpoint(f"{self.folder / 'state.json'} is damaged; take an earlier checkpoint", self.folder)
         state: dict[str, Any] = json.loads(data)
         return state
+
+
+def _stem(name: str) -> str | None:
+    """The plane that a file is a shard of; None for all others."""
+    shard = _SHARD.fullmatch(name)
+    return None if shard is None else shard[1]
 
 
 def verify(folder: str | Path) -> list[str]:

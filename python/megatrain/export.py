@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ def save_pretrained(
     ConfigError when `out` is in use already, StorageError when it cannot be written."""
     out = Path(out)
     target = _target(dtype, decoder.precision)
+    _check_layout(layout)
     if not overwrite:
         check_unused(out, "the export's folder")
     blocks = _blocks(decoder, layout)
@@ -112,14 +113,17 @@ def export_checkpoint(
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
     """Writes a checkpoint's model as a Hugging Face folder, without any tensor of the model itself: `fp32` from a bf16
-    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError for a checkpoint that is not
-    whole, ConfigError when `out` is in use already, StorageError when it cannot be written."""
+    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError, before anything is written,
+    for a checkpoint that is not whole (what is taken from it is read through first), ConfigError when `out` is in use
+    already, StorageError when it cannot be written."""
     from megatrain.checkpoint import Checkpoint
 
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)
     target = _target(dtype, source.precision)
+    _check_layout(layout)
     if not overwrite:
         check_unused(out, "the export's folder")
+    source.check("model", *(("residual",) if target == torch.float32 else ()))
     try:
         weights = FileWeights(source.shards("model"))
         residual = FileWeights(source.shards("residual"))
@@ -313,6 +317,11 @@ def _of_total(progress: Callable[[int, int], None] | None, total: int) -> Callab
         progress(min(done[0], total), total)
 
     return report
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in get_args(LayoutName):
+        raise ConfigError(f"layout must be {' or '.join(get_args(LayoutName))}, not {layout!r}")
 
 
 def _target(dtype: DtypeName, precision: str) -> torch.dtype:

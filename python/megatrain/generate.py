@@ -57,7 +57,8 @@ def generate(
 
 def find_model(source: Path, step: str | None = None) -> Path:
     """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number or `last`), by
-    default its export or, without one, its last checkpoint. Raises ConfigError or CheckpointError."""
+    default its export or, without one, its last checkpoint, whose weights are compared with their sums. Raises
+    ConfigError or CheckpointError."""
     if not source.is_dir():
         raise ConfigError(f"there is no folder {str(source)!r}; name a run, a checkpoint or a Hugging Face folder")
     if (source / "config.json").is_file():
@@ -71,7 +72,9 @@ def find_model(source: Path, step: str | None = None) -> Path:
         raise CheckpointError(
             f"{source} holds neither an export nor a complete checkpoint; train first, or name a Hugging Face folder"
         )
-    return checkpoint.choose(source, step or "last")
+    chosen = checkpoint.choose(source, step or "last")
+    checkpoint.Checkpoint.open(chosen).check("model")
+    return chosen
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, raw: bool = False) -> Tensor:

@@ -101,6 +101,32 @@ def test_state_of_mixed_widths_is_written_and_comes_back(tmp_path: Path) -> None
     second.close()
 
 
+@pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_one_begun_while_gradients_wait_is_without_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    first, second = started("bf16", False, **options), started("bf16", False, **options)
+    first.step(batches(0, 3))
+    wanted = state(first)
+    first.forward_backward(batches(1, 3))
+    if options.get("update") == "immediate":
+        with pytest.raises(ConfigError, match="call optimizer_step before a save"):
+            first.begin_save(tmp_path / "step-1")
+        assert not list(tmp_path.iterdir())
+    else:
+        saving = first.begin_save(tmp_path / "step-1")
+        first.optimizer_step()
+        first.step(batches(2, 3))
+        saving.finish()
+        second.load(tmp_path / "step-1")
+        assert second.num_steps == 1
+        assert same(state(second), wanted)
+        second.forward_backward(batches(1, 3))
+        second.optimizer_step()
+        second.step(batches(2, 3))
+        assert same(state(second), state(first))
+    first.close()
+    second.close()
+
+
 def test_an_engine_closed_upon_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
     engine = started("bf16", False)
     engine.step(batches(0, 3))

@@ -334,8 +334,11 @@ class Engine:
     def begin_save(
         self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None
     ) -> checkpoint.Saving:
-        """Begins such a checkpoint and returns: it is written beneath the steps that follow, until its `finish`."""
+        """Begins such a checkpoint and returns: it is written beneath the steps that follow, until its `finish`. While
+        gradients wait for `optimizer_step` it is complete on return, without them."""
         self._usable()
+        if self._passes.num_waiting and self.update == "immediate":
+            raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
         if self._saving is not None and not self._saving.over:
             raise ConfigError(f"{self._saving.folder} is still being written; finish it, or give it up, first")
         own = {"step": self._passes.num_steps, "lr": self.optimizer.lr, "numerics": self.numerics()}
@@ -347,6 +350,8 @@ class Engine:
             tokenizer=self._tokenizer,
             tokenizer_dir=self._tokenizer_dir,
         )
+        if self._passes.num_waiting:
+            self._saving.finish()  # the pass that would carry it begins after their update
         return self._saving
 
     def load(self, folder: str | Path) -> dict[str, Any]:

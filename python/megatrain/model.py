@@ -221,10 +221,6 @@ class Decoder:
         """Parameters that are trained."""
         return sum(_numel(t.shape) for t in self.tensors.values() if t.role == "trainable")
 
-    def unit_tensor(self, unit: int, module_name: str) -> int:
-        """Index in `unit` of the tensor called `module_name` inside the unit's module."""
-        return self._local[unit][module_name]
-
     def local_names(self, unit: int) -> dict[str, int]:
         """Tensors of a unit by their names relative to the layer (or, for embed and head, to the model)."""
         return self._local[unit]

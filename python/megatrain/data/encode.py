@@ -73,16 +73,6 @@ class Encoder:
         self._template = _template(tokenizer)
         self._stock = threading.Lock()
 
-    @property
-    def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
-        return self._template is not None
-
-    @property
-    def has_end(self) -> bool:
-        """Whether text rows get an end token."""
-        return bool(self._suffix)
-
     def fingerprint(self) -> str:
         """SHA-256 of everything here that decides the tokens of a row and which of them are supervised."""
         import tokenizers

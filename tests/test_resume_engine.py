@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatrain import AdamW, Engine
-from megatrain.errors import CheckpointError, StorageError
+from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.model import Decoder
 from memory_core import llama
 
@@ -193,3 +193,21 @@ def test_planes_may_be_read_and_written_from_several_threads(placement: str) -> 
 
         assert not any(pool.map(differs, work))
     engine.close()
+
+
+@pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_gradients_that_wait_are_dropped_by_a_load(tmp_path: Path, options: dict[str, Any]) -> None:
+    first, second = started("bf16", False, **options), started("bf16", False, **options)
+    for engine in (first, second):
+        engine.step(batches(0, 3))
+    first.save(tmp_path / "step-1")
+    first.forward_backward(batches(1, 3))
+    first.load(tmp_path / "step-1")
+    assert first.num_steps == 1
+    with pytest.raises(ConfigError, match="without forward_backward"):
+        first.optimizer_step()
+    assert same(state(first), state(second))
+    assert first.step(batches(2, 3)) == second.step(batches(2, 3))
+    assert same(state(first), state(second))
+    first.close()
+    second.close()

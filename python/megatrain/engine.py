@@ -355,13 +355,14 @@ class Engine:
         return self._saving
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Restores a checkpoint bit for bit and returns the `state` it was saved with. When an interrupt cuts it off,
-        the engine refuses everything but another load."""
+        """Restores a checkpoint bit for bit and returns the `state` it was saved with. Gradients that wait for
+        `optimizer_step` are dropped. When an interrupt cuts it off, the engine refuses everything but another load."""
         runtime = self._runtime
         before, runtime.undefined = runtime.undefined, ""
         try:
             self._usable()
             saved = checkpoint.load(folder, self)
+            self._passes.discard()
             own = saved.get("engine", {})
             if "lr" in own:
                 self.optimizer.set_lr(own["lr"])

@@ -134,6 +134,14 @@ class Passes:
         core = self._runtime.core if self.num_waiting else None
         return self.shield.run(lambda: self._apply(core), finish=self._immediate)
 
+    def discard(self) -> None:
+        """Drops the gradients that wait: their weights have been replaced."""
+        if self.num_waiting and self._immediate:
+            self.apply()  # has happened already, but for its report
+        elif self.num_waiting:
+            self._runtime.core.abandon()
+        self.waiting = None
+
     def evaluate(self, prepared: Prepared, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
         """A pass without backward, with what it found."""
         core = self._runtime.ready(prepared, not self.num_waiting)

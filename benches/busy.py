@@ -10,10 +10,8 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from h100 import CASES
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain import bench
@@ -42,25 +40,21 @@ def union(intervals: list[tuple[float, float]], begin: float, end: float) -> flo
     return covered
 
 
-def measure(case: str, steps: int) -> dict[str, Any]:
-    """The share of a case, over all of `steps` profiled steps but the last."""
-    words = ["bench", "--seq", "1024", "--steps", str(steps), *CASES[case][0]]
-    with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
-        for number in range(3):
-            opened.engine.step(opened.step(number))
-        prepared = [opened.step(3 + number) for number in range(steps)]
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for step in prepared:
-                opened.engine.step(step)
-            bench.settle_down(opened.engine)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "profile.json"
-            profiler.export_chrome_trace(str(path))
-            found = kernels(path)
+def share(opened: bench.Bench, steps: int) -> dict[str, float]:
+    """Of a running engine, over all of `steps` profiled steps but the last."""
+    prepared = [opened.step(1000 + number) for number in range(steps)]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for step in prepared:
+            opened.engine.step(step)
+        bench.settle_down(opened.engine)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        profiler.export_chrome_trace(str(path))
+        found = kernels(path)
     # Every step launches the same kernels.
     begin, end = found[0][0], found[len(found) // steps * (steps - 1)][0]
     busy = union(found, begin, end)
-    return {"case": case, "busy": round(busy / (end - begin), 4), "step_s": round((end - begin) / 1e6 / (steps - 1), 4)}
+    return {"busy": round(busy / (end - begin), 4), "profiled_step_s": round((end - begin) / 1e6 / (steps - 1), 4)}
 
 
 def main() -> None:
@@ -68,8 +62,14 @@ def main() -> None:
     parser.add_argument("--only", default="3,6", help="cases, comma-separated")
     parser.add_argument("--steps", type=int, default=4, help="profiled steps of a case")
     arguments = parser.parse_args()
+    from h100 import CASES
+
     for case in arguments.only.split(","):
-        print(json.dumps(measure(case, arguments.steps)), flush=True)
+        words = ["bench", "--seq", "1024", *CASES[case][0]]
+        with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
+            for number in range(3):
+                opened.engine.step(opened.step(number))
+            print(json.dumps({"case": case, **share(opened, arguments.steps)}), flush=True)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 

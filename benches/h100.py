@@ -70,26 +70,28 @@ def run(name: str, command: list[str], limit: float) -> dict[str, Any] | None:
     return answer
 
 
-def run_here(name: str, words: list[str]) -> dict[str, Any] | None:
+def run_here(name: str, words: list[str], profiled: bool) -> dict[str, Any] | None:
     """The same in this process: imports and compiled kernels are shared, and so is the peak of host memory."""
-    import contextlib
-    import io
-
     import torch
+    from busy import share
 
-    from megatrain.cli import main as megatrain
+    from megatrain import MegatrainError, bench
+    from megatrain.cli import parser as cli
+    from megatrain.cli.verbs import bench_request
 
-    started, said = time.perf_counter(), io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = megatrain(words)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._dynamo.reset()
-    lines = [line for line in said.getvalue().splitlines() if line.startswith("{")]
-    if code != 0 or not lines:
-        print(json.dumps({"case": name, "error": f"exit {code}"}), flush=True)
+    started = time.perf_counter()
+    try:
+        with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
+            answer = bench.measure(opened)
+            if profiled:
+                answer |= share(opened, 4)
+    except MegatrainError as error:
+        print(json.dumps({"case": name, "error": str(error)[-600:]}), flush=True)
         return None
-    answer: dict[str, Any] = json.loads(lines[-1])
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
     print(json.dumps({"case": name, "took_s": round(time.perf_counter() - started, 1), **answer}), flush=True)
     return answer
 
@@ -105,6 +107,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that one of them may take")
     parser.add_argument("--together", action="store_true", help="all of ours in one process, which saves start-up")
     parser.add_argument("--traces", type=Path, help="folder for the traces of cases 3 and 6")
+    parser.add_argument(
+        "--profile", action="store_true", help="with --together: how much of a step cases 3 and 6 compute, see busy.py"
+    )
     arguments = parser.parse_args()
     rate = matmul_tflops()
     print(json.dumps({"matmul_tflops": round(rate, 1)}), flush=True)
@@ -121,7 +126,7 @@ def main() -> None:
         if arguments.traces and case in ("3", "6"):
             command += ["--trace", str(arguments.traces / f"case-{case}.json")]
         if arguments.together:
-            ours = run_here(case, command)
+            ours = run_here(case, command, arguments.profile and case in ("3", "6"))
         else:
             ours = run(case, [sys.executable, "-m", "megatrain", *command], arguments.limit)
         other = peers.get(peer) if peer else None

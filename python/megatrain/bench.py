@@ -52,14 +52,7 @@ class Request:
 def run(request: Request) -> dict[str, Any]:
     """Runs the steps and returns what was measured. Raises ConfigError or DoesNotFit before anything is allocated."""
     with opened(request) as bench:
-        timed = _timed(bench)
-        answer = _answer(bench, timed)
-        answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.settled.device, bench.free_before))
-        if bench.settled.device == "cuda":
-            answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
-        if request.trace is not None:
-            _trace(bench)
-    return answer
+        return measure(bench)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +90,18 @@ def opened(request: Request) -> Iterator[Bench]:
         yield Bench(request, config, blueprint, settled, engine, free_before)
     finally:
         engine.close()
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Warm-up and timed steps of an engine, and the trace of one more step where that was asked for."""
+    timed = _timed(bench)
+    answer = _answer(bench, timed)
+    answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.settled.device, bench.free_before))
+    if bench.settled.device == "cuda":
+        answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
+    if bench.request.trace is not None:
+        _trace(bench)
+    return answer
 
 
 def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
@@ -210,6 +215,7 @@ def _free_device_bytes(device: str) -> int | None:
     if device != "cuda":
         return None
     torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.reset_peak_memory_stats()
     return int(torch.cuda.mem_get_info()[0])
 
 

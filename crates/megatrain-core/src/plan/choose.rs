@@ -20,7 +20,7 @@ const FEWEST: usize = 12;
 /// A step must become shorter by this for state to visit the device: it takes more of the link and of locked memory.
 const WORTH_VISITING: f64 = 1.02;
 /// Numbers of visiting layers that are compared, evenly up to all whose state lives on the host.
-const VISITS_TRIED: u32 = 8;
+const VISITS_TRIED: u32 = 12;
 /// Step times that differ by less are alike.
 const ALIKE: f64 = 1.001;
 /// One visiting buffer is filled, one is emptied, and one absorbs the difference.
@@ -290,7 +290,7 @@ impl Choice<'_> {
         let rates = self.request.rates.sustained();
         let hosted = best.units.iter().filter(|unit| unit.state == State::Host).count() as u32;
         let mut fastest = (0, f64::INFINITY);
-        for count in (1..=VISITS_TRIED).map(|eighth| hosted * eighth / VISITS_TRIED) {
+        for count in (1..=VISITS_TRIED).map(|share| hosted * share / VISITS_TRIED) {
             self.plan = base.clone();
             for (unit, chosen) in self.plan.units.iter_mut().zip(&best.units) {
                 unit.state = chosen.state;

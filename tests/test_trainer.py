@@ -19,7 +19,7 @@ from megatrain.progress import Display
 from megatrain.run_folder import read_metrics, read_status
 from megatrain.stop import RunStopped, Stop
 from megatrain.trainer import Result, Trainer
-from run_support import settings, write_rows
+from run_support import MODEL, settings, write_rows
 
 
 class At(Display):
@@ -298,6 +298,72 @@ def test_resume_never_and_required_are_kept_to(tmp_path: Path) -> None:
     )
     assert fit(elsewhere).step == 8
     assert [record["step"] for record in read_metrics(tmp_path / "branch")] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("output", "resume", "never"),
+        ("data", "seq_len", 16),
+        ("memory", "host", "64KiB"),
+        ("model", "config", MODEL | {"hidden_size": 64}),
+        ("train", "batch_size", 2),
+    ],
+)
+def test_a_refused_request_leaves_a_finished_run_as_it_was(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    config = settings(tmp_path)
+    fit(config)
+    run = tmp_path / "run"
+
+    def contents() -> dict[str, bytes]:
+        files = (path for path in run.rglob("*") if path.is_file() and path.name != "lock")
+        return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+    before = contents()
+    assert read_status(run)["step"] == 6
+    with pytest.raises((ConfigError, DoesNotFit)):
+        fit(config | {section: config.get(section, {}) | {key: value}})
+    assert contents() == before
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_losses(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    fit(config)
+    before = read_status(tmp_path / "run")
+    assert before["loss"] is not None
+    assert fit(config).loss is None, "no step was taken"
+    after = read_status(tmp_path / "run")
+    del before["pid"], before["updated"], after["pid"], after["updated"]
+    assert after == before
+
+
+def test_a_run_that_fails_says_how_far_it_came_and_one_that_breaks_while_loading_forgets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
+    original = Engine.step
+
+    taken = 0
+
+    def step(self: Engine, batches: Any, **more: Any) -> StepOutput:
+        nonlocal taken
+        taken += 1
+        if taken == 4:
+            raise EngineBroken("a copy failed")
+        return original(self, batches, **more)
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(RunStopped):
+        fit(config)
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["step"], status["checkpoint"]) == ("failed", 3, 2)
+    assert status["loss"] is not None
+    monkeypatch.setattr("megatrain.trainer.take_up", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit(config)
+    broken_loading = read_status(tmp_path / "run")
+    assert (broken_loading["state"], broken_loading["step"], broken_loading["checkpoint"]) == ("failed", 3, 2)
+    assert "zero" in broken_loading["reason"]
 
 
 def test_the_best_checkpoint_outlives_retention_and_early_stopping_ends_the_run(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class RunFolder:
         self._lock.flush()
         self._metrics: IO[str] | None = None
         self._handler: logging.Handler | None = None
+        self._status_before = _bytes(path / "status.json")
+        self._log_before = _size(path / "log.txt")
 
     @property
     def checkpoints(self) -> Path:
@@ -128,6 +130,11 @@ class RunFolder:
                 self.path / "status.json", dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
             )
 
+    def facts(self) -> dict[str, Any]:
+        """What `status.json` says beside what is done now: steps, losses, newest checkpoint."""
+        passing = ("state", "pid", "updated", "reason")
+        return {name: value for name, value in read_status(self.path).items() if name not in passing}
+
     def begin_metrics(self, step: int) -> None:
         """Opens `metrics.jsonl` for appending after `step`: what an abandoned stretch wrote beyond it is cut away."""
         path = self.path / "metrics.jsonl"
@@ -148,6 +155,10 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """Every record so far."""
         return read_metrics(self.path)
+
+    def loss(self, step: int) -> float | None:
+        """The training loss that was recorded for a step; None where there is none."""
+        return next((one.get("loss") for one in reversed(self.metrics()) if one.get("step") == step), None)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending; whether each is whole is for `checkpoint.verify` to say."""
@@ -175,6 +186,21 @@ class RunFolder:
             _remove(e for e in self.checkpoints.iterdir() if e.name.startswith((".tmp-step-", ".removing-step-")))
         _remove(self.path / name for name in _LEFTOVERS)
 
+    def withdraw(self) -> None:
+        """Puts `status.json` and `log.txt` back as they were when the folder was opened: a request that is refused has
+        told the run nothing. For before the first of `write_config`, `write_plan` and `begin_metrics`."""
+        self._end_log()
+        status, said = self.path / "status.json", self.path / "log.txt"
+        with contextlib.suppress(OSError):
+            if self._log_before is None:
+                said.unlink(missing_ok=True)
+            elif _size(said) != self._log_before:
+                os.truncate(said, self._log_before)
+            if self._status_before is None:
+                status.unlink(missing_ok=True)
+            elif _bytes(status) != self._status_before:
+                replace(status, self._status_before)
+
     def need(self, size: int, what: str) -> None:
         """Raises StorageError when the disk has less than `size` free bytes for `what`."""
         facts = os.statvfs(self.path)
@@ -201,11 +227,14 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._end_log()
+        self._lock.close()
+
+    def _end_log(self) -> None:
         if self._handler is not None:
             log.removeHandler(self._handler)
             self._handler.close()
             self._handler = None
-        self._lock.close()
 
 
 def steps_in(checkpoints: Path) -> list[int]:
@@ -244,11 +273,22 @@ def _remove(entries: Iterable[Path]) -> None:
             entry.unlink(missing_ok=True)
 
 
-def replace(path: Path, text: str) -> None:
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def replace(path: Path, content: str | bytes) -> None:
     """Writes a file whole: beside it, flushed to disk, then renamed over it."""
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

@@ -80,28 +80,37 @@ class Trainer:
             with self.display:
                 folder.begin_log()
                 return self._fit(folder)
-        except BaseException as error:
-            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            folder.write_status(state, reason=str(error) or type(error).__name__)
-            raise
         finally:
             folder.discard_if_empty()
             folder.close()
 
     def _fit(self, folder: RunFolder) -> Result:
         with contextlib.ExitStack() as stack:
-            with self.stop.interruptible():
-                folder.write_status("loading")
-                folder.clear_leftovers()
-                origin, parts = self._begin(folder)
-                stack.callback(parts.close)
-                folder.write_config(self.config.to_yaml())
-                assert parts.engine is not None
-                folder.write_plan(parts.engine.plan)
-                self._tell(parts)
+            try:
+                with self.stop.interruptible():
+                    folder.write_status("loading", **folder.facts())
+                    origin, parts = self._begin(folder)
+                    stack.callback(parts.close)
+            except (MegatrainError, KeyboardInterrupt):
+                folder.withdraw()
+                raise
+            except BaseException as error:
+                folder.write_status("failed", **folder.facts(), reason=_reason(error))
+                raise
             position = origin.position if origin is not None else Position()
-            folder.begin_metrics(position.step)
-            return _Run(self.config, self.stop, self.display, folder, parts, position).train()
+            run = _Run(self.config, self.stop, self.display, folder, parts, position)
+            try:
+                with self.stop.interruptible():
+                    folder.write_config(self.config.to_yaml())
+                    assert parts.engine is not None
+                    folder.write_plan(parts.engine.plan)
+                    self._tell(parts)
+                folder.begin_metrics(position.step)
+                return run.train()
+            except BaseException as error:
+                state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                folder.write_status(state, **run.facts(), reason=_reason(error))
+                raise
 
     def _begin(self, folder: RunFolder) -> "tuple[Origin | None, Parts]":
         """The parts of the run and what they were loaded from: with `output.resume: auto`, the newest checkpoint whose
@@ -110,6 +119,7 @@ class Trainer:
         while True:
             try:
                 origin = take_up(self.config, folder, damaged)
+                folder.clear_leftovers()
                 return origin, self._assemble(folder, origin)
             except DamagedCheckpoint as error:
                 if self.config.output.resume != "auto":
@@ -159,6 +169,8 @@ class _Run:
         self.throughput = Throughput()
         self.saves = Saves(config.output, folder, position.step)
         self.loss: float | None = None
+        self.earlier_loss = folder.loss(position.step)
+        """Of the step that an earlier part of the run ended with."""
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
         self.doing = "the first evaluation"
@@ -451,15 +463,22 @@ class _Run:
         return f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
 
     def _status(self, state: str) -> None:
-        self.folder.write_status(
-            state,
-            step=self.position.step,
-            total_steps=self.total,
-            loss=self.loss,
-            eval_loss=self.position.eval_loss,
-            best_step=self.position.best_step,
-            checkpoint=self.saves.saved_step if self.saves.saved_step > 0 else None,
-        )
+        self.folder.write_status(state, **self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What `status.json` says beside the state."""
+        return {
+            "step": self.position.step,
+            "total_steps": self.total,
+            "loss": self.loss if self.loss is not None else self.earlier_loss,
+            "eval_loss": self.position.eval_loss,
+            "best_step": self.position.best_step,
+            "checkpoint": self.saves.saved_step if self.saves.saved_step > 0 else None,
+        }
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def evaluate(engine: Any, loader: Any, stop: Stop | None = None) -> tuple[float | None, int]:

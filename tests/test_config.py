@@ -6,6 +6,7 @@ import sys
 import typing
 
 import pytest
+import yaml
 
 from megatrain.config import Change, Config, Duration, diff, format_size, parse_size, resume, yaml12
 from megatrain.config.build import all_keys
@@ -213,7 +214,11 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, message):
         ),
         ({"lr": 1}, r"lr belongs to another section: train\.lr"),
         ({"train": {"learning_rate": 1}}, r"train\.learning_rate is not a setting; did you mean train\.lr\?"),
+        ({"train": {"leraning_rate": 1}}, r"train\.leraning_rate is not a setting; did you mean train\.lr\?"),
+        ({"train": {"seqlen": 1}}, r"did you mean data\.seq_len\?"),
+        ({"train": {"max_gradnorm": 1}}, r"did you mean train\.max_grad_norm\?"),
         ({"output": {"max_steps": 1}}, r"did you mean train\.steps\?"),
+        ({"output": {"max_stesp": 1}}, r"did you mean train\.steps\?"),
         (
             {"data": {"train": [{"pth": "a"}]}},
             r"data\.train\.0\.pth is not a setting; did you mean data\.train\.0\.path\?",
@@ -245,12 +250,25 @@ def test_an_unknown_key_names_the_nearest_valid_one(sections, message):
         ({"output": {"save_every": "30 parsecs"}}, r"output\.save_every: '30 parsecs' is not a duration"),
         ({"device": "gpu"}, r"device is the string 'gpu'; expected auto or cuda or cpu"),
         ({"data": {"train": 3}}, r"data\.train is 3; expected a list"),
-        ({"data": {"train": "a", "eval": 2}}, r"data\.eval is 2; expected a list"),
+        ({"data": {"train": "a", "eval": 2}}, r"data\.eval is 2; a fraction between 0 and 1"),
+        ({"data": {"train": "a", "eval": 0}}, r"data\.eval is 0; .*null turns it off"),
+        ({"data": {"train": "a", "eval": 0.0}}, r"data\.eval is 0\.0; .*null turns it off"),
+        ({"data": {"train": "a", "eval": False}}, r"data\.eval is false; .*null turns it off"),
         ({"data": {"train": "a", "fields": {}}}, r"fields belongs to another section: data\.train\.fields"),
     ],
 )
 def test_a_wrong_type_names_key_value_and_what_was_expected(sections, message):
     refused(message, **sections)
+
+
+def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
+    read = yaml.safe_load("lr: 2e-3\nsteps: '20'\nbetas: [9e-1, 0.95]\nmax_grad_norm: null\n")
+    assert read["lr"] == "2e-3", "what that reader makes of it"
+    train = config(train=read, output={"save_every": "200"}).train
+    assert (train.lr, train.steps, train.betas, train.max_grad_norm) == (2e-3, 20, (0.9, 0.95), None)
+    named = config(data={"train": [{"path": "a", "split": "2024"}]}).data.train[0]
+    assert named.split == "2024", "where a string fits, it stays one"
+    refused(r"train\.lr is the string '1_0\.5'", train={"lr": "1_0.5"})
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,15 @@ def test_fields_name_other_keys(tmp_path):
         (b'{"text": null}\n', r"a\.jsonl:1: text is NoneType None; expected a string"),
         (b'{"text": "\\ud800"}\n', r"a\.jsonl:1: text holds half a surrogate pair"),
         (b'{"messages": []}\n', r"a\.jsonl:1: messages is list \[\]; expected a list of messages"),
-        (b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: messages\[0\]: content is NoneType None"),
+        (
+            b'{"messages": [{"role": "user"}]}\n',
+            r"a\.jsonl:1: messages\[0\], a turn of role 'user', has no content; write its text .*or take the row out",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": null}]}\n',
+            r"messages\[0\], a turn of role 'user', has no content",
+        ),
+        (b'{"messages": [{"role": "user", "content": 3}]}\n', r"messages\[0\]: content is int 3; expected a string"),
         (b'{"messages": [{"text": "a"}]}\n', r"a\.jsonl:1: messages\[0\] has the keys text; expected role and content"),
         (b'{"messages": [{"role": "user", "content": [{}]}]}\n', r"list of parts; images in rows are not read"),
         (

@@ -173,7 +173,7 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
     tokenizer = train_bpe(_texts(sources), training.vocab_size)
     if len(tokenizer) < training.vocab_size:
         _log.warning(
-            "model.tokenizer.vocab_size is %d, but the data has pairs for %d tokens only",
+            "model.tokenizer.vocab_size is %d, but the data has pairs for %d tokens only, so that is the size used",
             training.vocab_size,
             len(tokenizer),
         )

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain.config import yaml12
 from megatrain.config.values import Duration, format_size, parse_size
 from megatrain.errors import ConfigError
 
@@ -65,17 +66,10 @@ def unknown_key(name: object, section: type, prefix: str, root: type) -> ConfigE
     message = f"{prefix}{text} is not a setting"
     everywhere = all_keys(root)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == text]
-    close = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.6)
-    if close and not elsewhere:
-        return ConfigError(f"{message}; did you mean {prefix}{close[0]}?")
     if elsewhere:
         return ConfigError(f"{message}; {text} belongs to another section: {' or '.join(elsewhere)}")
-    if text in _OTHER_NAMES:
-        return ConfigError(f"{message}; did you mean {_OTHER_NAMES[text]}?")
-    by_last = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    close = difflib.get_close_matches(text, by_last, n=1, cutoff=0.7)
-    if close:
-        return ConfigError(f"{message}; did you mean {by_last[close[0]]}?")
+    if meant := _meant(text, section, prefix, everywhere):
+        return ConfigError(f"{message}; did you mean {meant}?")
     nearest = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.0)
     where = prefix.rstrip(".") or "the file"
     return ConfigError(
@@ -83,6 +77,22 @@ def unknown_key(name: object, section: type, prefix: str, root: type) -> ConfigE
         if nearest
         else f"{message}; {where} has {', '.join(hints(section))}"
     )
+
+
+def _meant(text: str, section: type, prefix: str, everywhere: tuple[str, ...]) -> str | None:
+    """The setting whose name, or whose name elsewhere, is the most like `text`; a neighbour in the section is likelier
+    than one of another section."""
+    names = [(name, prefix + name, 0.6, 0.1) for name in hints(section)]
+    names += [(key.rpartition(".")[2], key, 0.7, 0.0) for key in everywhere]
+    names += [(name, key, 0.8, 0.05) for name, key in _OTHER_NAMES.items()]
+    matcher = difflib.SequenceMatcher(b=text)
+    best, found = 0.0, None
+    for name, key, cutoff, bonus in names:
+        matcher.set_seq1(name)
+        likeness = matcher.ratio()
+        if likeness >= cutoff and likeness + bonus > best:
+            best, found = likeness + bonus, key
+    return found
 
 
 def build(section: type, raw: Any, prefix: str, root: type) -> Any:
@@ -109,6 +119,10 @@ def build(section: type, raw: Any, prefix: str, root: type) -> Any:
 
 def convert(value: Any, hint: Any, key: str, root: type) -> Any:
     """`value` as the type `hint` asks for. Raises ConfigError."""
+    if isinstance(value, str) and _asks_for_a_number(hint):
+        # Mappings from elsewhere hold 2e-3 as a string, since other readers follow YAML 1.1.
+        number = yaml12.number(value)
+        value = value if number is None else number
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Duration:
         return build(hint, value, f"{key}.", root)
     origin = typing.get_origin(hint)
@@ -129,6 +143,12 @@ def convert(value: Any, hint: Any, key: str, root: type) -> Any:
         raise _wrong_type(value, hint, key) from None
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
+
+
+def _asks_for_a_number(hint: Any) -> bool:
+    """Whether a number fits and a string as such does not."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return (int in parts or float in parts) and str not in parts
 
 
 def _convert_union(value: Any, parts: tuple[Any, ...], key: str, root: type) -> Any:
@@ -203,7 +223,7 @@ def _convert_scalar(value: Any, hint: Any) -> Any:
 def _wrong_type(value: Any, hint: Any, key: str) -> ConfigError:
     message = f"{key} is {_show(value)}; expected {describe(hint)}"
     if isinstance(value, str) and "number" in describe(hint) and value.replace("_", "").isdigit():
-        message += ". Write digits without quotes and underscores"
+        message += ". Write digits without underscores"
     choices = [choice for part in (hint, *typing.get_args(hint)) for choice in _choices(part)]
     if isinstance(value, str) and choices:
         close = difflib.get_close_matches(value, choices, n=1)

@@ -66,11 +66,22 @@ def normal(raw: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("train", "eval"):
             if name in data:
                 data[name] = _sources(data[name])
+        _check_held_out(data.get("eval"))
     if isinstance(train := tree.get("train"), dict) and isinstance(train.get("schedule"), str):
         train["schedule"] = {"name": train["schedule"]}
     if isinstance(output := tree.get("output"), dict) and output.get("export") is False:
         output["export"] = "never"
     return tree
+
+
+def _check_held_out(value: Any) -> None:
+    """Refuses numbers and switches that are no part of the training rows."""
+    if isinstance(value, (bool, int, float)) and not (isinstance(value, float) and 0 < value < 1):
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ConfigError(
+            f"data.eval is {shown}; a fraction between 0 and 1, such as 0.05, holds that part of the training rows "
+            "out, a file or a list of sources is held-out data of its own, and null turns it off"
+        )
 
 
 def _sources(value: Any) -> Any:

@@ -78,6 +78,14 @@ for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _refuse)
 
 
+def number(text: str) -> int | float | None:
+    """What a plain scalar that is a number stands for; None for any other."""
+    if not (_INT.fullmatch(text) or _FLOAT.fullmatch(text)):
+        return None
+    value: int | float = load(text)
+    return value
+
+
 def load(text: str, name: str = "<text>") -> Any:
     """Parses one document. Raises ValueError with `name`, line and column."""
     try:

@@ -293,6 +293,11 @@ def _message(item: Any, config: SourceConfig, where: str) -> dict[str, Any]:
     content = item.get(content_key)
     if content is None and message.keys() > {"role"}:
         content = ""
+    if content is None:
+        raise ConfigError(
+            f'{where}, a turn of role {role!r}, has no {content_key}; write its text as a string ("" for none), or '
+            "take the row out"
+        )
     if isinstance(content, list):
         raise ConfigError(f"{where}: {content_key} is a list of parts; {_NO_IMAGES}, and give plain text as a string")
     message["content"] = _string({content_key: content}, content_key, where)

@@ -379,4 +379,5 @@ def test_the_view_shows_every_token_and_why_rows_are_dropped(tmp_path):
         f"1 of 3 rows left out: longer than 64 tokens, for example {path}:3",
     ]
     assert len(list(view.rows(train, tokenizer, limit=1))) == 1
+    assert view.summary(train).num_pieces == 3
     assert json.dumps(view.summary(train).to_dict())

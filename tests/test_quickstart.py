@@ -84,10 +84,44 @@ def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
     assert dry["first_batch"]
     assert main(["data", str(tmp_path / "config.yaml"), "--rows", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert len(shown["rows"]) >= 2
+    assert len(shown["rows"]) == 2
     assert shown["train"]["num_rows"] + shown["eval"]["num_rows"] == 60
     assert main(["data", str(tmp_path / "config.yaml"), "--eval"]) == 0
     assert "supervised" in capsys.readouterr().out
+
+
+def test_a_long_text_is_shown_by_its_first_parts_and_the_batch_by_a_screenful_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from run_support import settings
+
+    (tmp_path / "one.txt").write_text("".join(f"a line of text, number {number}\n" for number in range(400)))
+    train = {"steps": 6, "batch_size": 40, "lr": 1e-2}
+    data = {"train": str(tmp_path / "one.txt"), "eval": None, "seq_len": 32, "cache": str(tmp_path / "cache")}
+    document = settings(tmp_path, train=train, plan={"micro_batch": 40}) | {"data": data}
+    (tmp_path / "config.yaml").write_text(Config.of(document).to_yaml())
+
+    assert main(["data", str(tmp_path / "config.yaml"), "--rows", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    pieces = found["train"]["num_pieces"]
+    assert found["train"]["num_rows"] == 1
+    assert pieces > 40
+    assert [(row["part"], row["parts"]) for row in found["rows"]] == [(1, pieces), (2, pieces), (3, pieces)]
+
+    assert main(["data", str(tmp_path / "config.yaml"), "--rows", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("row 0 (") == 1
+    assert f"part 1 of {pieces}: 32 of" in said
+    assert f"shown: 1 of {pieces:,} rows and parts of rows" in said
+
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    begins, plan = said.index("first micro-batch, 40 sequences, begins"), said.index("exp_avg_sq")
+    assert begins < plan, "the plan is last"
+    assert said[begins:plan].count("\n") < 60
+    assert "more sequences" in said[begins:plan]
+    assert main(["data", str(tmp_path / "config.yaml"), "--rows", "-1"]) == 2
+    assert "--rows is -1" in capsys.readouterr().err
 
 
 def test_the_examples_are_valid_and_say_what_the_docs_say() -> None:

@@ -43,7 +43,9 @@ def build() -> argparse.ArgumentParser:
 
     data = _verb(verbs, "data", "rows as the model will see them")
     _config(data)
-    data.add_argument("--rows", type=int, default=4, metavar="N", help="rows to show (default 4)")
+    data.add_argument(
+        "--rows", type=int, default=4, metavar="N", help="rows, or parts of long ones, to show (default 4)"
+    )
     data.add_argument("--eval", action="store_true", help="held-out rows instead of training rows")
 
     _bench(_verb(verbs, "bench", "timed steps on random tokens, one JSON line"))

@@ -101,8 +101,31 @@ def data(name: str, summary: "Summary") -> None:
 def row(view: "RowView") -> None:
     """One row, token by token."""
     dropped = f", dropped: {view.dropped}" if view.dropped else ""
-    line(f"row {view.row} ({view.where}): {view.num_tokens} tokens, {view.num_supervised} supervised{dropped}")
+    size = f"{view.num_tokens} tokens"
+    if view.parts > 1:
+        size = f"part {view.part} of {view.parts}: {len(view.tokens)} of {size}"
+    line(f"row {view.row} ({view.where}): {size}, {view.num_supervised} supervised{dropped}")
     tokens(view.tokens)
+
+
+_SCREENFUL = 20
+"""Lines of a batch that are shown."""
+
+
+def batch(sequences: "list[list[TokenView]]", limit: int = 400) -> None:
+    """The beginning of a micro-batch: tokens of its first sequences, as far as a screen shows them."""
+    left, lines, shown = limit, _SCREENFUL, 0
+    for views in sequences:
+        count = 0
+        while count < min(left, len(views)) and lines > 0:
+            lines -= views[count].text.count("\n")
+            count += 1
+        if not count:
+            break
+        left, lines, shown = left - count, lines - 1, shown + 1
+        tokens(views, count)
+    if shown < len(sequences):
+        line(f"… and {len(sequences) - shown} more sequences; `megatrain data` shows the rows, --json all of the batch")
 
 
 def tokens(views: "tuple[TokenView, ...] | list[TokenView]", limit: int = 400) -> None:

@@ -138,10 +138,11 @@ def _dry_run(config: "Config", json: bool) -> int:
         show.data("train", train)
         if held_out is not None:
             show.data("held-out", held_out)
+        line(f"the first step's first micro-batch, {len(first)} sequences, begins:")
+        show.batch(first)
+        line()
         show.items(parts.settled)
-        line(f"steps: {parts.total_steps}; the first micro-batch of the first one:")
-        for tokens in first:
-            show.tokens(tokens)
+        line(f"steps: {parts.total_steps}")
     finally:
         parts.close()
     return DONE
@@ -267,6 +268,8 @@ def _data(args: argparse.Namespace) -> int:
 
     config = Config.load(args.config, args.settings)
     config.require("data")
+    if args.rows < 0:
+        raise ConfigError(f"--rows is {args.rows}; give how many rows to show, 0 or more")
     if args.eval and not config.data.eval:
         raise ConfigError("--eval shows held-out rows, and data.eval is not set")
     files.check(config)
@@ -289,8 +292,13 @@ def _data(args: argparse.Namespace) -> int:
     show.data("train", view.summary(train))
     if held_out is not None:
         show.data("held-out", view.summary(held_out))
+    shown = 0
     for row in rows:
         show.row(row)
+        shown += 1
+    pieces = view.summary(chosen).num_pieces
+    if shown < pieces:
+        line(f"shown: {shown} of {pieces:,} rows and parts of rows; --rows N shows more")
     return DONE
 
 

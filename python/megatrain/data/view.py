@@ -1,6 +1,7 @@
 """Rows and batches as the model sees them, for people: every token, and whether it is learnt."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ class RowView:
 
     row: int
     where: str
+    part: int
+    """Which of `parts`, from 1."""
+    parts: int
+    """How many sequences the row was cut into; 1 for one that was dropped."""
     num_tokens: int
     """Of the whole row."""
     num_supervised: int
@@ -52,6 +57,8 @@ class Summary:
     """Tokens given to the model in one pass."""
     num_supervised: int
     num_sequences: int
+    num_pieces: int
+    """Rows, and parts of rows that were cut, dropped ones included: what `rows` goes through."""
     seq_len: int
     padding: float
     """With packing: the part of all windows that holds no token."""
@@ -80,6 +87,7 @@ def summary(dataset: Dataset) -> Summary:
         num_tokens=dataset.num_tokens,
         num_supervised=supervised,
         num_sequences=dataset.num_sequences,
+        num_pieces=sum(len(part.pieces.row) + len(_dropped(part)) for part in dataset.parts),
         seq_len=dataset.seq_len,
         padding=1 - dataset.num_tokens / room if dataset.packing else 0.0,
         lengths={
@@ -95,15 +103,16 @@ def summary(dataset: Dataset) -> Summary:
 
 
 def rows(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase", limit: int | None = None) -> Iterator[RowView]:
-    """Rows in the order of the files; one that was split comes part by part, one that was dropped with the reason."""
-    count = 0
+    """Rows in the order of the files: one that was split comes part by part, one that was dropped with the reason.
+    `limit` counts parts."""
+    return itertools.islice(_pieces(dataset, tokenizer), limit)
+
+
+def _pieces(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase") -> Iterator[RowView]:
     spell = _Speller(tokenizer)
     for part in dataset.parts:
         reasons = _reasons(part)
         for row in range(len(part.tokens)):
-            if count == limit:
-                return
-            count += 1
             low, high = np.searchsorted(part.pieces.row, [row, row + 1]).tolist()
             spans = [
                 (start, start + length)
@@ -113,7 +122,7 @@ def rows(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase", limit: int | No
             ]
             reason = None if spans else reasons[row]
             start, stop = part.tokens.offsets[row : row + 2].tolist()
-            for first, last in spans or [(start, stop)]:
+            for number, (first, last) in enumerate(spans or [(start, stop)], start=1):
                 ids = part.tokens.tokens[first:last].tolist()
                 learnt = part.tokens.supervised[first:last].tolist()
                 tokens = tuple(
@@ -123,6 +132,8 @@ def rows(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase", limit: int | No
                 yield RowView(
                     row=part.first_row + row,
                     where=dataset.where(part.first_row + row),
+                    part=number,
+                    parts=max(1, len(spans)),
                     num_tokens=stop - start,
                     num_supervised=sum(token.supervised for token in tokens),
                     dropped=reason,
@@ -177,10 +188,15 @@ class _Speller:
         return self._known[token]
 
 
+def _dropped(part: Part) -> np.ndarray:
+    """(dropped rows,) int64, in order."""
+    return np.setdiff1d(np.arange(len(part.tokens)), part.pieces.row)
+
+
 def _reasons(part: Part) -> dict[int, str]:
     """Why each row without a piece was dropped."""
     lengths = part.tokens.lengths
-    dropped = np.setdiff1d(np.arange(len(part.tokens)), part.pieces.row)
+    dropped = _dropped(part)
     too_long = {reason.reason for reason in part.pieces.dropped if reason.reason.startswith("longer")}
     limit = int(next(iter(too_long)).split()[2]) if too_long else None
     reasons: dict[int, str] = {}

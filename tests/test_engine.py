@@ -282,6 +282,28 @@ def test_adding_up_gradients_needs_a_planned_store() -> None:
         ours.forward_backward(batches(1))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (None, None, r"without normalizer, so its gradients were divided by its own \d+ tokens, and again without one"),
+        (None, 7, "without normalizer, .*again with 7"),
+        (100, None, "with normalizer 100, and again without one"),
+        (100, 7, "with normalizer 100, and again with 7"),
+    ],
+)
+def test_gradients_of_other_normalizers_are_not_added_up(first: Any, second: Any, words: str) -> None:
+    ours, twin, data = engine(build()), engine(build()), batches(2)
+    for one in (ours, twin):
+        one.forward_backward(data[:1], normalizer=first)
+    with pytest.raises(ConfigError, match=words):
+        ours.forward_backward(data[1:], normalizer=second)
+    if first is not None:  # what waited has waited on
+        assert ours.forward_backward(data[1:], normalizer=first) == twin.forward_backward(data[1:], normalizer=first)
+    assert ours.optimizer_step() == twin.optimizer_step()
+    assert_unchanged(ours, weights(twin))
+    assert ours.step(data) == twin.step(data)
+
+
 def test_micro_batches_of_different_shapes_in_one_step_equal_plain_pytorch() -> None:
     model = build("gpt2")
     data = [batches(1, rows=1, seq=12)[0], batches(1, rows=3, seq=32)[0], batches(1, rows=2, seq=20)[0]]
@@ -591,6 +613,10 @@ def test_an_unknown_key_of_a_micro_batch_is_refused_with_the_nearest_one() -> No
         ({"z_loss": None}, "z_loss must be finite"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"memory": "1GiB"}, "memory must be a dict, not str"),
+        ({"memory": {"gpuu": "1GiB"}}, "unknown key 'gpuu'; did you mean gpu?"),
+        ({"memory": {"gpu": "1 potato"}}, "memory.gpu: '1 potato': unknown unit 'potato'"),
+        ({"memory": {"gpu": 0.5}}, "memory.gpu is 0.5; write bytes as a whole number"),
+        ({"memory": {"host": True}}, "memory.host is True"),
         ({"plan": ["slots"]}, "plan must be a dict, not list"),
         ({"plan": {"loss_chunk": 1.5}}, "loss_chunk must be at least 1"),
     ],
@@ -601,6 +627,38 @@ def test_an_argument_that_cannot_be_used_is_refused_with_its_value(options: dict
     with pytest.raises(ConfigError, match=words):
         megatrain.Engine(model, device="cpu", **options)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_device_is_named_as_torch_names_it_and_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in (torch.device("cpu"), "cpu", "cpu:0"):
+        assert megatrain.Engine(build(), device=known).device == torch.device("cpu")
+    for unknown, words in (
+        ("cuda:x", "not 'cuda:x'"),
+        ("cuda:", "not 'cuda:'"),
+        (torch.device("meta"), r"not device\(type='meta'\)"),
+        (0, "not 0"),
+        ("cpu:1", "device is 'cpu:1', and the host is one device"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            megatrain.Engine(build(), device=unknown)  # type: ignore[arg-type]
+    model = build()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for card in ("cuda", torch.device("cuda", 1)):
+        with pytest.raises(ConfigError, match=r"device is cuda and there is no usable card: .*megatrain doctor"):
+            megatrain.Engine(model, device=card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device is 'cuda:7', and there is no such card; cards are cuda:0 to cuda:1"):
+        megatrain.Engine(model, device="cuda:7")
+
+
+def test_a_state_dict_says_what_to_save_instead_of_itself(tmp_path: Path) -> None:
+    ours = engine(build(), micro_batch=(2, 32), micro_batches=1)
+    with pytest.raises(TypeError, match=r"dict\(engine.state_dict\(\)\).*save_pretrained"):
+        torch.save(ours.state_dict(), tmp_path / "weights.pt")
+    torch.save(dict(ours.state_dict()), tmp_path / "weights.pt")
+    back = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(back[name], value) for name, value in weights(ours).items())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatrain.config.values import parse_size
 from megatrain.errors import ConfigError
 
 UPDATES = ("just_in_time", "immediate")
+MEMORY_KEYS = ("gpu", "host")
+"""What `memory` of an engine may limit."""
 
 _SHOWN = 8
 """Most names that a refusal lists."""
@@ -49,6 +52,7 @@ def check(
     for name, given in (("memory", memory), ("plan", plan)):
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
+    memory_limits(memory)
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
@@ -61,6 +65,25 @@ def check(
             f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
             f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
         )
+
+
+def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
+    """Bytes by `gpu` and `host`, where `memory` gives any. Raises ConfigError for another key or no size."""
+    limits = {}
+    for key, given in (memory or {}).items():
+        if key == "nvme" and given:
+            raise ConfigError("memory.nvme is not supported yet")
+        if key not in (*MEMORY_KEYS, "nvme"):
+            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
+        if given is None or given == "auto":
+            continue
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            raise ConfigError(f"memory.{key} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
+        try:
+            limits[key] = parse_size(given)
+        except ValueError as error:
+            raise ConfigError(f"memory.{key}: {error}") from None
+    return limits
 
 
 def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> None:

@@ -41,7 +41,7 @@ class Engine:
         precision: str = "auto",
         grad_precision: str = "bf16",
         update: str = "just_in_time",
-        device: "str | _core.Device" = "auto",
+        device: "str | torch.device | _core.Device" = "auto",
         memory: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
         micro_batch: tuple[int, int] | None = None,
@@ -140,7 +140,7 @@ class Engine:
         freeze: Sequence[str] = (),
         attention: str = "auto",
         trust_remote_code: bool = False,
-        device: "str | _core.Device" = "auto",
+        device: "str | torch.device | _core.Device" = "auto",
         **options: Any,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id; `options` as for the constructor. The files are
@@ -213,7 +213,8 @@ class Engine:
         normalizer: float | None = None,
     ) -> float:
         """The first half of `step`: gradients are formed, nothing is updated. Returns the loss. Called again before
-        `optimizer_step` it adds to them, which needs one `normalizer` for all calls."""
+        `optimizer_step` it adds to them, which needs one `normalizer` for all calls: without it, or with another one,
+        the call is refused, and the gradients that were there wait on."""
         self._usable()
         if self._passes.num_waiting and self.update == "immediate":
             raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")

@@ -129,6 +129,11 @@ READERS = Readers()
 """The readers used when none are passed."""
 
 
+def no_card(reason: str) -> str:
+    """Why `device: cuda` is refused; `reason` is that of `Machine.gpu_reason`."""
+    return f"device is cuda and there is no usable card: {reason}. See `megatrain doctor`, or write device: cpu"
+
+
 def read(folder: Path | None = None, readers: Readers | None = None, gpus: bool = True) -> Machine:
     """Reads this machine. `folder` is where a run would write (for free disk); `gpus=False` does not ask the driver."""
     readers = readers or READERS

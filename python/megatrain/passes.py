@@ -58,6 +58,8 @@ class Waiting:
     aux_loss: float | None = None
     seen: bool = False
     """Whether a micro-batch had an image."""
+    normalizer: float | None = None
+    """What the sum was divided by; None: by the supervised tokens of the one pass."""
 
 
 class Passes:
@@ -93,7 +95,9 @@ class Passes:
         """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
-        divisor = float(prepared.num_tokens if normalizer is None else normalizer)
+        normalizer = None if normalizer is None else float(normalizer)
+        self._refuse_other(normalizer)
+        divisor = float(prepared.num_tokens) if normalizer is None else normalizer
         if prepared.empty:
             log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
         if not prepared.micro_batches:
@@ -124,10 +128,27 @@ class Passes:
                 before.tokens + prepared.num_tokens,
                 aux_loss,
                 before.seen or prepared.seen,
+                normalizer,
             )
             return self._apply(core) if apply else loss
 
         return self.shield.run(body, finish=self._immediate)
+
+    def _refuse_other(self, normalizer: float | None) -> None:
+        """Raises ConfigError where gradients wait that were divided by something else; they wait on."""
+        before = self.waiting
+        if before is None or not before.micro_batches or (before.normalizer == normalizer and normalizer is not None):
+            return
+        if before.normalizer is None:
+            had = f"was called without normalizer, so its gradients were divided by its own {before.tokens} tokens"
+        else:
+            had = f"was called with normalizer {before.normalizer:g}"
+        now = "without one" if normalizer is None else f"with {normalizer:g}"
+        raise ConfigError(
+            f"forward_backward {had}, and again {now}: gradients add up to those of one step only if all calls before "
+            "an optimizer_step have the same normalizer, such as the supervised tokens of all of them. Those of the "
+            "earlier calls still wait; call optimizer_step, or go on with their normalizer if they had one"
+        )
 
     def apply(self) -> StepOutput:
         """The verdict over the gradients that wait."""

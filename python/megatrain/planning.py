@@ -76,10 +76,7 @@ def choose_device(config: Config, machine: Machine) -> Literal["cuda", "cpu"]:
     if machine.gpu is not None:
         return "cuda"
     if config.device == "cuda":
-        raise ConfigError(
-            f"device is cuda and there is no usable card: {machine.gpu_reason}. See `megatrain doctor`, or write "
-            "device: cpu"
-        )
+        raise ConfigError(facts.no_card(machine.gpu_reason))
     return "cpu"
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from megatrain import _core, initialize, machine
+from megatrain import _core, arguments, initialize, machine
 from megatrain.activations import Region
 from megatrain.batches import Prepared
-from megatrain.config.values import parse_size
 from megatrain.ends import EmbedTemplate, HeadTemplate
 from megatrain.errors import ConfigError, EngineBroken
 from megatrain.model import PRECISIONS, Decoder
@@ -61,7 +60,7 @@ class Runtime:
         self._core_device, self.device = core_device, device
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
-        self._memory = dict(memory or {})
+        self._limits = arguments.memory_limits(memory)
         self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
         self._rates = dict(rates or {})
@@ -207,23 +206,12 @@ class Runtime:
         before.close()
 
     def _budget(self) -> dict[str, int]:
-        unknown = sorted(set(self._memory) - {"gpu", "host", "nvme"})
-        if unknown:
-            raise ConfigError(f"memory: unknown key {unknown[0]!r}; known are gpu, host")
-        if self._memory.get("nvme"):
-            raise ConfigError("memory.nvme is not supported yet")
         facts = machine.read(gpus=self.device.type == "cuda")
-        budget = {}
-        for key, name, derived in (
-            ("device", "gpu", facts.gpu_budget() if self.device.type == "cuda" else facts.host_budget()),
-            ("host", "host", facts.host_budget()),
-        ):
-            given = self._memory.get(name, "auto")
-            try:
-                budget[key] = derived if given in (None, "auto") else parse_size(given)
-            except ValueError as error:
-                raise ConfigError(f"memory.{name}: {error}") from error
-        return budget
+        on_device = facts.gpu_budget() if self.device.type == "cuda" else facts.host_budget()
+        return {
+            "device": self._limits.get("gpu", on_device),
+            "host": self._limits.get("host", facts.host_budget()),
+        }
 
     def _fill(self, core: Any) -> None:
         """Puts the model's values into the store, each tensor given up as soon as it is there."""
@@ -309,21 +297,32 @@ def choose_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
-def open_device(device: "str | _core.Device") -> "tuple[_core.Device, torch.device]":
-    """The core's device and torch's."""
-    if isinstance(device, str):
-        kind, _, ordinal = device.partition(":")
-        if kind not in ("auto", "cuda", "cpu") or (ordinal and not ordinal.isdigit()):
-            raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, not {device!r}")
-        if kind == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-        if kind == "cpu":
-            return _core.Device.cpu(), torch.device("cpu")
-        number = int(ordinal or 0)
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(number)
-        return _core.Device.cuda(number), torch.device("cuda", number)
-    return device, torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
+    """The core's device and torch's. Raises ConfigError for a device that is not there, or is of another kind."""
+    if isinstance(device, _core.Device):
+        return device, (
+            torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        )
+    kind, colon, ordinal = str(device).partition(":")
+    numbered = not colon or (kind != "auto" and ordinal.isdecimal())
+    if type(device) not in (str, torch.device) or kind not in ("auto", "cuda", "cpu") or not numbered:
+        raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, as a string or a torch.device, not {device!r}")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    number = int(ordinal or 0)
+    if kind == "cpu":
+        if number:
+            raise ConfigError(f"device is {str(device)!r}, and the host is one device: write cpu")
+        return _core.Device.cpu(), torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(machine.no_card(machine.read().gpu_reason or "torch finds none"))
+    cards = torch.cuda.device_count()
+    if number >= cards:
+        there = "the only card is cuda:0" if cards == 1 else f"cards are cuda:0 to cuda:{cards - 1}"
+        raise ConfigError(f"device is {str(device)!r}, and there is no such card; {there}")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(number)
+    return _core.Device.cuda(number), torch.device("cuda", number)
 
 
 def _seeder(device: torch.device) -> Callable[[int], None]:

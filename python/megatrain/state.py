@@ -43,6 +43,13 @@ class StateDict(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __reduce__(self) -> Any:
+        """Refused: what is pickled would be the engine with all it holds, not the weights."""
+        raise TypeError(
+            "engine.state_dict() reads weights from the engine when asked for them, so it cannot be pickled: save "
+            "dict(engine.state_dict()), which copies all of them into memory, or call engine.save_pretrained(folder)"
+        )
+
 
 def find(decoder: "Decoder", name: str, trained: bool) -> "TensorRef":
     """The tensor of a Hugging Face name. Raises KeyError where there is none, or it is not trained and has to be."""

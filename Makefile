@@ -26,8 +26,8 @@ lint: $(VENV)/.development ## formatting, lints and types of both languages
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
-	$(PYTHON) -m ruff format --check python tests
-	$(PYTHON) -m ruff check python tests
+	$(PYTHON) -m ruff format --check python tests benches
+	$(PYTHON) -m ruff check python tests benches
 	$(PYTHON) -m mypy
 
 test: test-rust test-python ## every test that needs no card

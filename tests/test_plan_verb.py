@@ -77,6 +77,31 @@ def test_the_table_names_every_item_the_bound_and_the_numerics_key(
         assert word in said, word
 
 
+def test_on_the_cpu_one_memory_is_told_as_one_and_what_at_least_means(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    table = said[said.index("where") : said.index("sizes are rounded")]
+    for word in ("pinned", "device", "host "):
+        assert word not in table, word
+    assert "RAM, to compute" in table
+    assert table.count("allowed") == 1, "one budget"
+    assert "at least: at rates that no processors pass, measured or not" in said
+    assert main(["plan", *words, "memory.gpu=64MiB"]) == 0
+    assert "sum, of 64.00 MiB allowed" in capsys.readouterr().out
+
+
+def test_at_least_on_a_card_says_whether_the_rates_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", "qwen2.5-0.5b", "train.batch_size=1", "--machine")
+    assert main([*words, written(tmp_path, "h100.yaml", H100)]) == 0
+    assert "at least: at 1.25 times the measured rates" in capsys.readouterr().out
+    unmeasured = {key: value for key, value in H100.items() if key != "rates"}
+    assert main([*words, written(tmp_path, "unmeasured.yaml", unmeasured)]) == 0
+    assert "at least: at rates that no card passes" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_refused_with_the_whole_sum_and_where_the_limit_comes_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

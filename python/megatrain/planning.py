@@ -468,7 +468,7 @@ def report(config: Config, machine: Machine) -> Report:
     )
 
 
-_PROBE_MARGIN = 1.25
+PROBE_MARGIN = 1.25
 """How much faster than a probe saw it a machine may be: others used it meanwhile, or sizes did not suit it."""
 
 
@@ -476,7 +476,7 @@ def lower_bound_rates(settled: Settled) -> dict[str, float]:
     """Rates that a run does not pass: those measured on a card and a little more; else those of no machine, since on
     the CPU a probe and a run share the processors with whatever else there is."""
     if settled.measured and settled.device == "cuda":
-        return {name: rate * _PROBE_MARGIN for name, rate in settled.rates.items()}
+        return {name: rate * PROBE_MARGIN for name, rate in settled.rates.items()}
     return settled.rates | probe.fastest(settled.machine, settled.device)
 
 

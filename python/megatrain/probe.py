@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -89,10 +90,27 @@ def cached(machine: Machine, device: str) -> dict[str, float]:
         return {}
 
 
-def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], None] = log.info) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What a probe found."""
+
+    rates: dict[str, float]
+    """In `UNITS`."""
+    busy: str | None
+    """Why they are those of a machine that did something else meanwhile; None where nothing speaks for that."""
+
+
+_BUSY_LOAD = 0.75
+"""Load average a processor, above which a probe's threads wait for others."""
+_BUSY_SPREAD = 0.25
+"""How much slower than the fastest the median of equal runs is on a machine that others use."""
+
+
+def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], None] = log.info) -> Measured:
     """Measures every rate that `device` has; about half a minute. `folder` is on the disk to measure."""
     from megatrain import _core
 
+    load = _load()
     found: dict[str, float] = {}
     size = int(min(GIB, max(machine.memory_available // 8, 16 << 20)))
     say("host memory and optimizer")
@@ -107,10 +125,30 @@ def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], No
     elif "copy_gbs" in found:
         found |= {"h2d_gbs": found["copy_gbs"], "d2h_gbs": found["copy_gbs"]}
     say("matrix products")
-    found |= _arithmetic(device)
+    arithmetic, spread = _arithmetic(device)
+    found |= arithmetic
     say("disk")
     found |= _disk(folder)
-    return found
+    return Measured(found, _busy(load, os.cpu_count() or machine.cpus, spread))
+
+
+def _load() -> float | None:
+    """Processes that ran or waited for a processor, averaged over the last minute; the whole machine's."""
+    words = (facts.READERS.text("/proc/loadavg") or "").split()
+    try:
+        return float(words[0])
+    except (IndexError, ValueError):
+        return None
+
+
+def _busy(load: float | None, processors: int, spread: float) -> str | None:
+    """Why the machine seems to have been busy. `load`: before anything was measured; `spread`: see `_repeat`."""
+    reasons = []
+    if load is not None and load > _BUSY_LOAD * processors:
+        reasons.append(f"the load average was {load:.1f} on {processors} processors")
+    if spread > _BUSY_SPREAD:
+        reasons.append(f"half of the matrix products took {spread:.0%} longer than the fastest, or more")
+    return " and ".join(reasons) or None
 
 
 def keep(machine: Machine, device: str, found: dict[str, float]) -> Path | None:
@@ -140,7 +178,8 @@ def write_description(machine: Machine, found: dict[str, float], path: Path) -> 
         raise StorageError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def _arithmetic(device: str) -> dict[str, float]:
+def _arithmetic(device: str) -> tuple[dict[str, float], float]:
+    """Rates of arithmetic, and how far the runs of the matrix product lie apart (see `_repeat`)."""
     import torch
 
     if device == "cpu":
@@ -148,17 +187,18 @@ def _arithmetic(device: str) -> dict[str, float]:
     else:
         size, dtype = 8192, torch.bfloat16
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = _best(lambda: torch.mm(left, right), device)
+    seconds, spread = _repeat(lambda: torch.mm(left, right), device)
     found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
     if device == "cuda":
         source = torch.empty(GIB, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        found["hbm_gbs"] = 2 * GIB / _best(lambda: target.copy_(source), device) / 1e9
-    return found
+        found["hbm_gbs"] = 2 * GIB / _repeat(lambda: target.copy_(source), device)[0] / 1e9
+    return found, spread
 
 
-def _best(run: Callable[[], Any], device: str, count: int = 10) -> float:
-    """Seconds of the fastest run: what is planned from it is a lower bound."""
+def _repeat(run: Callable[[], Any], device: str, count: int = 10) -> tuple[float, float]:
+    """Seconds of the fastest run, since what is planned from it is a lower bound; and by what part of that the median
+    is slower."""
     import torch
 
     def wait() -> None:
@@ -174,7 +214,8 @@ def _best(run: Callable[[], Any], device: str, count: int = 10) -> float:
         run()
         wait()
         times.append(time.perf_counter() - start)
-    return min(times)
+    best = max(min(times), 1e-9)
+    return best, statistics.median(times) / best - 1
 
 
 def _disk(folder: Path, size: int = 256 << 20) -> dict[str, float]:

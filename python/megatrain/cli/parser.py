@@ -119,7 +119,13 @@ def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--gpu-memory", default=None, metavar="SIZE", help="device budget, like 12GiB")
     bench.add_argument("--host-memory", default=None, metavar="SIZE", help="host budget, like 100GiB")
     bench.add_argument("--update", choices=("just_in_time", "immediate"), default="just_in_time")
-    bench.add_argument("--max-grad-norm", type=float, default=None, metavar="NORM", help="clip by global norm")
+    bench.add_argument(
+        "--max-grad-norm",
+        type=float,
+        default=None,
+        metavar="NORM",
+        help="clip by global norm (default: no clipping here, while train and Engine clip at 1.0)",
+    )
     bench.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     bench.add_argument("--keep", type=int, default=None, metavar="N", help="layers whose activations are kept")
     bench.add_argument("--slots", type=int, default=None, metavar="N")

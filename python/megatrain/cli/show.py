@@ -30,6 +30,7 @@ def plan(report: "Report") -> None:
         f"({report.step_tokens / report.step_s:,.0f} tokens/s at most); bound by "
         f"{estimate['bound']} ({lanes})"
     )
+    line(f"at least: {_bound_basis(settled)}")
     if not settled.measured:
         line("rates: not measured, so those of a usual machine are expected; `megatrain probe` measures this one")
     if report.free_clipping_tokens is not None:
@@ -54,17 +55,43 @@ def _packed_rows(how: str) -> str:
     return f"{how} ({'; '.join(cost for way, cost in costs.items() if way in how)})"
 
 
+def _bound_basis(settled: "Settled") -> str:
+    """At which rates a step takes its least time; see `planning.lower_bound_rates`."""
+    if settled.device == "cpu":
+        return (
+            "at rates that no processors pass, measured or not: a probe shares them with whatever else runs, so it "
+            "says what to expect and not what is possible"
+        )
+    if settled.measured:
+        from megatrain.planning import PROBE_MARGIN
+
+        return f"at {PROBE_MARGIN:g} times the measured rates"
+    return "at rates that no card passes"
+
+
+_CPU_TIERS = {"device": "RAM, to compute", "host": "RAM, state"}
+"""On the CPU both tiers are one memory, which nothing needs to pin."""
+
+
 def items(settled: "Settled") -> None:
     """What goes where, line by line, with totals against budgets."""
     from megatrain.planning import items_by_tier
 
+    cpu = settled.device == "cpu"
     rows: list[tuple[str, str, str]] = []
     for tier, group, total in items_by_tier(settled.plan):
+        where = _CPU_TIERS[tier] if cpu else tier
         for item in group:
-            what = item["what"] + (" (pinned)" if item.get("pinned") else "")
-            rows.append((tier, what, format_bytes(item["bytes"])))
-        rows.append((tier, f"sum, of {format_bytes(settled.budget[tier])} allowed", format_bytes(total)))
+            what = item["what"] + (" (pinned)" if item.get("pinned") and not cpu else "")
+            rows.append((where, what, format_bytes(item["bytes"])))
+        shared = cpu and settled.budget[tier] == settled.budget["host"]
+        allowed = "" if shared else f", of {format_bytes(settled.budget[tier])} allowed"
+        rows.append((where, f"sum{allowed}", format_bytes(total)))
+    if cpu:
+        both = format_bytes(sum(settled.plan["totals"].values()))
+        rows.append(("RAM", f"in all, of {format_bytes(settled.budget['host'])} allowed", both))
     table(("where", "what", ">size"), rows)
+    line("sizes are rounded here; --json and a run's plan.json have every byte")
 
 
 _UPDATES = (("host", "host"), ("device", "device"), ("host", "device"))

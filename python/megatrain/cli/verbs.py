@@ -203,15 +203,19 @@ def _probe(args: argparse.Namespace) -> int:
         files.check_writable(Path(args.out), "--out")
     machine = facts.read(Path.cwd())
     device = "cuda" if machine.gpu is not None else "cpu"
-    found = probe.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
+    measured = probe.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
+    found = measured.rates
     kept = probe.keep(machine, device, found)
     if args.out:
         probe.write_description(machine, found, Path(args.out))
     if args.json:
-        json_line({"machine": facts.describe(machine) | {"rates": found}, "kept": str(kept) if kept else None})
+        description = facts.describe(machine) | {"rates": found}
+        json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
     else:
         table(("rate", ">value", "unit"), [(key, f"{value:.3g}", probe.UNITS[key]) for key, value in found.items()])
         line(f"kept in {kept}" if kept else "not kept")
+        if measured.busy:
+            line(f"busy: {measured.busy}, so plans expect too little of this machine; probe again when it is idle")
     return DONE
 
 
@@ -304,6 +308,11 @@ def _data(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     request = bench_request(args)
+    if sys.stderr.isatty():
+        _say(
+            f"{request.warmup} steps to warm up, then {request.steps} timed ones, of {request.batch} x {request.seq} "
+            f"tokens, model {request.model}; then one line of JSON"
+        )
     from megatrain import bench
 
     json_line(bench.run(request))

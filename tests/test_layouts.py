@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import megatrain
 from families import build
-from megatrain import checkpoint
+from megatrain import checkpoint, export, machine, planning
+from megatrain.config import Config
 from megatrain.export import export_checkpoint
 from reference import batches
 
@@ -88,6 +89,79 @@ def test_keys_equal_the_sources_from_the_engine_its_checkpoint_and_a_resumed_run
         assert not any(info.values()), info
         stock = dict(again.named_parameters())
         assert all(torch.equal(stock[key], value) for key, value in wanted.items() if key in stock), folder
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "gguf"])
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp32"])
+def test_the_plan_counts_the_bytes_that_the_export_writes(source: str, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    if source == "gguf":
+        write_gguf(tmp_path / "in" / "tiny.gguf")
+    else:
+        name, laid_out = SOURCES[source]
+        model = build(name)
+        model.save_pretrained(tmp_path / "in")
+        path = tmp_path / "in" / "model.safetensors"
+        save_file(laid_out(load_file(path), model), path, {"format": "pt"})
+    config = Config.from_dict(
+        {
+            "model": {"path": str(tmp_path / "in")},
+            "data": {"seq_len": 16},
+            "train": {"batch_size": 1, "precision": "bf16"},
+            "device": "cpu",
+            "output": {"export": dtype},
+        }
+    )
+    planned = planning.report(config, machine.read(gpus=False)).disk["export"]
+    with megatrain.Engine.from_pretrained(str(tmp_path / "in"), precision="bf16", device="cpu") as ours:
+        ours.save_pretrained(tmp_path / "out", dtype=dtype)
+        ours.save_pretrained(tmp_path / "library", dtype=dtype, layout="library")
+        own = export.weight_bytes(ours.decoder, dtype, "library")  # type: ignore[arg-type]
+    assert planned == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert own == (tmp_path / "library" / "model.safetensors").stat().st_size
+
+
+def write_gguf(path: Path) -> None:
+    """A llama of two layers with a tied head, its weights in fp32."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_block_count(2)
+    file.add_context_length(64)
+    file.add_embedding_length(32)
+    file.add_feed_forward_length(48)
+    file.add_head_count(4)
+    file.add_head_count_kv(4)
+    file.add_layer_norm_rms_eps(1e-5)
+    file.add_vocab_size(VOCAB)
+    shapes = {"token_embd": (VOCAB, 32), "output_norm": (32,)}
+    for layer in range(2):
+        shapes |= {f"blk.{layer}.{name}": (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+        shapes |= {f"blk.{layer}.{name}": (48, 32) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {f"blk.{layer}.ffn_down": (32, 48)}
+        shapes |= {f"blk.{layer}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        file.add_tensor(f"{name}.weight", torch.randn(shape).numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def test_a_tied_head_of_a_gguf_file_is_exported_once(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_gguf(tmp_path / "in" / "tiny.gguf")
+    with read(tmp_path / "in") as ours:
+        ours.step(batches(1, rows=1, seq=8, vocab=VOCAB))
+        ours.save_pretrained(tmp_path / "engine")
+        ours.save(tmp_path / "step-1", step=1)
+        wanted = {name: ours.weight(name) for name in ours.decoder.tensors}
+    export_checkpoint(tmp_path / "step-1", tmp_path / "checkpoint")
+    assert "lm_head.weight" not in wanted
+    for folder in ("engine", "checkpoint"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_a_checkpoint_says_its_layout_shortly_where_it_can(tmp_path: Path) -> None:

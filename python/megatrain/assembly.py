@@ -16,6 +16,7 @@ import numpy as np
 from megatrain import machine as facts
 from megatrain import metrics, planning
 from megatrain.config import Config, TokenizerTraining
+from megatrain.conversion import library
 from megatrain.data import Dataset, Loader, prepare
 from megatrain.engine import Engine
 from megatrain.errors import ConfigError
@@ -111,7 +112,9 @@ def draw_up(
         frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
     )
     if source is not None:
-        match(source, decoder)
+        decoder.layout = match(source, decoder)
+    elif pretrained and files is not None and files.gguf is not None:
+        decoder.layout = library({name: ref.shape for name, ref in decoder.tensors.items()})
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows; they "

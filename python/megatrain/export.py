@@ -85,11 +85,7 @@ def save_pretrained(
     if not overwrite:
         check_unused(out, "the export's folder")
     blocks = _blocks(decoder, layout)
-    dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
-    entries = [
-        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
-        for name, block in blocks.items()
-    ]
+    entries = _entries(decoder, blocks, target)
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
         block = blocks[entry.name]
@@ -162,6 +158,21 @@ def export_checkpoint(
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
         write_file(folder / "config.json", json_bytes(_with_dtype(config, str(target).removeprefix("torch."))))
         copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+
+
+def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:
+    """Bytes of the weight files that `save_pretrained` writes."""
+    entries = _entries(decoder, _blocks(decoder, layout), _target(dtype, decoder.precision))
+    return sum(file.size for file in shards.plan_shards(Path(), "model", entries))
+
+
+def _entries(decoder: Decoder, blocks: Layout, target: torch.dtype) -> list[Entry]:
+    """The tensors of a folder: float ones as `target`, all others in their own type."""
+    dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
+    return [
+        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
+        for name, block in blocks.items()
+    ]
 
 
 def _blocks(decoder: Decoder, layout: LayoutName) -> Layout:

@@ -229,16 +229,18 @@ def largest_micro_batch(config: Config, decoder: "Decoder", settled: Settled) ->
 
 def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str, int]:
     """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
-    export."""
+    export's weights."""
+    from megatrain import export
+
     sizes = [(_numel(t.shape), t.role == "trainable", t.dtype.itemsize) for t in decoder.tensors.values()]
     weights = sum(count * item for count, _, item in sizes)
     trained = sum(count for count, trainable, _ in sizes if trainable)
     residual = 2 * trained if precision == "bf16" else 0
     checkpoint = weights + residual + 8 * trained
     kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
-    item = {"bf16": 2, "fp32": 4, "auto": 2 if precision == "bf16" else 4, "never": 0}[config.output.export]
-    export = item * sum(count for count, _, _ in sizes)
-    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": export}
+    wanted = config.output.export
+    exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
+    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
 
 
 def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config) -> None:

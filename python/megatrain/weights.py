@@ -298,18 +298,22 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
         model = AutoModelForCausalLM.from_pretrained(str(files.folder), gguf_file=path.name, dtype=torch.float32)
     except (OSError, ValueError, ImportError, NotImplementedError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{path} ({path.stat().st_size} bytes) cannot be read: {_first_line(error)}") from None
-    return TensorWeights(model.state_dict(), str(path))
+    # Tied tensors once: that transformers' dict has a name for each says nothing about the file.
+    own = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return TensorWeights(dict(reversed(own.values())), str(path))
 
 
 # ------------------------------------------------------------------------------------------------------- loading
 
 
 def match(source: Weights, decoder: Decoder) -> Layout:
-    """Source name to the elements it stands for, together every tensor of the model once. Tensors may be stored as the
+    """Source name to the elements it stands for, together every tensor of the model once, but for further names of tied
+    ones. Tensors may be stored as the
     library holds them or as the hub publishes them (every expert apart); the prefix of the base model (`model.`) may be
     there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError
     that names what is missing, left over, or of another shape or type."""
-    return _match(source, decoder)[0]
+    found, twins = _match(source, decoder)
+    return found | twins
 
 
 def _match(source: Weights, decoder: Decoder) -> tuple[Layout, Layout]:
@@ -400,7 +404,7 @@ def load(
 ) -> Layout:
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
     Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what
-    `match` found. Raises ConfigError, also when a weight is not finite."""
+    was read. Raises ConfigError, also when a weight is not finite."""
     found, twins = _match(source, decoder)
     decoder.layout = found | twins
     work = [piece for theirs, block in found.items() for piece in _cut(block, theirs, source.entries[theirs])]

@@ -1,4 +1,4 @@
-"""`megatrain probe`: what it measures, and how it tells a machine that did something else meanwhile from an idle one."""
+"""`megatrain probe`: what it measures, and how it tells a machine that did something else from an idle one."""
 
 import itertools
 import json

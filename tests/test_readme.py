@@ -53,7 +53,7 @@ def test_every_command_shown_exists(document: str, command: str) -> None:
         if arguments.verb in ("train", "plan", "data") and (ROOT / given[2]).suffix == ".yaml":
             assert Config.load(ROOT / given[2], getattr(arguments, "settings", []))
     else:
-        assert given[0] in ("pip", "git", "cd"), f"{document}: {command}"
+        assert given[0] in ("pip", "git", "cd", "python3", "."), f"{document}: {command}"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,21 @@ def test_commands_that_take_a_moment_are_run(
     monkeypatch.chdir(ROOT)
     assert main(words(command)[1:]) == 0
     assert capsys.readouterr().out
+
+
+def test_the_loss_function_that_the_readme_shows_gives_the_built_in_loss() -> None:
+    from reference import batches, build, engine, error
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (shown,) = [block for block in blocks if "def loss_fn" in block]
+    model, data = build(), batches(2, padded=True)
+    plain, own = engine(model), engine(model)
+    names = {"engine": own, "micro_batches": data}
+    exec(shown, names)
+    first, second = plain.step(data), names["out"]
+    assert second.loss == pytest.approx(first.loss, rel=1e-6)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+    assert all(error(own.weight(name), plain.weight(name)) < 1e-5 for name in plain.decoder.tensors)
 
 
 def test_every_file_that_the_readme_links_to_is_there() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,19 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megatrain import checkpoint
+from megatrain import checkpoint, contents
 from megatrain.cli import main
+from megatrain.config import SourceConfig
+from megatrain.data import stdlib
+from megatrain.data.sources import Source
 from megatrain.engine import Engine, StepOutput
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken, StorageError
 from megatrain.progress import Display
 from megatrain.run_folder import read_metrics, read_status
 from megatrain.stop import RunStopped, Stop
+from megatrain.tokenizer import train_bpe
 from megatrain.trainer import Result, Trainer
-from run_support import MODEL, settings, write_rows
+from run_support import MODEL, WORDS, settings, write_rows
 
 
 class At(Display):
@@ -281,6 +286,124 @@ def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_
     assert "train.lr: 0.01 → 0.001" in said
     assert "train.steps: 6 → 8" in said
     assert read_metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(1e-3)
+
+
+def stopped_after_two_steps(config: dict[str, Any]) -> None:
+    stop = Stop()
+    fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
+
+
+def test_training_data_whose_content_changed_make_another_run(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    stopped_after_two_steps(config)
+    before, status = rows.read_bytes(), read_status(tmp_path / "run")
+    rows.write_bytes(before.replace(b"fox", b"cow", 1))  # as many bytes
+    with pytest.raises(ConfigError, match=r"data\.train\[0\]: its content changed since step 2: .*rows\.jsonl"):
+        fit(config)
+    with pytest.raises(ConfigError, match=r"differ: train\.seed: 0 → 7; data\.train\[0\]: its content .*\. Put"):
+        fit(config | {"train": config["train"] | {"seed": 7}})
+    assert read_status(tmp_path / "run") == status
+    rows.write_bytes(before)
+    assert fit(config).step == 6
+
+
+def test_a_tokenizer_that_the_run_trained_is_never_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
+    whole = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "whole")})
+    fit(whole)
+    parted = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "run")})
+    stopped_after_two_steps(parted)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("megatrain.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
+    assert fit(parted).step == 6
+    newest = tmp_path / "run/checkpoints/step-6"
+    assert_bit_equal(newest, tmp_path / "whole/checkpoints/step-6")
+    assert (newest / "tokenizer.json").read_bytes() == (newest.with_name("step-2") / "tokenizer.json").read_bytes()
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "words that no row held before"}\n' * 20)
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert found == pytest.approx(read_status(tmp_path / "run")["eval_loss"])
+
+
+def test_a_damaged_tokenizer_of_a_checkpoint_makes_the_run_go_on_from_the_one_before(tmp_path: Path) -> None:
+    output = {"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"}
+    fit(settings(tmp_path, output=output))
+    damaged = tmp_path / "run/checkpoints/step-6/tokenizer.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"endoftext", b"endofword"))
+    more = settings(tmp_path, output=output, train={"steps": 7, "batch_size": 4, "lr": 1e-2})
+    assert fit(more).step == 7
+    assert "endofword" not in (tmp_path / "run/checkpoints/step-7/tokenizer.json").read_text()
+
+
+def test_held_out_data_may_change_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
+    config = settings(tmp_path, data={"eval": str(held_out)})
+    stopped_after_two_steps(config)
+    write_rows(held_out, 9)
+    with caplog.at_level(logging.INFO, "megatrain"):
+        assert fit(config).step == 6
+    assert "from here on, data.eval[0]: its content changed since step 2" in caplog.text
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("megatrain.trainer._contents", lambda _: {})
+        stopped_after_two_steps(config)
+    assert fit(config).step == 6
+    assert [r.message for r in caplog.records if "does not say what its data held" in r.message]
+
+
+def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tmp_path: Path) -> None:
+    folder, template = tmp_path / "tokenizer", tmp_path / "template.jinja"
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    model = {"tokenizer": str(folder), "chat_template": str(template)}
+    config = settings(tmp_path, model=model)
+    config["model"]["config"] = MODEL | {"vocab_size": 300}
+    stopped_after_two_steps(config)
+    template.write_text("{% for message in messages %}{{ message.content }}.{% endfor %}")
+    with pytest.raises(ConfigError, match=r"model\.chat_template: its content changed since step 2"):
+        fit(config)
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    train_bpe([word[::-1] for word in WORDS], 300).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"the tokenizer of model\.tokenizer: its content changed since step 2"):
+        fit(config)
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    assert fit(config).step == 6
+
+
+def test_the_standard_library_of_another_python_is_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = SourceConfig(path="python:stdlib-chat")
+    before = contents.of_source(Source(setting))
+    assert contents.changed_sources("data.train", [before], [setting], 9) == []
+    original = stdlib.documents
+    monkeypatch.setattr(stdlib, "documents", lambda path: original(path)[:-1])
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    said = f"data.train[0]: its content changed since step 9: python:stdlib-chat of Python {before['python']} → 3.99.1"
+    assert contents.changed_sources("data.train", [before], [setting], 9) == [said]
+
+
+def test_a_branch_that_would_be_another_run_is_told_how_to_start_from_its_weights(tmp_path: Path) -> None:
+    fit(settings(tmp_path))
+    branch = settings(
+        tmp_path, data={"seq_len": 16}, output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run")}
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.seq_len: 32 → 16.*model: OUT after megatrain export .*run OUT"
+    ) as said:
+        fit(branch)
+    assert "another output.dir" not in str(said.value)
+    fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "export": "auto"}))
+    with pytest.raises(ConfigError, match=r"write model: .*run/export, and leave output\.resume out"):
+        fit(branch)
+    assert not (tmp_path / "branch").exists()
 
 
 def test_resume_never_and_required_are_kept_to(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def draw_up(
     config: Config,
     machine: Machine,
     *,
-    need_weights: bool = True,
+    resume: Path | None = None,  # the checkpoint that takes the place of pretrained weights, and has the tokenizer
     plan_only: bool = False,  # neither tokenizer nor weights are needed, and nothing is fetched but a configuration
 ) -> Blueprint:
     """The model without storage. Cheap refusals come first: device, precision, files, sequence length."""
@@ -95,11 +95,11 @@ def draw_up(
     pretrained = files is not None and config.model.init == "pretrained"
     source = None
     # Opening a GGUF file widens all of it, which a plan has no use for.
-    if files is not None and pretrained and (files.gguf is None if plan_only else need_weights):
+    if files is not None and pretrained and (files.gguf is None if plan_only else resume is None):
         with contextlib.suppress(ConfigError) if plan_only else contextlib.nullcontext():
             source = open_weights(files)
     # Both read the same files, so that a hub id is looked up once.
-    tokenizer = None if plan_only else build_tokenizer(_located(config, files))
+    tokenizer = None if plan_only else build_tokenizer(_located(config, files), resume)
     hf_config = _hf_config(config, files, tokenizer)
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     _check_length(config, text)
@@ -138,7 +138,7 @@ def assemble(
     """All parts of a run, ready for the first step. `dry`: everything but the engine."""
     config.require("data")
     machine = facts.read(folder)
-    blueprint = draw_up(config, machine, need_weights=resume is None)
+    blueprint = draw_up(config, machine, resume=resume)
     decoder, tokenizer = blueprint.decoder, blueprint.tokenizer
     assert tokenizer is not None
     keep_threads(blueprint, numerics)

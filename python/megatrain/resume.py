@@ -111,13 +111,50 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> Origin:
         numerics = dict(state["numerics"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None
-    identity, course, _ = diff(before, config)
+    identity, course = _differences(state.get("data"), before, config, position.step)
     if identity:
-        raise ConfigError(
-            f"{found.folder} belongs to another run, since these settings differ: "
-            + "; ".join(str(change) for change in identity)
-            + ". Put them back to go on with it, or name another output.dir to start anew"
+        raise ConfigError(_refusal(found, config, identity, elsewhere))
+    if "data" not in state:
+        log.warning(
+            "%s is of an earlier version and does not say what its data held: whether they changed is not checked",
+            found.folder,
         )
     for change in course:
         log.info("from here on, %s", change)
     return Origin(folder=found.folder, position=position, numerics=numerics, from_elsewhere=elsewhere)
+
+
+def _differences(
+    data: dict[str, list[dict[str, Any]]] | None,  # fingerprints, as the checkpoint has them
+    before: Config,
+    config: Config,
+    step: int,
+) -> tuple[list[str], list[str]]:
+    """What differs from the run that the checkpoint belongs to: (identity, course), a setting or a source each."""
+    from megatrain import contents  # which loads torch
+
+    identity, course, _ = (list(map(str, changes)) for changes in diff(before, config))
+    # Files are read where the settings would have them be the same; the others differ already.
+    if data is not None and before.data.train == config.data.train:
+        identity += contents.changed_sources("data.train", data["train"], config.data.train, step)
+    if data is not None and before.data.eval == config.data.eval:
+        course += contents.changed_sources("data.eval", data["eval"], config.data.eval, step)
+    return identity, course
+
+
+def _refusal(found: "Checkpoint", config: Config, differences: list[str], elsewhere: bool) -> str:
+    listed = "; ".join(differences)
+    if not elsewhere:
+        return (
+            f"{found.folder} belongs to another run, since these differ: {listed}. Put them back to go on with it, or "
+            "name another output.dir to start anew"
+        )
+    run = Path(config.output.resume)
+    if (run / "export" / "config.json").is_file():
+        model = f"model: {run / 'export'}"
+    else:
+        model = f"model: OUT after megatrain export {run} OUT"
+    return (
+        f"output.resume is {str(run)!r}, and a branch keeps model, data, batch and seed, but these differ: {listed}. "
+        f"Put them back to branch off, or start a new run from its weights: write {model}, and leave output.resume out"
+    )

@@ -1,7 +1,8 @@
 """The tokenizer of a run: the model's own, another one, or one trained on the training data.
 
 A trained one is byte-level BPE in a normal Hugging Face folder, so that exports load with `AutoTokenizer`. Training is
-deterministic and its result is cached by the content of the data.
+deterministic and its result is cached by the content of the data. A run trains it once: from then on it is the one in
+the run's checkpoints.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config, TokenizerTraining
 from megatrain.data import cache
 from megatrain.data.sources import Source
-from megatrain.errors import ConfigError
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.files import chat_template, check_tokenizer
 
 if TYPE_CHECKING:
@@ -31,11 +32,17 @@ PAD_TOKEN = "<|pad|>"
 _WORDS = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
-def build_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The tokenizer that `config` asks for, with `model.chat_template` put in. Raises ConfigError."""
+def build_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer that `config` asks for, with `model.chat_template` put in.
+
+    Of a run that goes on from `checkpoint`, one that the run trained is the checkpoint's, whatever the data are by now;
+    any other has to be as it was. Raises ConfigError, and DamagedCheckpoint.
+    """
     model = config.model
     tokenizer: PreTrainedTokenizerBase
-    if isinstance(model.tokenizer, TokenizerTraining):
+    if isinstance(model.tokenizer, TokenizerTraining) and checkpoint is not None:
+        tokenizer = _saved(checkpoint)
+    elif isinstance(model.tokenizer, TokenizerTraining):
         config.require("data")
         tokenizer = _trained(config, model.tokenizer)
     else:
@@ -48,6 +55,8 @@ def build_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
         tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=model.trust_remote_code, key=key)
     if model.chat_template is not None:
         tokenizer.chat_template = chat_template(model.chat_template)
+    if checkpoint is not None:
+        _check_same(config, tokenizer, checkpoint)
     return tokenizer
 
 
@@ -156,6 +165,44 @@ def with_vocabulary(model_config: dict[str, Any], tokenizer: "PreTrainedTokenize
         if f"{name}_token_id" not in model_config
     }
     return {**model_config, **ids, "vocab_size": given}
+
+
+def _saved(checkpoint: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer in a checkpoint, whose small files are compared with their sums."""
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.checkpoint import Checkpoint
+
+    Checkpoint.open(checkpoint).check()
+    try:
+        with without_remark_on_type():
+            found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(checkpoint, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{checkpoint} has no tokenizer that can be loaded: {reason}") from None
+    return found
+
+
+def _check_same(config: Config, tokenizer: "PreTrainedTokenizerBase", checkpoint: Path) -> None:
+    from megatrain import contents
+    from megatrain.checkpoint import Checkpoint
+
+    saved = Checkpoint.open(checkpoint)
+    before = saved.state()["state"].get("run", {}).get("tokenizer")
+    if before is None:
+        return  # of an earlier version, or of the Python API
+    now = contents.of_tokenizer(tokenizer)
+    named = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+    template = "model.chat_template" if config.model.chat_template is not None else f"the chat template of {named}"
+    keys = {"tokens": f"the tokenizer of {named}", "template": template}
+    changed = [
+        f"{keys[part]}: its content changed since step {saved.step}" for part in keys if now[part] != before[part]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{checkpoint} was trained with another tokenizer: {'; '.join(changed)}. Put it back; the checkpoint's own "
+            "lies in its folder"
+        )
 
 
 def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenizerFast":

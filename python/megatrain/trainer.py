@@ -168,6 +168,8 @@ class _Run:
         )
         self.throughput = Throughput()
         self.saves = Saves(config.output, folder, position.step)
+        self.contents = _contents(parts)
+        """Fingerprints of what the run is made from."""
         self.loss: float | None = None
         self.earlier_loss = folder.loss(position.step)
         """Of the step that an earlier part of the run ended with."""
@@ -440,6 +442,7 @@ class _Run:
             "position": dataclasses.asdict(self.position),
             "config": self.config.to_dict(),
             "numerics": self.engine.numerics(),
+            **self.contents,
         }
         self.saves.begin(self.engine, state, step, self.position.best_step if self.config.eval.keep_best else None)
 
@@ -475,6 +478,17 @@ class _Run:
             "best_step": self.position.best_step,
             "checkpoint": self.saves.saved_step if self.saves.saved_step > 0 else None,
         }
+
+
+def _contents(parts: "Parts") -> dict[str, Any]:
+    from megatrain import contents
+
+    assert parts.blueprint.tokenizer is not None
+    sources = {
+        name: [contents.of_source(part.source) for part in dataset.parts] if dataset is not None else []
+        for name, dataset in (("train", parts.train), ("eval", parts.held_out))
+    }
+    return {"data": sources, "tokenizer": contents.of_tokenizer(parts.blueprint.tokenizer)}
 
 
 def _reason(error: BaseException) -> str:

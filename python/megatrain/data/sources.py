@@ -5,6 +5,7 @@ it; whatever cannot be read as promised is an error that names file and line.
 """
 
 import dataclasses
+import functools
 import gzip
 import hashlib
 import importlib
@@ -65,6 +66,7 @@ class Source:
         self.files: tuple[str, ...]
         """Names for messages, in the order of reading."""
         self._documents: tuple[tuple[str, Any], ...] | None = None
+        self._digest = ""
         if config.path.startswith("python:"):
             if config.fields or config.format != "auto":
                 setting = "fields" if config.fields else "format"
@@ -84,8 +86,10 @@ class Source:
         config = self.config
         return [config.format, config.fields, config.split, self.held_out if config.split is not None else None]
 
-    def digest(self, threads: int) -> str:
-        """SHA-256 over the content of every file. Reads all of it: dates and sizes can lie."""
+    def digest(self, threads: int = 8) -> str:
+        """SHA-256 over the content of every file. Reads all of it, once: dates and sizes can lie."""
+        if self._digest:
+            return self._digest
         total = hashlib.sha256()
         if self._documents is not None:
             total.update(json.dumps(self._documents).encode())
@@ -93,7 +97,8 @@ class Source:
             with ThreadPoolExecutor(threads) as pool:
                 for digest in pool.map(_file_digest, self.files):
                     total.update(digest)
-        return total.hexdigest()
+        self._digest = total.hexdigest()
+        return self._digest
 
     def rows(self) -> Iterator[Row]:
         """Every row of the asked split, in order. Raises ConfigError naming file and line."""
@@ -130,6 +135,13 @@ def _open(file: str) -> BinaryIO:
 
 
 def _file_digest(file: str) -> bytes:
+    facts = Path(file).stat()
+    return _digest_of(file, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _digest_of(file: str, *_facts: int) -> bytes:
+    # A run looks at its files for the checkpoint, the tokenizer and the tokens; within one process it reads them once.
     digest = hashlib.sha256(f"{Path(file).name}\0".encode())
     with Path(file).open("rb") as stream:
         while block := stream.read(1 << 20):

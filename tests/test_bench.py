@@ -70,3 +70,16 @@ def test_a_wrong_request_is_refused_before_anything_is_allocated(
 ) -> None:
     assert main([*WORDS, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_on_a_terminal_it_says_what_it_is_about_to_do_and_help_names_the_default_of_clipping(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main([*WORDS, "--model", architecture]) == 0
+    captured = capsys.readouterr()
+    assert "steps: 1 to warm up, then 3 timed, each of 4 x 32 tokens" in captured.err
+    assert captured.out.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert "no clipping here" in " ".join(capsys.readouterr().out.split())

@@ -151,13 +151,23 @@ def _busy(load: float | None, processors: int, spread: float) -> str | None:
     return " and ".join(reasons) or None
 
 
-def keep(machine: Machine, device: str, found: dict[str, float]) -> Path | None:
+def kept_busy(machine: Machine, device: str) -> str | None:
+    """Why the rates that `cached` finds are those of a busy machine; None where nothing says so."""
+    try:
+        busy = json.loads(cache_file(machine, device).read_text(encoding="utf-8")).get("busy")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return busy if isinstance(busy, str) else None
+
+
+def keep(machine: Machine, device: str, found: dict[str, float], busy: str | None = None) -> Path | None:
     """Writes the rates where `cached` finds them; None when the cache folder cannot be written."""
     path = cache_file(machine, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps({"machine": machine.name, "rates": found}, indent=1) + "\n", encoding="utf-8")
+        document = {"machine": machine.name, "rates": found, "busy": busy}
+        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         log.warning("the measured rates cannot be kept: %s: %s", path, error.strerror)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 def plan(report: "Report") -> None:
     """Everything `megatrain plan` says."""
+    from megatrain import probe
+
     settled = report.settled
     machine = settled.machine
     where = machine.gpu.name if settled.device == "cuda" and machine.gpu else f"{machine.cpus} processors"
@@ -33,6 +35,8 @@ def plan(report: "Report") -> None:
     line(f"at least: {_bound_basis(settled)}")
     if not settled.measured:
         line("rates: not measured, so those of a usual machine are expected; `megatrain probe` measures this one")
+    elif not machine.described and (busy := probe.kept_busy(machine, settled.device)):
+        line(f"rates: of a busy machine ({busy}); run `megatrain probe` again when it is idle")
     if report.free_clipping_tokens is not None:
         line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
     line(

@@ -205,7 +205,7 @@ def _probe(args: argparse.Namespace) -> int:
     device = "cuda" if machine.gpu is not None else "cpu"
     measured = probe.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
     found = measured.rates
-    kept = probe.keep(machine, device, found)
+    kept = probe.keep(machine, device, found, measured.busy)
     if args.out:
         probe.write_description(machine, found, Path(args.out))
     if args.json:
@@ -310,7 +310,7 @@ def _bench(args: argparse.Namespace) -> int:
     request = bench_request(args)
     if sys.stderr.isatty():
         _say(
-            f"{request.warmup} steps to warm up, then {request.steps} timed ones, of {request.batch} x {request.seq} "
+            f"steps: {request.warmup} to warm up, then {request.steps} timed, each of {request.batch} x {request.seq} "
             f"tokens, model {request.model}; then one line of JSON"
         )
     from megatrain import bench

@@ -329,6 +329,35 @@ def test_a_tokenizer_that_the_run_trained_is_never_trained_again(
     assert found == pytest.approx(read_status(tmp_path / "run")["eval_loss"])
 
 
+def test_an_evaluation_says_of_which_weights_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings(tmp_path, train={"steps": 2, "batch_size": 4, "lr": 1e-2, "seed": 5})
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+
+    def evaluate(target: Path) -> tuple[str, str]:
+        assert main(["eval", str(target)]) == 0
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    untrained, remark = evaluate(path)
+    assert untrained.endswith("tokens, of an untrained model, drawn at random (train.seed 5)\n")
+    assert "the run in" not in remark
+    fit(config | {"output": config["output"] | {"export": "auto"}})
+    capsys.readouterr()
+    run = tmp_path / "run"
+    again, remark = evaluate(path)
+    assert again == untrained
+    assert f"for those, megatrain eval {run}\n" in remark
+    trained, remark = evaluate(run)
+    assert trained.endswith(f"tokens, of the checkpoint {run / 'checkpoints/step-2'}\n")
+    assert trained.split(" over ")[0] != untrained.split(" over ")[0]
+    assert "the run in" not in remark
+    exported = config | {"model": {"path": str(run / "export")}, "output": {"dir": str(tmp_path / "other")}}
+    path.write_text(yaml.safe_dump(exported))
+    assert main(["eval", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == f"the model {run / 'export'}"
+
+
 def test_a_damaged_tokenizer_of_a_checkpoint_makes_the_run_go_on_from_the_one_before(tmp_path: Path) -> None:
     output = {"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"}
     fit(settings(tmp_path, output=output))

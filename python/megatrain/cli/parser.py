@@ -51,7 +51,11 @@ def build() -> argparse.ArgumentParser:
     _bench(_verb(verbs, "bench", "timed steps on random tokens, one JSON line"))
 
     evaluate = _verb(verbs, "eval", "held-out loss, no update")
-    evaluate.add_argument("target", metavar="CONFIG.yaml|RUN", help="a configuration, or a run's folder")
+    evaluate.add_argument(
+        "target",
+        metavar="CONFIG.yaml|RUN",
+        help="a run's folder, of which a checkpoint is measured, or a configuration, of which the model that it names",
+    )
     evaluate.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
     )
@@ -63,7 +67,10 @@ def build() -> argparse.ArgumentParser:
     generate.add_argument("source", metavar="RUN|DIR")
     generate.add_argument("prompt", metavar="PROMPT")
     generate.add_argument(
-        "--step", default=None, metavar="N|best|last", help="which checkpoint of a run (default last)"
+        "--step",
+        default=None,
+        metavar="N|best|last",
+        help="which checkpoint of a run (default: its export, else the last)",
     )
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token")

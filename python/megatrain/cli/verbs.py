@@ -388,9 +388,27 @@ def _eval(args: argparse.Namespace) -> int:
             loss, tokens = evaluate(parts.engine, parts.eval_loader)
         finally:
             parts.close()
-    answer = {"eval_loss": loss, "tokens": tokens, "checkpoint": str(resume) if resume else None}
-    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens")
+    weights = _weights(config, resume)
+    answer = {
+        "eval_loss": loss,
+        "tokens": tokens,
+        "weights": weights,
+        "checkpoint": str(resume) if resume else None,
+    }
+    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens, of {weights}")
+    trained = config.output.dir
+    if resume is None and trained is not None and is_run(Path(trained)):
+        _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")
     return DONE
+
+
+def _weights(config: "Config", checkpoint: Path | None) -> str:
+    """Which weights an evaluation was of, for people."""
+    if checkpoint is not None:
+        return f"the checkpoint {checkpoint}"
+    if config.model.path is None or config.model.init != "pretrained":
+        return f"an untrained model, drawn at random (train.seed {config.train.seed})"
+    return f"the model {config.model.path}"
 
 
 def _generate(args: argparse.Namespace) -> int:

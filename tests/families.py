@@ -268,6 +268,15 @@ class Refusal:
     """Part of the message."""
 
 
+def of_kind(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration of a `model_type` has of `given`, written out with the type."""
+    from transformers import CONFIG_MAPPING
+
+    owner = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(owner)} | set(owner.attribute_map)
+    return {"model_type": kind} | {name: value for name, value in given.items() if name in known}
+
+
 GEMMA_PER_LAYER: dict[str, Any] = {
     "head_dim": 8,
     "hidden_size_per_layer_input": 8,
@@ -295,7 +304,8 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(title="DeepSeek-V4", kind="deepseek_v4", reason="passes state from layer to layer"),
     Refusal(title="BERT as a decoder", kind="bert", reason="ties its embedding to a head that is no plain matmul"),
-    Refusal(title="RWKV", kind="rwkv", reason=ON_STUBS),
+    Refusal(title="RWKV", kind="rwkv", reason="has no attention heads"),
+    Refusal(title="Mamba", kind="mamba", reason="has no attention heads"),
     Refusal(title="Gemma 4 (with vision)", kind="gemma4", reason=SECOND_INPUT),
     Refusal(title="Gemma 3n (with vision)", kind="gemma3n", reason="also has an audio part"),
     Refusal(title="Llama 4 (with vision)", kind="llama4", reason=ON_STUBS),

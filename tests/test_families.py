@@ -24,6 +24,7 @@ from families import (
     as_if_alone,
     build,
     by_document,
+    of_kind,
     table,
 )
 from megatrain.errors import ConfigError
@@ -124,7 +125,7 @@ def test_a_stock_folder_is_read_trained_exported_and_read_by_stock_again(name: s
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.title)
 def test_what_cannot_be_trained_exactly_is_refused_with_the_reason(refusal: Refusal) -> None:
     with pytest.raises(ConfigError, match=re.escape(refusal.reason)):
-        Decoder.from_config({"model_type": refusal.kind, **BASE, **refusal.changes})
+        Decoder.from_config(of_kind(refusal.kind, BASE | refusal.changes))
 
 
 def test_experts_that_gather_weights_are_refused() -> None:

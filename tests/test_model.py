@@ -1,13 +1,17 @@
 """Cutting models into units, and refusing those that cannot be streamed."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import megatrain
+from families import of_kind
+from megatrain.architecture import load_config, max_positions
 from megatrain.errors import ConfigError
-from megatrain.model import Decoder, build_without_storage, max_positions
+from megatrain.model import Decoder, build_without_storage
 from megatrain.request import measure, plan_request
 from reference import SIZES, batches, build, check_training, config, engine, error
 from test_equivalence import ROPE
@@ -131,7 +135,62 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[r[0] for r in REFUSED])
 def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        Decoder.from_config({"model_type": kind, **SIZES, **changes})
+        Decoder.from_config(of_kind(kind, SIZES | changes))
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (
+            {"model_type": "llama", "hiden_size": 32},
+            r"model\.config\.hiden_size is not a key of llama; did you mean model\.config\.hidden_size\?",
+        ),
+        (
+            {"model_type": "gpt2", "n_layers": 2},
+            r"n_layers is not a key of gpt2; did you mean model\.config\.n_layer\?",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "hiden_size": 32}},
+            r"model\.config\.text_config\.hiden_size is not a key of llama",
+        ),
+        ({"model_type": "llama", "colour": "red"}, r"model\.config\.colour is not a key of llama; remove it"),
+        ({"model_type": "lama"}, "'lama', which the installed transformers does not know; did you mean llama"),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, r"model\.config: .*\(30\).*heads \(4\)"),
+        ({"model_type": "llama", "hidden_size": "many"}, r"model\.config: .*'hidden_size' expected int"),
+        ({"model_type": "phi3", "vocab_size": 64}, "phi3 cannot be built: Padding_idx"),
+        ({"model_type": "clip"}, "clip is no causal language model"),
+        ({"model_type": "musicgen"}, "encoder-decoder"),
+        ({"model_type": "whisper"}, "encoder-decoder"),
+        ({"model_type": "falcon_mamba"}, "falcon_mamba has no attention heads"),
+        ({"model_type": "zamba", "num_hidden_layers": 2}, "zamba: .*num_hidden_layers"),
+        ({"model_type": "prophetnet", "num_hidden_layers": 2}, "prophetnet: .*num_encoder_layers"),
+        ({"model_type": "reformer"}, "reformer cannot be built: .*is_decoder=True"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_is_no_models_is_refused_with_what_to_write(written: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Decoder.from_config(written)
+
+
+def test_keys_that_the_models_class_or_code_reads_are_taken() -> None:
+    generic = {"torch_dtype": "bfloat16", "architectures": ["X"], "transformers_version": "5", "auto_map": {}}
+    old = {"rope_theta": 500.0, "bos_token_id": 1, "num_labels": 2, "use_cache": False}
+    found = load_config({"model_type": "llama", **SIZES, **generic, **old})
+    assert found.rope_parameters["rope_theta"] == 500.0
+    assert load_config({"model_type": "qwen2", **SIZES, "head_dim": 8}).head_dim == 8  # read by the model alone
+    assert load_config({"model_type": "gpt2", "hidden_size": 32}).n_embd == 32
+
+
+def test_keys_of_a_vendor_in_a_folder_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **SIZES, "vendor_flag": 1}))
+    with caplog.at_level("INFO", logger="megatrain"):
+        assert Decoder.from_config(tmp_path).num_layers == 4
+    assert "keys that llama does not know: ['vendor_flag']" in caplog.text
+    path.write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": 30}))
+    with pytest.raises(ConfigError, match=r"no configuration of a model in .*hidden size \(30\)"):
+        Decoder.from_config(tmp_path)
 
 
 def test_an_experts_implementation_that_gathers_weights_is_refused() -> None:

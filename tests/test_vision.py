@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import megatrain
 from megatrain.errors import ConfigError
@@ -319,7 +319,7 @@ def test_random_weights_are_drawn_for_every_part() -> None:
     from megatrain.model import Decoder
 
     for name, family in SEEING.items():
-        decoder = Decoder.from_config({"model_type": family.kind, **family.config})
+        decoder = Decoder.from_config(AutoConfig.for_model(family.kind, **family.config))
         with megatrain.Engine(decoder, device="cpu", memory={"gpu": "1GiB", "host": "1GiB"}) as ours:
             losses = [ours.step(step).loss for step in seeing_steps(name, 1)]
             assert all(0 < loss < 10 for loss in losses), name

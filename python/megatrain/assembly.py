@@ -15,6 +15,7 @@ import numpy as np
 
 from megatrain import machine as facts
 from megatrain import metrics, planning
+from megatrain.architecture import check, load_config, max_positions, text_config
 from megatrain.config import Config, TokenizerTraining
 from megatrain.conversion import library
 from megatrain.data import Dataset, Loader, prepare
@@ -22,7 +23,7 @@ from megatrain.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.initialize import initialize
 from megatrain.machine import Machine
-from megatrain.model import Decoder, load_config
+from megatrain.model import Decoder
 from megatrain.planning import Settled
 from megatrain.tokenizer import build_tokenizer, with_vocabulary
 from megatrain.weights import ModelFiles, Weights, load, match, open_weights, resolve
@@ -101,8 +102,8 @@ def draw_up(
     # Both read the same files, so that a hub id is looked up once.
     tokenizer = None if plan_only else build_tokenizer(_located(config, files), resume)
     hf_config = _hf_config(config, files, tokenizer)
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    _check_length(config, text)
+    check(hf_config)
+    _check_length(config, text_config(hf_config))
     decoder = Decoder.from_config(
         hf_config,
         precision=precision,
@@ -268,17 +269,9 @@ def _hf_config(config: Config, files: ModelFiles | None, tokenizer: "PreTrainedT
         trained = config.model.tokenizer
         size = {"vocab_size": trained.vocab_size} if isinstance(trained, TokenizerTraining) else {}
         return load_config(size | own)
-    from transformers import AutoConfig
-
     if files is None:
         return load_config(config.model.path, config.model.trust_remote_code)
-    try:
-        return AutoConfig.from_pretrained(
-            str(files.folder), trust_remote_code=config.model.trust_remote_code, **files.arguments()
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model.path: {config.model.path} has no config.json that can be used: {reason}") from None
+    return load_config(files.folder, config.model.trust_remote_code, **files.arguments())
 
 
 def _located(config: Config, files: ModelFiles | None) -> Config:
@@ -289,8 +282,6 @@ def _located(config: Config, files: ModelFiles | None) -> Config:
 
 
 def _check_length(config: Config, text: Any) -> None:
-    from megatrain.model import max_positions
-
     limit = max_positions(text)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(

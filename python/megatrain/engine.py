@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import _core, arguments, checkpoint, export, numerics, state, weights
+from megatrain.architecture import load_config
 from megatrain.batches import Batch, MicroBatch, Prepared, Preparer
 from megatrain.ends import LossFn
 from megatrain.errors import CheckpointError, ConfigError, EngineBroken
@@ -145,16 +146,9 @@ class Engine:
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id; `options` as for the constructor. The files are
         checked now, and read straight into the store when it exists."""
-        from transformers import AutoConfig
-
         files = weights.resolve(path, revision)
         source = weights.open_weights(files)
-        try:
-            config = AutoConfig.from_pretrained(
-                str(files.folder), trust_remote_code=trust_remote_code, **files.arguments()
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{path}: its config.json cannot be used: {error}") from error
+        config = load_config(files.folder, trust_remote_code, **files.arguments())
         core_device, torch_device = open_device(device)
         decoder = Decoder.from_config(
             config,

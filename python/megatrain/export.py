@@ -192,7 +192,8 @@ def _saved_blocks(source: "Checkpoint", weights: FileWeights, layout: LayoutName
     recorded = read_layout(source.state().get("layout"), shapes)
     if recorded is not None:
         return recorded
-    from megatrain.model import build_without_storage, load_config
+    from megatrain.architecture import load_config
+    from megatrain.model import build_without_storage
 
     try:
         return published(build_without_storage(load_config(source.folder), torch.bfloat16), shapes)

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatrain.architecture import text_config
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCount:
@@ -171,7 +173,7 @@ def gpu_peak_bytes(engine_bytes: int = 0) -> int:
 def count_model(config: Any, tensors: Iterable[tuple[str, int, tuple[int, ...]]], layers: int) -> ModelCount:
     """Counts a decoder: `tensors` are (name, unit, shape), units 1…`layers` its layers; `config` is the Hugging Face
     configuration with `num_attention_heads` and so on, vocabulary and hidden size the head's."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     params = float(int(text.vocab_size) * int(text.hidden_size))
     experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
     routed = (_first(text, "num_experts_per_tok", "moe_top_k") or 1) / experts if experts else 1.0

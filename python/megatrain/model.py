@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain import documents
 from megatrain.apart import joining_layers
+from megatrain.architecture import check, load_config, max_positions, refuse_parts, sees, text_config
 from megatrain.conversion import published
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
@@ -160,10 +160,8 @@ class Decoder:
     ) -> "Decoder":
         """From a Hugging Face configuration, a dict of one (`model_type` named), or the folder or hub id of a model."""
         config = load_config(config, trust_remote_code)
+        check(config)
         _check_rope(config)
-        _refuse_parts(config, config.model_type)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError(f"{config.model_type} is an encoder-decoder; only decoders can be trained")
         model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
         return cls(model, freeze=freeze, precision=precision, frozen_dtypes=frozen_dtypes)
 
@@ -190,7 +188,7 @@ class Decoder:
     @property
     def text_config(self) -> Any:
         """The configuration of the language part."""
-        return self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        return text_config(self.config)
 
     @property
     def attention(self) -> str | None:
@@ -322,7 +320,7 @@ class Decoder:
         return local.partition(".")[0] in self._parts()
 
     def _parts(self) -> tuple[str, ...]:
-        return part_names(self.base, self.layers_name) if _sees(self.config) else ()
+        return part_names(self.base, self.layers_name) if sees(self.config) else ()
 
     def _unit_of(self, name: str) -> Literal["embed", "head"] | int:
         """Which unit a tensor outside the head module belongs to, by the model's name of it."""
@@ -461,27 +459,6 @@ class Decoder:
         )
 
 
-def load_config(source: Any, trust_remote_code: bool = False) -> Any:
-    """A Hugging Face configuration from itself, from a dict that names `model_type`, or from a folder or hub id."""
-    from transformers import AutoConfig
-
-    if isinstance(source, dict):
-        keys = dict(source)
-        kind = keys.pop("model_type", None)
-        if kind is None:
-            raise ConfigError("model.config names no model_type, such as llama")
-        try:
-            return AutoConfig.for_model(kind, **keys)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"model.config: {error}") from error
-    if isinstance(source, (str, Path)):
-        try:
-            return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.path: no configuration of a model in {source}: {error}") from error
-    return source
-
-
 class _LargeOnMeta(TorchFunctionMode):
     """Creates on meta what has no values yet (`torch.empty`) or is as large as only parameters are."""
 
@@ -540,24 +517,12 @@ def build_without_storage(
         options["attn_implementation"] = attention
     with parameters_on_meta():
         try:
-            maker: Any = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+            maker: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
             model: nn.Module = maker.from_config(config, **options)
-        except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-            raise ConfigError(f"model: {getattr(config, 'model_type', config)} cannot be built: {error}") from error
+        except Exception as error:  # a model's constructor may raise anything for a configuration it cannot have
+            kind = getattr(config, "model_type", type(config).__name__)
+            raise ConfigError(f"model: {kind} cannot be built: {str(error) or type(error).__name__}") from error
     return model.train()
-
-
-def max_positions(config: Any) -> int | None:
-    """Longest sequence a text configuration has positions for, rotary scaling included."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
-    for kind in kinds:
-        original = kind.get("original_max_position_embeddings") or limit
-        limit = max(limit, int(original * (kind.get("factor") or 1.0)))
-    return int(limit)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -584,7 +549,7 @@ def _refuse(model: nn.Module, config: Any) -> None:
         raise ConfigError(f"{name} has no Hugging Face config, so megatrain cannot tell its layers")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only decoders can be trained")
-    _refuse_parts(config, name)
+    refuse_parts(config, name)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{name} is quantized; full-precision training needs an unquantized checkpoint")
     if (getattr(config, "layerdrop", 0) or 0) > 0:
@@ -594,17 +559,6 @@ def _refuse(model: nn.Module, config: Any) -> None:
         raise ConfigError(f"attention implementation {attention!r} is not supported: use sdpa or eager")
     if getattr(config, "_experts_implementation", None) == "batched_mm":
         raise ConfigError("experts implementation batched_mm gathers weights into activations: use grouped_mm or eager")
-
-
-def _refuse_parts(config: Any, name: str) -> None:
-    """Refuses what is more than a language model that may see."""
-    if getattr(config, "audio_config", None) is not None:
-        raise ConfigError(f"{name} also has an audio part, which is not supported; name a model of its text part alone")
-
-
-def _sees(config: Any) -> bool:
-    """Whether a model takes images."""
-    return getattr(config, "vision_config", None) is not None
 
 
 def _refuse_lists_of_experts(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -623,8 +577,7 @@ def _check_rope(config: Any) -> None:
     """Refuses a rotary scaling that the installed transformers does not know."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope or "type" in rope else [v for v in rope.values() if isinstance(v, dict)]
     for kind in kinds:
         name = kind.get("rope_type", kind.get("type", "default"))
@@ -638,7 +591,7 @@ def _base(model: nn.Module) -> tuple[str, nn.Module]:
     base: Any = (
         cast("Any", model).get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
     )
-    if _sees(getattr(model, "config", None)):
+    if sees(getattr(model, "config", None)):
         base = next((m for m in model.children() if any(part is base for part in m.modules())), base)
     if not isinstance(base, nn.Module) or base is model:
         embedding = cast("Any", model).get_input_embeddings()
@@ -650,10 +603,9 @@ def _base(model: nn.Module) -> tuple[str, nn.Module]:
 
 def _layer_list(model: nn.Module, base: nn.Module, config: Any) -> str:
     """The name of the list of decoder layers inside the base."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    depth = getattr(text, "num_hidden_layers", None)
+    depth = getattr(text_config(config), "num_hidden_layers", None)
     within = ""
-    if _sees(config) and (decoder := cast("Any", model).get_decoder()) is not base:
+    if sees(config) and (decoder := cast("Any", model).get_decoder()) is not base:
         within = next(name for name, module in base.named_modules() if module is decoder) + "."
     lists = [(name, m) for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     lists = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]

@@ -1,9 +1,12 @@
 """Settings: what YAML may say, what is refused and in which words, and what resuming may change."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import typing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -416,3 +419,31 @@ def test_reading_a_configuration_imports_no_torch():
     script = "import sys, megatrain.config; print([n for n in ('torch', 'transformers', 'numpy') if n in sys.modules])"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("described", "seq_len"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 1 << 17}, 4096),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "factor": 32.0}}, 4096),
+        ({"max_position_embeddings": "many"}, 4096),
+        ({}, 4096),
+    ],
+)
+def test_the_default_length_is_the_models_where_it_has_fewer_positions(
+    described: dict[str, Any], seq_len: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **described}))
+    written: list[dict[str, Any]] = [{"config": {"model_type": "llama", **described}}, {"path": str(tmp_path)}]
+    for model in written:
+        caplog.clear()
+        config = Config.from_dict({"model": model})
+        assert config.data.seq_len == seq_len
+        assert ("data.seq_len is not given" in caplog.text) == (seq_len < 4096)
+        assert Config.from_dict(config.to_dict()) == config
+        assert Config.from_dict({"model": model, "data": {"seq_len": 4096}}).data.seq_len == 4096
+        assert Config.from_dict({"model": model}, ["data.seq_len=256"]).data.seq_len == 256

@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.errors import DoesNotFit
 from megatrain.machine import GIB, Readers
 from megatrain.shapes import SHAPES
-from run_support import settings
+from run_support import MODEL, settings
 
 H100 = {
     "name": "an H100",
@@ -350,6 +350,34 @@ def test_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path, monkey
     with pytest.raises(StorageError, match=r"output\.dir.*1\.00 KiB free"):
         Trainer(settings(tmp_path)).fit()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 300}))
+    found = answer(capsys, str(tmp_path), "device=cpu", "train.batch_size=2")
+    assert found["micro_batch"] == [2, 64]
+    assert main(["plan", str(tmp_path), "device=cpu", "data.seq_len=4096"]) == 2
+    assert "data.seq_len is 4096 and the model has positions for 64 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hiden_size": 32}, "model.config.hiden_size is not a key of llama; did you mean model.config.hidden_size?"),
+        ({"hidden_size": 30}, "(30) is not a multiple of the number of attention heads (4)"),
+        ({"model_type": "lama"}, "did you mean llama?"),
+        ({"model_type": "mamba"}, "mamba has no attention heads"),
+    ],
+)
+def test_a_model_that_cannot_be_is_a_wrong_request(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"model_type": "mamba"} if changes == {"model_type": "mamba"} else MODEL | changes
+    wanted = {"model": {"config": model}, "data": {"seq_len": 32}, "device": "cpu"}
+    assert main(["plan", written(tmp_path, "run.yaml", wanted)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_wrong_description_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from megatrain.config import raw as raw_config
 from megatrain.config import yaml12
 from megatrain.config.build import build, plain
 from megatrain.config.check import check
+from megatrain.config.positions import shorten
 from megatrain.config.sections import (
     DEFAULT_BATCH_TOKENS,
     DataConfig,
@@ -113,7 +114,7 @@ class Config:
 
 
 def _spread(tree: dict[str, Any]) -> dict[str, Any]:
-    """`data.eval: 0.05` holds that part of every training source out."""
+    """`data.eval: 0.05` holds that part of every training source out; `data.seq_len` is what the model has."""
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("eval"), float) and isinstance(data.get("train"), list):
         fraction = data["eval"]
@@ -130,6 +131,7 @@ def _spread(tree: dict[str, Any]) -> dict[str, Any]:
         data["eval"] = sources
     if "model" not in tree:
         raise ConfigError("model is missing; write `model: PATH` with a folder or hub id")
+    shorten(tree)
     return tree
 
 

@@ -122,7 +122,8 @@ class DataConfig:
     eval: tuple[SourceConfig, ...] = ()
     """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out."""
     seq_len: int = 4096
-    """Longest sequence, in tokens; with packing the length of every window."""
+    """Longest sequence, in tokens; with packing the length of every window. Default: 4096, or the positions of a model
+    (written out, or in a local folder) that has fewer."""
     packing: bool = True
     """Whether several rows share a window. They never see each other."""
     long_rows: Literal["split", "truncate", "drop", "error"] = "split"

@@ -362,6 +362,10 @@ def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_re
     assert "data.seq_len is 4096 and the model has positions for 64 tokens" in capsys.readouterr().err
 
 
+CODEGEN = {"model_type": "codegen", "n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64, "rotary_dim": 64}
+"""Rotates more dimensions than a head has."""
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -369,12 +373,13 @@ def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_re
         ({"hidden_size": 30}, "(30) is not a multiple of the number of attention heads (4)"),
         ({"model_type": "lama"}, "did you mean llama?"),
         ({"model_type": "mamba"}, "mamba has no attention heads"),
+        (CODEGEN, "CodeGenBlock cannot be computed with the numbers of this configuration: Attempting to broadcast"),
     ],
 )
 def test_a_model_that_cannot_be_is_a_wrong_request(
     changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"model_type": "mamba"} if changes == {"model_type": "mamba"} else MODEL | changes
+    model = changes if changes.get("model_type") in ("mamba", "codegen") else MODEL | changes
     wanted = {"model": {"config": model}, "data": {"seq_len": 32}, "device": "cpu"}
     assert main(["plan", written(tmp_path, "run.yaml", wanted)]) == 2
     assert words in capsys.readouterr().err

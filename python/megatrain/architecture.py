@@ -89,7 +89,7 @@ def sees(config: Any) -> bool:
 def max_positions(config: Any) -> int | None:
     """Longest sequence a text configuration has positions for, rotary scaling included."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
+    if limit is None or limit < 1:  # XLNet has -1
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]

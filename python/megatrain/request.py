@@ -38,6 +38,9 @@ class Measured:
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
 
 
+_SHAPES = ("Attempting to broadcast a dimension", "must match the size of tensor", "shapes cannot be multiplied")
+"""What torch says of tensors that do not go together; the first where they have no data."""
+
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
@@ -100,6 +103,9 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         with attention, matmuls:
             output = turn.forward(hidden, "offload", input_on_host=False)
     except (RuntimeError, NotImplementedError) as error:
+        if any(words in str(error) for words in _SHAPES):
+            name = type(module).__name__
+            raise ConfigError(f"{name} cannot be computed with the numbers of this configuration: {error}") from error
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
     if getattr(output, "shape", None) != hidden.shape:

@@ -191,7 +191,7 @@ class Engine:
         groups: list[tuple[float, float, float, float, float]] | None = None,
         accumulate: bool = False,
         rows: tuple[int, Any] | None = None,
-        idle: list[int] = [],
+        idle: list[int] = ...,
     ) -> None:
         """Starts a pass.
 
@@ -213,7 +213,7 @@ class Engine:
         self,
         groups: list[tuple[float, float, float, float, float]],
         max_grad_norm: float | None,
-        idle: list[int] = [],
+        idle: list[int] = ...,
     ) -> Outcome:
         """The verdict: waits for the norm, forms the clip coefficient, queues the updates (they run beneath what
         follows) or skips them when a gradient is not finite. In immediate mode it only waits and reports. `idle` are

@@ -11,7 +11,8 @@ import megatrain
 from families import of_kind
 from megatrain.architecture import load_config, max_positions
 from megatrain.errors import ConfigError
-from megatrain.model import Decoder, build_without_storage
+from megatrain.meta import build_without_storage
+from megatrain.model import Decoder
 from megatrain.request import measure, plan_request
 from reference import SIZES, batches, build, check_training, config, engine, error
 from test_equivalence import ROPE

@@ -193,7 +193,7 @@ def _saved_blocks(source: "Checkpoint", weights: FileWeights, layout: LayoutName
     if recorded is not None:
         return recorded
     from megatrain.architecture import load_config
-    from megatrain.model import build_without_storage
+    from megatrain.meta import build_without_storage
 
     try:
         return published(build_without_storage(load_config(source.folder), torch.bfloat16), shapes)

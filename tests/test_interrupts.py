@@ -133,10 +133,11 @@ def interrupt_after() -> Iterator[Callable[[float], None]]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def slow(seconds: float) -> Callable[..., Any]:
-    """A loss function that takes its time."""
+def slow(seconds: float, begun: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """A loss function that takes its time, and tells when it begins."""
 
     def loss_fn(hidden: Any, head: Any, _: Any) -> Any:
+        begun()
         time.sleep(seconds)
         return head(hidden).float().square().sum()
 
@@ -157,11 +158,15 @@ def test_just_in_time_gives_a_long_step_up_within_a_second(interrupt_after: Call
     ours, wanted = (engine(build()) for _ in range(2))
     data = batches(1)
     before = states(ours)
-    interrupt_after(0.2)
-    start = time.monotonic()
+    begun: list[float] = []
+
+    def interrupt() -> None:
+        begun.append(time.monotonic())
+        interrupt_after(0.1)
+
     with pytest.raises(Interrupted):
-        ours.step(data, loss_fn=slow(2.5))
-    assert time.monotonic() - start < 1.2
+        ours.step(data, loss_fn=slow(2.5, interrupt))
+    assert time.monotonic() - begun[0] < 1.1
     # What was left behind is over before anything else is answered.
     assert ours.num_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(states(ours), before, strict=True))
@@ -174,9 +179,8 @@ def test_an_immediate_step_is_finished_before_the_interrupt_is_raised(
 ) -> None:
     ours, wanted = (engine(build(), update="immediate", max_grad_norm=None) for _ in range(2))
     data = batches(1)
-    interrupt_after(0.2)
     with pytest.raises(Interrupted):
-        ours.step(data, loss_fn=slow(0.6))
+        ours.step(data, loss_fn=slow(0.6, lambda: interrupt_after(0.1)))
     assert ours.num_steps == 1
     wanted.step(data, loss_fn=slow(0))
     assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
@@ -187,12 +191,16 @@ def test_a_second_interrupt_is_raised_at_once_and_leaves_an_immediate_engine_bro
     interrupt_after: Callable[[float], None],
 ) -> None:
     ours = engine(build(), update="immediate", max_grad_norm=None)
-    interrupt_after(0.2)
-    interrupt_after(0.4)
-    start = time.monotonic()
+    begun: list[float] = []
+
+    def interrupt() -> None:
+        begun.append(time.monotonic())
+        interrupt_after(0.1)
+        interrupt_after(0.3)
+
     with pytest.raises(Interrupted):
-        ours.step(batches(1), loss_fn=slow(2.0))
-    assert time.monotonic() - start < 1.0
+        ours.step(batches(1), loss_fn=slow(2.0, interrupt))
+    assert time.monotonic() - begun[0] < 1.3
     for call in (lambda: ours.step(batches(1)), lambda: ours.num_steps, lambda: ours.set_lr(1.0)):
         with pytest.raises(EngineBroken, match="second interrupt"):
             call()

@@ -160,7 +160,10 @@ def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: d
         ({"model_type": "llama", "hidden_size": "many"}, r"model\.config: .*'hidden_size' expected int"),
         ({"model_type": "phi3", "vocab_size": 64}, "phi3 cannot be built: Padding_idx"),
         ({"model_type": "clip"}, "clip is no causal language model"),
-        ({"model_type": "musicgen"}, "encoder-decoder"),
+        (
+            {"model_type": "musicgen"},
+            "encoder-decoder|musicgen: .*text_encoder",
+        ),  # releases differ in what they see first
         ({"model_type": "whisper"}, "encoder-decoder"),
         ({"model_type": "falcon_mamba"}, "falcon_mamba has no attention heads"),
         ({"model_type": "zamba", "num_hidden_layers": 2}, "zamba: .*num_hidden_layers"),

@@ -59,6 +59,15 @@ def test_a_trained_tokenizer_is_cached_by_content(tmp_path, caplog):
     assert "training a tokenizer" in caplog.text
 
 
+def test_a_cached_tokenizer_saves_the_files_of_the_one_that_was_trained(tmp_path):
+    for name in ("trained", "cached"):
+        build_tokenizer(config(tmp_path)).save_pretrained(tmp_path / name)
+    trained, cached = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("trained", "cached")
+    )
+    assert cached == trained
+
+
 def test_little_text_gives_fewer_tokens_and_says_so(tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_text('{"text": "a b"}\n' * 40)
     tokenizer = build_tokenizer(

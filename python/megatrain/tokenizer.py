@@ -169,17 +169,24 @@ def with_vocabulary(model_config: dict[str, Any], tokenizer: "PreTrainedTokenize
 
 def _saved(checkpoint: Path) -> "PreTrainedTokenizerFast":
     """The tokenizer in a checkpoint, whose small files are compared with their sums."""
-    from transformers import PreTrainedTokenizerFast
-
     from megatrain.checkpoint import Checkpoint
 
     Checkpoint.open(checkpoint).check()
     try:
         with without_remark_on_type():
-            found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(checkpoint, local_files_only=True)
+            return _from_folder(checkpoint)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{checkpoint} has no tokenizer that can be loaded: {reason}") from None
+
+
+def _from_folder(folder: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer that was saved there, which saves the same files again."""
+    from transformers import PreTrainedTokenizerFast
+
+    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    for how in ("is_local", "local_files_only"):  # of this call, which transformers would write beside the rest
+        found.init_kwargs.pop(how, None)
     return found
 
 
@@ -207,15 +214,13 @@ def _check_same(config: Config, tokenizer: "PreTrainedTokenizerBase", checkpoint
 
 def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenizerFast":
     import tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     sources = [Source(settings) for settings in config.data.train]
     parts = [[source.digest(8), *source.selection()] for source in sources]
     name = cache.key("bpe", training.vocab_size, _WORDS, tokenizers.__version__, parts)
     folder = (Path(config.data.cache) if config.data.cache else cache.default_folder()) / "tokenizers"
     if (folder / name / "tokenizer.json").is_file():
-        found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
-        return found
+        return _from_folder(folder / name)
     _log.info("training a tokenizer of %d tokens", training.vocab_size)
     tokenizer = train_bpe(_texts(sources), training.vocab_size)
     if len(tokenizer) < training.vocab_size:

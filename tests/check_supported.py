@@ -36,7 +36,7 @@ TESTS = ROOT / "tests"
 SHORT = (
     "test_native", "test_native_engine", "test_dlpack", "test_equivalence", "test_plans_do_not_show", "test_model",
     "test_checkpoint", "test_resume_engine", "test_cli", "test_doctor", "test_supported", "test_data", "test_chat",
-    "test_tokenizer", "test_export", "test_config", "test_trainer", "test_signals",
+    "test_tokenizer", "test_export", "test_config", "test_trainer", "test_resume", "test_signals",
 )  # fmt: skip
 INSTALLED = (
     "test_packaging.py::test_the_installed_package_is_typed_and_has_its_command",

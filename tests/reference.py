@@ -249,6 +249,14 @@ def engine(model: Any, **options: Any) -> megatrain.Engine:
     return megatrain.Engine(copy.deepcopy(model), optimizer=optimizer, **options)
 
 
+def weights(ours: megatrain.Engine) -> dict[str, Tensor]:
+    return {name: ours.weight(name) for name in ours.decoder.tensors}
+
+
+def assert_unchanged(ours: megatrain.Engine, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
+
+
 def check_training(
     model: nn.Module,
     steps: list[list[dict[str, Tensor]]],

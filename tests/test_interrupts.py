@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from conftest import Interrupted
 from megatrain import AdamW
 from megatrain.errors import CheckpointError, ConfigError, EngineBroken
 from megatrain.interrupts import GivenUp, Shield
@@ -105,32 +106,6 @@ def test_whenever_an_interrupt_comes_the_weights_are_those_of_whole_steps(update
     assert found["different"] == []
     assert found["loss"]
     assert found["late"] < 1.0 + 2 * found["whole"]
-
-
-class Interrupted(Exception):
-    """What the handler of the tests below raises."""
-
-
-@pytest.fixture
-def interrupt_after() -> Iterator[Callable[[float], None]]:
-    """Sends this process a signal, whose handler raises, after so many seconds."""
-
-    def handler(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    timers: list[threading.Timer] = []
-
-    def start(seconds: float) -> None:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
-        timers.append(timer)
-        timer.start()
-
-    yield start
-    for timer in timers:
-        timer.cancel()
-        timer.join()
-    signal.signal(signal.SIGUSR1, before)
 
 
 def slow(seconds: float, begun: Callable[[], None] = lambda: None) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,6 @@ EACH_ISA = [  # one that is missing is reported as skipped
 ]
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc, to build a small library, is not installed")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only cost."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def guarded(values: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:

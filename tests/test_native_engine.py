@@ -2,47 +2,20 @@
 
 import gc
 import json
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from conftest import Interrupted
 from megatrain import _core
 
 NUMEL = 1000
 GROUP = (1e-3, 0.9, 0.999, 1e-8, 0.0)
-
-
-class Interrupted(Exception):
-    """Raised by the signal handler."""
-
-
-@pytest.fixture
-def interrupt_after() -> Iterator[Callable[[float], None]]:
-    """Sends this process a signal, whose handler raises, after so many seconds."""
-
-    def handler(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    timers: list[threading.Timer] = []
-
-    def start(seconds: float) -> None:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
-        timers.append(timer)
-        timer.start()
-
-    yield start
-    for timer in timers:
-        timer.cancel()
-        timer.join()
-    signal.signal(signal.SIGUSR1, before)
 
 
 def request(numel: int = NUMEL, **changes: Any) -> str:

@@ -22,7 +22,7 @@ from megatrain.stop import Stop
 from memory_core import llama
 from run_support import settings
 from test_resume_engine import OPTIMIZER, PLACEMENTS, batches, same, started, state
-from test_trainer import At, assert_bit_equal, fit, losses
+from trainer_support import At, assert_bit_equal, fit, losses
 
 SOURCE = Path(__file__).parent / "faulty_disk.c"
 
@@ -348,7 +348,7 @@ def test_a_run_whose_disk_fills_beneath_a_step_stops_and_names_the_last_good_che
     disk: Path, tmp_path: Path
 ) -> None:
     body = """
-        from test_trainer import At, fit
+        from trainer_support import At, fit
         from run_support import settings
         from megatrain.stop import RunStopped
         output = {"dir": str(folder / "run"), "save_every": 2, "export": "never"}

@@ -1,67 +1,22 @@
-"""The loop: what a run leaves, how it goes on, when it stops itself, and what it refuses."""
+"""The loop: what a run leaves and says, when it stops itself, and what it refuses."""
 
 import json
 import logging
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
-from megatrain import checkpoint, contents
+from megatrain import checkpoint
 from megatrain.cli import main
-from megatrain.config import SourceConfig
-from megatrain.data import stdlib
-from megatrain.data.sources import Source
 from megatrain.engine import Engine, StepOutput
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken, StorageError
-from megatrain.progress import Display
 from megatrain.run_folder import read_metrics, read_status
 from megatrain.stop import RunStopped, Stop
-from megatrain.tokenizer import train_bpe
-from megatrain.trainer import Result, Trainer
-from run_support import MODEL, WORDS, settings, write_rows
-
-
-class At(Display):
-    """Calls `act` when step `step` has finished, or a held-out batch of step `step` is about to be read."""
-
-    def __init__(self, step: int, act: Callable[[], Any]) -> None:
-        super().__init__("none")
-        self.when, self.act = step, act
-
-    def step(self, record: Any, left_s: float, every: int) -> None:
-        super().step(record, left_s, every)
-        if record.step == self.when:
-            self.act()
-
-
-def fit(config: dict[str, Any], **more: Any) -> Result:
-    return Trainer(config, **more).fit()
-
-
-def planes(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by plane and name."""
-    return {
-        f"{path.name}/{name}": tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-
-
-def assert_bit_equal(left: Path, right: Path) -> None:
-    ours, theirs = planes(left), planes(right)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-
-
-def losses(run: Path) -> list[Any]:
-    return [(record["step"], record["loss"], record["grad_norm"], record["rows"]) for record in read_metrics(run)]
+from megatrain.trainer import Trainer
+from run_support import settings, write_rows
+from trainer_support import At, assert_bit_equal, fit
 
 
 def test_a_run_leaves_its_whole_folder(tmp_path: Path) -> None:
@@ -113,48 +68,6 @@ def test_the_export_loads_in_stock_transformers_without_a_missing_key(tmp_path: 
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 5])
-def test_a_stopped_run_goes_on_bit_equal_with_the_same_command(tmp_path: Path, stop_at: int) -> None:
-    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
-    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
-    fit(straight)
-    stop = Stop()
-    first = fit(parted, stop=stop, display=At(stop_at, lambda: stop.request("SIGINT")))
-    assert (first.step, first.stopped) == (stop_at, "SIGINT")
-    assert first.checkpoint == tmp_path / "parted" / "checkpoints" / f"step-{stop_at}"
-    assert read_status(tmp_path / "parted")["state"] == "stopped"
-    second = fit(parted)
-    assert (second.step, second.stopped) == (6, "")
-    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
-    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
-
-
-def test_a_second_half_under_another_placement_is_bit_equal(tmp_path: Path) -> None:
-    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
-    fit(straight)
-    stop = Stop()
-    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
-    fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT")))
-    fit(parted | {"plan": {"micro_batch": 2, "slots": 2, "keep": 0, "poison": True}})
-    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
-    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
-
-
-def test_a_run_that_was_killed_after_its_checkpoint_repeats_what_came_after(tmp_path: Path) -> None:
-    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
-
-    def killed() -> None:
-        raise MemoryError("as if the process had been killed")
-
-    with pytest.raises(MemoryError):
-        fit(config, display=At(5, killed))
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    assert fit(config).step == 6
-    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
-    fit(straight)
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-
-
 def test_a_stop_during_evaluation_leaves_the_last_finished_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,13 +98,6 @@ def test_a_stop_while_saving_lets_the_save_finish(tmp_path: Path, monkeypatch: p
     result = fit(config, stop=stop)
     assert (result.step, result.stopped) == (2, "SIGTERM")
     assert checkpoint.verify(tmp_path / "run/checkpoints/step-2") == []
-
-
-def chat(*answers: str) -> str:
-    return "\n".join(
-        json.dumps({"prompt": "say it " + "x" * 300 if not answer else "say it", "completion": answer or "no room"})
-        for answer in answers
-    )
 
 
 def test_a_step_without_a_supervised_token_changes_nothing_and_says_so(
@@ -270,65 +176,6 @@ def test_a_broken_engine_or_disk_ends_the_run_and_names_the_last_good_checkpoint
         fit(config)
 
 
-def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = settings(tmp_path)
-    stop = Stop()
-    fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
-    other = settings(tmp_path, data={"seq_len": 16}, train={"steps": 6, "batch_size": 4, "lr": 1e-2, "seed": 7})
-    with pytest.raises(ConfigError, match=r"data\.seq_len: 32 → 16.*train\.seed: 0 → 7"):
-        fit(other)
-    slower = settings(tmp_path, train={"steps": 8, "batch_size": 4, "lr": 1e-3, "schedule": {"name": "constant"}})
-    with caplog.at_level(logging.INFO, "megatrain"):
-        assert fit(slower).step == 8
-    said = " ".join(record.message for record in caplog.records)
-    assert "train.lr: 0.01 → 0.001" in said
-    assert "train.steps: 6 → 8" in said
-    assert read_metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(1e-3)
-
-
-def stopped_after_two_steps(config: dict[str, Any]) -> None:
-    stop = Stop()
-    fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
-
-
-def test_training_data_whose_content_changed_make_another_run(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    rows = tmp_path / "rows.jsonl"
-    stopped_after_two_steps(config)
-    before, status = rows.read_bytes(), read_status(tmp_path / "run")
-    rows.write_bytes(before.replace(b"fox", b"cow", 1))  # as many bytes
-    with pytest.raises(ConfigError, match=r"data\.train\[0\]: its content changed since step 2: .*rows\.jsonl"):
-        fit(config)
-    with pytest.raises(ConfigError, match=r"differ: train\.seed: 0 → 7; data\.train\[0\]: its content .*\. Put"):
-        fit(config | {"train": config["train"] | {"seed": 7}})
-    assert read_status(tmp_path / "run") == status
-    rows.write_bytes(before)
-    assert fit(config).step == 6
-
-
-def test_a_tokenizer_that_the_run_trained_is_never_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
-    whole = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "whole")})
-    fit(whole)
-    parted = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "run")})
-    stopped_after_two_steps(parted)
-    shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr("megatrain.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
-    assert fit(parted).step == 6
-    newest = tmp_path / "run/checkpoints/step-6"
-    assert_bit_equal(newest, tmp_path / "whole/checkpoints/step-6")
-    assert (newest / "tokenizer.json").read_bytes() == (newest.with_name("step-2") / "tokenizer.json").read_bytes()
-
-    (tmp_path / "rows.jsonl").write_text('{"text": "words that no row held before"}\n' * 20)
-    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["eval_loss"]
-    assert found == pytest.approx(read_status(tmp_path / "run")["eval_loss"])
-
-
 def test_an_evaluation_says_of_which_weights_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings(tmp_path, train={"steps": 2, "batch_size": 4, "lr": 1e-2, "seed": 5})
     path = tmp_path / "small.yaml"
@@ -356,137 +203,6 @@ def test_an_evaluation_says_of_which_weights_it_is(tmp_path: Path, capsys: pytes
     path.write_text(yaml.safe_dump(exported))
     assert main(["eval", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weights"] == f"the model {run / 'export'}"
-
-
-def test_a_damaged_tokenizer_of_a_checkpoint_makes_the_run_go_on_from_the_one_before(tmp_path: Path) -> None:
-    output = {"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"}
-    fit(settings(tmp_path, output=output))
-    damaged = tmp_path / "run/checkpoints/step-6/tokenizer.json"
-    damaged.write_bytes(damaged.read_bytes().replace(b"endoftext", b"endofword"))
-    more = settings(tmp_path, output=output, train={"steps": 7, "batch_size": 4, "lr": 1e-2})
-    assert fit(more).step == 7
-    assert "endofword" not in (tmp_path / "run/checkpoints/step-7/tokenizer.json").read_text()
-
-
-def test_held_out_data_may_change_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
-    config = settings(tmp_path, data={"eval": str(held_out)})
-    stopped_after_two_steps(config)
-    write_rows(held_out, 9)
-    with caplog.at_level(logging.INFO, "megatrain"):
-        assert fit(config).step == 6
-    assert "from here on, data.eval[0]: its content changed since step 2" in caplog.text
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = settings(tmp_path)
-    with monkeypatch.context() as earlier:
-        earlier.setattr("megatrain.trainer._contents", lambda _: {})
-        stopped_after_two_steps(config)
-    assert fit(config).step == 6
-    assert [r.message for r in caplog.records if "does not say what its data held" in r.message]
-
-
-def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tmp_path: Path) -> None:
-    folder, template = tmp_path / "tokenizer", tmp_path / "template.jinja"
-    train_bpe(WORDS, 300).save_pretrained(folder)
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    model = {"tokenizer": str(folder), "chat_template": str(template)}
-    config = settings(tmp_path, model=model)
-    config["model"]["config"] = MODEL | {"vocab_size": 300}
-    stopped_after_two_steps(config)
-    template.write_text("{% for message in messages %}{{ message.content }}.{% endfor %}")
-    with pytest.raises(ConfigError, match=r"model\.chat_template: its content changed since step 2"):
-        fit(config)
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    train_bpe([word[::-1] for word in WORDS], 300).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"the tokenizer of model\.tokenizer: its content changed since step 2"):
-        fit(config)
-    train_bpe(WORDS, 300).save_pretrained(folder)
-    assert fit(config).step == 6
-
-
-def test_the_standard_library_of_another_python_is_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = SourceConfig(path="python:stdlib-chat")
-    before = contents.of_source(Source(setting))
-    assert contents.changed_sources("data.train", [before], [setting], 9) == []
-    original = stdlib.documents
-    monkeypatch.setattr(stdlib, "documents", lambda path: original(path)[:-1])
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
-    said = f"data.train[0]: its content changed since step 9: python:stdlib-chat of Python {before['python']} → 3.99.1"
-    assert contents.changed_sources("data.train", [before], [setting], 9) == [said]
-
-
-def test_a_branch_that_would_be_another_run_is_told_how_to_start_from_its_weights(tmp_path: Path) -> None:
-    fit(settings(tmp_path))
-    branch = settings(
-        tmp_path, data={"seq_len": 16}, output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run")}
-    )
-    with pytest.raises(
-        ConfigError, match=r"data\.seq_len: 32 → 16.*model: OUT after megatrain export .*run OUT"
-    ) as said:
-        fit(branch)
-    assert "another output.dir" not in str(said.value)
-    fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "export": "auto"}))
-    with pytest.raises(ConfigError, match=r"write model: .*run/export, and leave output\.resume out"):
-        fit(branch)
-    assert not (tmp_path / "branch").exists()
-
-
-def test_resume_never_and_required_are_kept_to(tmp_path: Path) -> None:
-    required = settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "required", "export": "never"})
-    with pytest.raises(ConfigError, match="required"):
-        fit(required)
-    assert not (tmp_path / "run").exists(), "a refusal leaves nothing behind"
-    fit(settings(tmp_path))
-    with pytest.raises(ConfigError, match="never"):
-        fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "never", "export": "never"}))
-    elsewhere = settings(
-        tmp_path,
-        train={"steps": 8, "batch_size": 4, "lr": 1e-2},
-        output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run"), "export": "never"},
-    )
-    assert fit(elsewhere).step == 8
-    assert [record["step"] for record in read_metrics(tmp_path / "branch")] == [7, 8]
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("output", "resume", "never"),
-        ("data", "seq_len", 16),
-        ("memory", "host", "64KiB"),
-        ("model", "config", MODEL | {"hidden_size": 64}),
-        ("train", "batch_size", 2),
-    ],
-)
-def test_a_refused_request_leaves_a_finished_run_as_it_was(tmp_path: Path, section: str, key: str, value: Any) -> None:
-    config = settings(tmp_path)
-    fit(config)
-    run = tmp_path / "run"
-
-    def contents() -> dict[str, bytes]:
-        files = (path for path in run.rglob("*") if path.is_file() and path.name != "lock")
-        return {str(path.relative_to(run)): path.read_bytes() for path in files}
-
-    before = contents()
-    assert read_status(run)["step"] == 6
-    with pytest.raises((ConfigError, DoesNotFit)):
-        fit(config | {section: config.get(section, {}) | {key: value}})
-    assert contents() == before
-
-
-def test_a_finished_run_that_is_run_again_keeps_its_losses(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    fit(config)
-    before = read_status(tmp_path / "run")
-    assert before["loss"] is not None
-    assert fit(config).loss is None, "no step was taken"
-    after = read_status(tmp_path / "run")
-    del before["pid"], before["updated"], after["pid"], after["updated"]
-    assert after == before
 
 
 def test_a_run_that_fails_says_how_far_it_came_and_one_that_breaks_while_loading_forgets_nothing(
@@ -563,19 +279,6 @@ def test_a_run_that_has_learnt_nothing_says_so_in_one_line(
     out = capsys.readouterr().out
     assert out.count("warning: the loss has not fallen") == int(warned), out
     assert "done: 12 steps" in out
-
-
-def test_an_evaluation_that_gave_way_to_a_stop_is_made_up(tmp_path: Path) -> None:
-    more = {"eval": {"at_start": False, "every": 3, "keep_best": True}}
-    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"}, **more)
-    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"}, **more)
-    fit(straight)
-    stop = Stop()
-    assert fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT"))).eval_loss is None
-    fit(parted)
-    wanted, found = (read_metrics(tmp_path / name) for name in ("straight", "parted"))
-    assert found[3]["eval_loss_before"] == wanted[2]["eval_loss"]
-    assert read_status(tmp_path / "parted")["best_step"] == read_status(tmp_path / "straight")["best_step"]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:

@@ -1,0 +1,261 @@
+"""How a run goes on: bit equal after a stop, and never on other data, another tokenizer or under another identity."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import contents
+from megatrain.cli import main
+from megatrain.config import SourceConfig
+from megatrain.data import stdlib
+from megatrain.data.sources import Source
+from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.run_folder import read_metrics, read_status
+from megatrain.stop import Stop
+from megatrain.tokenizer import train_bpe
+from run_support import MODEL, WORDS, settings, write_rows
+from trainer_support import At, assert_bit_equal, fit, losses, stopped_after_two_steps
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_a_stopped_run_goes_on_bit_equal_with_the_same_command(tmp_path: Path, stop_at: int) -> None:
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
+    fit(straight)
+    stop = Stop()
+    first = fit(parted, stop=stop, display=At(stop_at, lambda: stop.request("SIGINT")))
+    assert (first.step, first.stopped) == (stop_at, "SIGINT")
+    assert first.checkpoint == tmp_path / "parted" / "checkpoints" / f"step-{stop_at}"
+    assert read_status(tmp_path / "parted")["state"] == "stopped"
+    second = fit(parted)
+    assert (second.step, second.stopped) == (6, "")
+    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
+    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
+
+
+def test_a_second_half_under_another_placement_is_bit_equal(tmp_path: Path) -> None:
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    fit(straight)
+    stop = Stop()
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"})
+    fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT")))
+    fit(parted | {"plan": {"micro_batch": 2, "slots": 2, "keep": 0, "poison": True}})
+    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
+    assert_bit_equal(tmp_path / "parted/checkpoints/step-6", tmp_path / "straight/checkpoints/step-6")
+
+
+def test_a_run_that_was_killed_after_its_checkpoint_repeats_what_came_after(tmp_path: Path) -> None:
+    config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"})
+
+    def killed() -> None:
+        raise MemoryError("as if the process had been killed")
+
+    with pytest.raises(MemoryError):
+        fit(config, display=At(5, killed))
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert fit(config).step == 6
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"})
+    fit(straight)
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path)
+    stop = Stop()
+    fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
+    other = settings(tmp_path, data={"seq_len": 16}, train={"steps": 6, "batch_size": 4, "lr": 1e-2, "seed": 7})
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 32 → 16.*train\.seed: 0 → 7"):
+        fit(other)
+    slower = settings(tmp_path, train={"steps": 8, "batch_size": 4, "lr": 1e-3, "schedule": {"name": "constant"}})
+    with caplog.at_level(logging.INFO, "megatrain"):
+        assert fit(slower).step == 8
+    said = " ".join(record.message for record in caplog.records)
+    assert "train.lr: 0.01 → 0.001" in said
+    assert "train.steps: 6 → 8" in said
+    assert read_metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(1e-3)
+
+
+def test_training_data_whose_content_changed_make_another_run(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    stopped_after_two_steps(config)
+    before, status = rows.read_bytes(), read_status(tmp_path / "run")
+    rows.write_bytes(before.replace(b"fox", b"cow", 1))  # as many bytes
+    with pytest.raises(ConfigError, match=r"data\.train\[0\]: its content changed since step 2: .*rows\.jsonl"):
+        fit(config)
+    with pytest.raises(ConfigError, match=r"differ: train\.seed: 0 → 7; data\.train\[0\]: its content .*\. Put"):
+        fit(config | {"train": config["train"] | {"seed": 7}})
+    assert read_status(tmp_path / "run") == status
+    rows.write_bytes(before)
+    assert fit(config).step == 6
+
+
+def test_a_tokenizer_that_the_run_trained_is_never_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
+    whole = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "whole")})
+    fit(whole)
+    parted = settings(tmp_path, data={"eval": str(held_out)}, output={"dir": str(tmp_path / "run")})
+    stopped_after_two_steps(parted)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("megatrain.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
+    assert fit(parted).step == 6
+    newest = tmp_path / "run/checkpoints/step-6"
+    assert_bit_equal(newest, tmp_path / "whole/checkpoints/step-6")
+    assert (newest / "tokenizer.json").read_bytes() == (newest.with_name("step-2") / "tokenizer.json").read_bytes()
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "words that no row held before"}\n' * 20)
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["eval_loss"]
+    assert found == pytest.approx(read_status(tmp_path / "run")["eval_loss"])
+
+
+def test_a_damaged_tokenizer_of_a_checkpoint_makes_the_run_go_on_from_the_one_before(tmp_path: Path) -> None:
+    output = {"dir": str(tmp_path / "run"), "save_every": 2, "export": "never"}
+    fit(settings(tmp_path, output=output))
+    damaged = tmp_path / "run/checkpoints/step-6/tokenizer.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"endoftext", b"endofword"))
+    more = settings(tmp_path, output=output, train={"steps": 7, "batch_size": 4, "lr": 1e-2})
+    assert fit(more).step == 7
+    assert "endofword" not in (tmp_path / "run/checkpoints/step-7/tokenizer.json").read_text()
+
+
+def test_held_out_data_may_change_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held_out = write_rows(tmp_path / "held_out.jsonl", 8)
+    config = settings(tmp_path, data={"eval": str(held_out)})
+    stopped_after_two_steps(config)
+    write_rows(held_out, 9)
+    with caplog.at_level(logging.INFO, "megatrain"):
+        assert fit(config).step == 6
+    assert "from here on, data.eval[0]: its content changed since step 2" in caplog.text
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("megatrain.trainer._contents", lambda _: {})
+        stopped_after_two_steps(config)
+    assert fit(config).step == 6
+    assert [r.message for r in caplog.records if "does not say what its data held" in r.message]
+
+
+def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tmp_path: Path) -> None:
+    folder, template = tmp_path / "tokenizer", tmp_path / "template.jinja"
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    model = {"tokenizer": str(folder), "chat_template": str(template)}
+    config = settings(tmp_path, model=model)
+    config["model"]["config"] = MODEL | {"vocab_size": 300}
+    stopped_after_two_steps(config)
+    template.write_text("{% for message in messages %}{{ message.content }}.{% endfor %}")
+    with pytest.raises(ConfigError, match=r"model\.chat_template: its content changed since step 2"):
+        fit(config)
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    train_bpe([word[::-1] for word in WORDS], 300).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"the tokenizer of model\.tokenizer: its content changed since step 2"):
+        fit(config)
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    assert fit(config).step == 6
+
+
+def test_the_standard_library_of_another_python_is_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = SourceConfig(path="python:stdlib-chat")
+    before = contents.of_source(Source(setting))
+    assert contents.changed_sources("data.train", [before], [setting], 9) == []
+    original = stdlib.documents
+    monkeypatch.setattr(stdlib, "documents", lambda path: original(path)[:-1])
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    said = f"data.train[0]: its content changed since step 9: python:stdlib-chat of Python {before['python']} → 3.99.1"
+    assert contents.changed_sources("data.train", [before], [setting], 9) == [said]
+
+
+def test_a_branch_that_would_be_another_run_is_told_how_to_start_from_its_weights(tmp_path: Path) -> None:
+    fit(settings(tmp_path))
+    branch = settings(
+        tmp_path, data={"seq_len": 16}, output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run")}
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.seq_len: 32 → 16.*model: OUT after megatrain export .*run OUT"
+    ) as said:
+        fit(branch)
+    assert "another output.dir" not in str(said.value)
+    fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "export": "auto"}))
+    with pytest.raises(ConfigError, match=r"write model: .*run/export, and leave output\.resume out"):
+        fit(branch)
+    assert not (tmp_path / "branch").exists()
+
+
+def test_resume_never_and_required_are_kept_to(tmp_path: Path) -> None:
+    required = settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "required", "export": "never"})
+    with pytest.raises(ConfigError, match="required"):
+        fit(required)
+    assert not (tmp_path / "run").exists(), "a refusal leaves nothing behind"
+    fit(settings(tmp_path))
+    with pytest.raises(ConfigError, match="never"):
+        fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "resume": "never", "export": "never"}))
+    elsewhere = settings(
+        tmp_path,
+        train={"steps": 8, "batch_size": 4, "lr": 1e-2},
+        output={"dir": str(tmp_path / "branch"), "resume": str(tmp_path / "run"), "export": "never"},
+    )
+    assert fit(elsewhere).step == 8
+    assert [record["step"] for record in read_metrics(tmp_path / "branch")] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("output", "resume", "never"),
+        ("data", "seq_len", 16),
+        ("memory", "host", "64KiB"),
+        ("model", "config", MODEL | {"hidden_size": 64}),
+        ("train", "batch_size", 2),
+    ],
+)
+def test_a_refused_request_leaves_a_finished_run_as_it_was(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    config = settings(tmp_path)
+    fit(config)
+    run = tmp_path / "run"
+
+    def contents() -> dict[str, bytes]:
+        files = (path for path in run.rglob("*") if path.is_file() and path.name != "lock")
+        return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+    before = contents()
+    assert read_status(run)["step"] == 6
+    with pytest.raises((ConfigError, DoesNotFit)):
+        fit(config | {section: config.get(section, {}) | {key: value}})
+    assert contents() == before
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_losses(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    fit(config)
+    before = read_status(tmp_path / "run")
+    assert before["loss"] is not None
+    assert fit(config).loss is None, "no step was taken"
+    after = read_status(tmp_path / "run")
+    del before["pid"], before["updated"], after["pid"], after["updated"]
+    assert after == before
+
+
+def test_an_evaluation_that_gave_way_to_a_stop_is_made_up(tmp_path: Path) -> None:
+    more = {"eval": {"at_start": False, "every": 3, "keep_best": True}}
+    straight = settings(tmp_path, output={"dir": str(tmp_path / "straight"), "export": "never"}, **more)
+    parted = settings(tmp_path, output={"dir": str(tmp_path / "parted"), "export": "never"}, **more)
+    fit(straight)
+    stop = Stop()
+    assert fit(parted, stop=stop, display=At(3, lambda: stop.request("SIGINT"))).eval_loss is None
+    fit(parted)
+    wanted, found = (read_metrics(tmp_path / name) for name in ("straight", "parted"))
+    assert found[3]["eval_loss_before"] == wanted[2]["eval_loss"]
+    assert read_status(tmp_path / "parted")["best_step"] == read_status(tmp_path / "straight")["best_step"]

@@ -77,6 +77,21 @@ def test_the_table_names_every_item_the_bound_and_the_numerics_key(
         assert word in said, word
 
 
+def test_a_checkpoints_time_is_told_where_a_disk_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = written(tmp_path, "measured.yaml", H100 | {"rates": H100["rates"] | {"disk_write_gbs": 2.5}})
+    found = answer(capsys, "qwen2.5-7b", "--machine", measured)
+    assert found["checkpoint_s"] == found["disk"]["checkpoint"] / 2.5e9
+    assert main(["plan", "qwen2.5-7b", "--machine", measured]) == 0
+    told = f"a checkpoint: about {found['checkpoint_s']:.3g} s at the 2.5 GB/s that the probe's disk wrote, beneath the"
+    assert told in capsys.readouterr().out
+    unmeasured = written(tmp_path, "h100.yaml", H100)
+    assert answer(capsys, "qwen2.5-7b", "--machine", unmeasured)["checkpoint_s"] is None
+    assert main(["plan", "qwen2.5-7b", "--machine", unmeasured]) == 0
+    assert "a checkpoint:" not in capsys.readouterr().out
+
+
 def test_on_the_cpu_one_memory_is_told_as_one_and_what_at_least_means(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
     assert main(["plan", *words]) == 0

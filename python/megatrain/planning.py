@@ -421,6 +421,12 @@ class Report:
         arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.settled)["matmul_tflops"] * 1e12)
         return max(float(self.estimate["step_s"]), arithmetic)
 
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds that writing a checkpoint takes at the measured rate of a disk; None where none was measured."""
+        rate = self.settled.rates.get("disk_write_gbs")
+        return self.disk["checkpoint"] / (rate * 1e9) if rate else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         settled = self.settled
@@ -445,6 +451,7 @@ class Report:
             "free_clipping_tokens": self.free_clipping_tokens,
             "numerics": self.numerics,
             "disk": self.disk,
+            "checkpoint_s": self.checkpoint_s,
         }
 
 

@@ -43,6 +43,11 @@ def plan(report: "Report") -> None:
         f"disk: {format_bytes(report.disk['checkpoint'])} a checkpoint, {format_bytes(report.disk['checkpoints'])} for "
         f"all that exist at a time, {format_bytes(report.disk['export'])} for the export"
     )
+    if report.checkpoint_s is not None:
+        line(
+            f"a checkpoint: about {report.checkpoint_s:.3g} s at the {settled.rates['disk_write_gbs']:.3g} GB/s that "
+            "the probe's disk wrote, beneath the steps that follow"
+        )
     line("numerics key: " + ", ".join(f"{key} {_plain(value)}" for key, value in report.numerics.items()))
     line(f"packed rows: {_packed_rows(report.numerics['packed_rows'])}")
     if settled.device == "cuda" and not report.numerics["deterministic"]:

@@ -265,6 +265,7 @@ class Runtime:
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             generator=_seeder(self.device),
+            group=int(plan["group"]),
         )
 
 

@@ -56,6 +56,8 @@ class Workshop:
     """By unit: views in region `accumulators`, fp32."""
     generator: Callable[[int], None]
     """Seeds the device's random state."""
+    group: int
+    """Micro-batches that pass through a unit before the next one is loaded."""
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off everywhere."""
@@ -90,9 +92,12 @@ class Pass:
         count = len(prepared.micro_batches)
         # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
         with_batch = options.loss_fn is not None
-        self._micro: list[MicroBatch | None] = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
+        moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
+        moved[: workshop.group] = map(preparer.with_record, moved[: workshop.group])
+        self._micro: list[MicroBatch | None] = list(moved)
         tables = prepared.tables if training else {}
         self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
+        preparer.end_copies()
         self._hidden: list[Tensor | None] = [None] * count
         self._grad: list[Tensor | None] = [None] * count
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
@@ -138,7 +143,8 @@ class Pass:
         shop = self._shop
         micro = self._micro[m]
         assert micro is not None
-        micro = self._micro[m] = self._preparer.with_record(micro)
+        if m >= shop.group:  # masks of one group at a time
+            micro = self._micro[m] = self._preparer.with_record(micro)
         shop.embed.bound.bind(op.weights)
         self._reseed(m, 0)
         self._hidden[m], features = shop.embed.forward(micro)

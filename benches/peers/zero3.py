@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-3b", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     os.environ.update(alone, DS_SKIP_CUDA_CHECK="1")

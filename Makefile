@@ -12,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml') \
            Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-gpu bench help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-python: $(VENV)/.development ## the Python tests
 
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
 	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
+
+test-examples: $(VENV)/.development ## both examples to their end, the second with fewer steps: about ten minutes
+	$(PYTHON) tests/check_examples.py
 
 test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
 	cargo test -p megatrain-cuda --locked

@@ -3,6 +3,7 @@ transformers computes, and what we export after a step answers as a chat model."
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 TEXT = "The list data type has some more methods. Here are all of the methods of list objects."
+
+
+def conversation(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A question and an answer in the model's own template, and labels of the answer alone: (1, seq) each."""
+    question = [{"role": "user", "content": "What does the documentation say about json.dumps?"}]
+    answer = {"role": "assistant", "content": "Serialize obj to a JSON formatted str using this conversion table."}
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([*question, answer], tokenize=False)
+    ids = tokenizer(whole, return_tensors="pt", add_special_tokens=False).input_ids
+    asked = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    assert whole.startswith(prompt)
+    return ids, ids.masked_fill(torch.arange(ids.shape[1]) < asked, -100)
 
 
 @pytest.mark.timeout(900)
@@ -44,6 +57,15 @@ def test_a_pretrained_model_computes_and_answers_as_stock_transformers_does(tmp_
         theirs = stock(ids, labels=ids)
     assert torch.allclose(engine.logits(ids)[0], theirs.logits[0, -1], rtol=1e-4, atol=1e-4)
     assert engine.evaluate([{"input_ids": ids, "labels": ids}]) == pytest.approx(float(theirs.loss), rel=1e-5)
+    chat, reply = conversation(tokenizer)
+    with torch.no_grad():
+        logits = stock(chat).logits
+        wanted = torch.nn.functional.cross_entropy(logits[0, :-1], reply[0, 1:])
+        chosen = logits.log_softmax(-1)[0, :-1].gather(1, chat[0, 1:, None])[:, 0]
+    batch = {"input_ids": chat, "labels": reply}
+    assert engine.evaluate([batch]) == pytest.approx(float(wanted), rel=1e-5)
+    everywhere = engine.logprobs([{"input_ids": chat, "labels": chat}])[0][0]
+    assert torch.allclose(everywhere, chosen, rtol=1e-4, atol=1e-4)
     out = engine.step([{"input_ids": ids, "labels": ids}])
     assert out.loss == pytest.approx(float(theirs.loss), rel=1e-5)
     del stock, weights, theirs

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, diff
+from megatrain.config import Config, diff, earlier
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.run_folder import RunFolder
 
@@ -107,7 +107,7 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> Origin:
     try:
         state = found.state()["state"]["run"]
         position = Position(**state["position"])
-        before = Config.from_dict(state["config"])
+        before = Config.from_dict(earlier(state["config"]))
         numerics = dict(state["numerics"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None

@@ -7,7 +7,7 @@
 `sections` holds the settings and their defaults, `check` their contradictions, `build` the errors about keys and types.
 """
 
-from megatrain.config.resume import Change, diff
+from megatrain.config.resume import Change, diff, earlier
 from megatrain.config.schema import Config
 from megatrain.config.sections import (
     DataConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "TokenizerTraining",
     "TrainConfig",
     "diff",
+    "earlier",
     "format_size",
     "parse_size",
 ]

@@ -25,6 +25,16 @@ def _supported(config: "Config") -> None:
         )
     if config.train.moments != "fp32":
         raise ConfigError(f"train.moments: {config.train.moments} is not supported yet; write fp32")
+    if config.train.check_every is not None:
+        raise ConfigError(
+            f"train.check_every: {config.train.check_every} is not supported yet: weights on the device are not "
+            "compared with those on the host; leave it null"
+        )
+    if config.output.tensorboard:
+        raise ConfigError(
+            "output.tensorboard is not supported yet: metrics are in metrics.jsonl of the run's folder, and "
+            "`megatrain report` makes a page of them; leave it false"
+        )
 
 
 def _model(config: "Config") -> None:

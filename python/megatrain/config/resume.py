@@ -28,6 +28,19 @@ _KINDS = {
     "output": "place",
 }
 
+_WITHOUT_EFFECT = {"train.check_every": None, "output.tensorboard": False}
+"""Settings that earlier versions took without doing anything for them, and that are refused now; their defaults."""
+
+
+def earlier(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as an earlier version stored them, without what had no effect: they stay a run that can go on."""
+    kept = dict(tree)
+    for key, default in _WITHOUT_EFFECT.items():
+        section, _, name = key.partition(".")
+        if isinstance(kept.get(section), Mapping) and name in kept[section]:
+            kept[section] = {**kept[section], name: default}
+    return kept
+
 
 class Change(NamedTuple):
     """One setting that differs."""

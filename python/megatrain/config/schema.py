@@ -1,7 +1,6 @@
 """`Config`: all settings of a run, read from YAML, a mapping or keywords, checked as a whole."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -106,11 +105,8 @@ class Config:
                     "model.tokenizer is not set, and a model from model.config has none; name a folder or hub id, "
                     "or write {train: bpe, vocab_size: 4096}"
                 )
-        if "output" in keys:
-            if self.output.dir is None:
-                raise ConfigError("output.dir is not set; name the folder for checkpoints, logs and the export")
-            if self.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
-                raise ConfigError("output.tensorboard needs the package: pip install tensorboard")
+        if "output" in keys and self.output.dir is None:
+            raise ConfigError("output.dir is not set; name the folder for checkpoints, logs and the export")
 
 
 def _spread(tree: dict[str, Any]) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class TrainConfig:
     max_nonfinite: int = 5
     """Steps with non-finite gradients in a row after which the run stops itself."""
     check_every: int | None = None
-    """Steps between two comparisons of the weights on the device with those on the host; null: never."""
+    """Steps between two comparisons of the weights on the device with those on the host; null: never. Not supported yet."""
 
     def __post_init__(self) -> None:
         for one, other in (("steps", "epochs"), ("batch_tokens", "batch_size")):
@@ -386,7 +386,7 @@ class OutputConfig:
     log_every: int = 1
     """Steps between two lines."""
     tensorboard: bool = False
-    """Whether metrics are written for TensorBoard too (needs the package)."""
+    """Whether metrics are written for TensorBoard too. Not supported yet."""
 
     def __post_init__(self) -> None:
         _at_least("output", self, keep=1, log_every=1)

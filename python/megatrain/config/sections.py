@@ -237,7 +237,7 @@ class TrainConfig:
     max_nonfinite: int = 5
     """Steps with non-finite gradients in a row after which the run stops itself."""
     check_every: int | None = None
-    """Steps between two comparisons of the weights on the device with those on the host; null: never. Not supported yet."""
+    """Steps between two comparisons of the weights on the device with those on the host. Not supported yet: null."""
 
     def __post_init__(self) -> None:
         for one, other in (("steps", "epochs"), ("batch_tokens", "batch_size")):

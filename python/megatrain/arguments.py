@@ -1,9 +1,11 @@
 """What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
 
+import contextlib
 import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatrain.config.values import parse_size
@@ -50,8 +52,7 @@ def check(
     if micro_batches is not None and not is_count(micro_batches, 1):
         raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
     for name, given in (("memory", memory), ("plan", plan)):
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
+        mapping(name, given)
     memory_limits(memory)
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
@@ -65,6 +66,12 @@ def check(
             f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
             f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
         )
+
+
+def mapping(name: str, given: Any) -> None:
+    """Raises ConfigError for what is neither a dict nor left out."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
 
 
 def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
@@ -93,6 +100,17 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
             f"micro_batch is {tuple(micro_batch)} and the model has positions for {positions} tokens; lower its second "
             "number"
         )
+
+
+def folder(given: Any) -> Path:
+    """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
+    try:
+        path = Path(given)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{str(given)[:200]!r} cannot be a folder: {error}") from None
+    return path
 
 
 def positive(value: Any) -> bool:

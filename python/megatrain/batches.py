@@ -7,7 +7,7 @@ and rotary tables (by the recorder), which embedding rows are looked up. The dev
 import collections
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask")
 """What of a micro-batch is read for any model. A `loss_fn` is given the whole dict: only with one it may hold more."""
 
 _CACHED_SHAPES = 16
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -89,6 +91,16 @@ class Prepared:
         return max((m.shape for m in self.micro_batches), key=lambda shape: shape[0] * shape[1], default=(0, 0))
 
 
+def listed(batches: Any) -> None:
+    """Raises ConfigError for what is no list of micro-batches."""
+    if isinstance(batches, Mapping):
+        raise ConfigError("micro-batches must be a list of dicts, not one dict; write [batch]")
+    if isinstance(batches, Prepared):
+        raise ConfigError("what engine.prepare returned is for one step of training; give the list of dicts itself")
+    if not isinstance(batches, list | tuple):
+        raise ConfigError(f"micro-batches must be a list of dicts, not {type(batches).__name__}")
+
+
 class Preparer:
     """Checks and records micro-batches for one model; safe to call from another thread."""
 
@@ -104,10 +116,7 @@ class Preparer:
     ) -> Prepared:
         """The CPU's part. Raises ConfigError, which names the micro-batch, for anything the model cannot take. Keys
         beside `KEYS` are let through with `more_keys` only."""
-        if isinstance(batches, Mapping):
-            raise ConfigError("micro-batches must be a list of dicts, not one dict; write [batch]")
-        if not isinstance(batches, list | tuple):
-            raise ConfigError(f"micro-batches must be a list of dicts, not {type(batches).__name__}")
+        listed(batches)
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
         checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
@@ -121,6 +130,18 @@ class Preparer:
             tables=self._look_up(used, records),
             empty=[m.index for m in checked if not m.num_tokens and not whole],
         )
+
+    def in_groups(
+        self, batches: Sequence[Batch], most: int | None, *, need_labels: bool = True, keep_empty: bool = False
+    ) -> Iterator[Prepared]:
+        """Batches as they are given, `most` at a time (None: all at once); groups without a supervised token are left
+        out, except with `keep_empty`."""
+        size = most or max(1, len(batches))
+        for start in range(0, len(batches), size):
+            part = batches[start : start + size]
+            prepared = self.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
+            if prepared.micro_batches:
+                yield prepared
 
     def to_device(self, micro: MicroBatch, with_batch: bool = False) -> MicroBatch:
         """The micro-batch on the device, copied asynchronously; masks and rotary tables follow with `with_record`."""
@@ -383,9 +404,10 @@ class Preparer:
 
 def _without_what_follows(mask: Tensor, supervised: Tensor) -> Tensor | None:
     """The mask of (batch, seq) without the padding that follows a row, or None where nothing is left of it. In a causal
-    model nothing before it sees that padding, so that hiding it changes nothing unless it is supervised itself."""
+    model no token sees that padding, so that hiding it changes nothing unless it is supervised itself. A row with
+    padding before or between its tokens keeps its mask: padding that has nothing to attend to looks at everything."""
     follows = (mask.flip(1).cumsum(1) == 0).flip(1)
-    free = follows & ~(follows & supervised).any(1, keepdim=True)
+    free = follows & ~((follows & supervised) | (~follows & (mask == 0))).any(1, keepdim=True)
     mask = mask.masked_fill(free, 1)
     return None if bool(mask.all()) else mask
 
@@ -396,10 +418,14 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
         raise ConfigError(f"{where} has no {name}")
     try:
         tensor = torch.as_tensor(value).cpu()
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError("it is sparse, nested or packed otherwise; make it an ordinary tensor")
         tensor = tensor.clone() if tensor.is_inference() else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
-    if tensor.ndim != 2 or tensor.is_floating_point() or 0 in tensor.shape:
+    # a mask of true and false is one of integers; token ids are none
+    number = (tensor.dtype == torch.bool and name.endswith("mask")) or tensor.dtype in _INTEGERS
+    if tensor.ndim != 2 or not number or 0 in tensor.shape:
         raise ConfigError(
             f"{where}: {name} must be integers of shape (batch, seq), not {tensor.dtype} {[*tensor.shape]}"
         )

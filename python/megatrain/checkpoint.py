@@ -276,9 +276,9 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Reads the manifest and compares sizes; `verify` compares contents too. Raises CheckpointError."""
-        recover(folder)
         path = folder / "manifest.json"
         try:
+            recover(folder)
             manifest = json.loads(path.read_bytes())
             if manifest["format"] != _FORMAT:
                 raise ValueError(f"its format is {manifest['format']!r}")
@@ -398,6 +398,7 @@ def load(
     *,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
+    begin: Callable[[], object] = lambda: None,  # called before the first value is replaced
 ) -> dict[str, Any]:
     """Restores every plane bit for bit, compares every CRC on the way, and returns the `state` given to `save`.
 
@@ -421,6 +422,7 @@ def load(
             if progress is not None:
                 progress(min(done[0], total), total)
 
+        begin()
         shards.read_checked(work, restore.write, threads=threads, progress=report)
     except DamagedFile as error:
         raise DamagedCheckpoint(f"{error}; take an earlier checkpoint", checkpoint.folder) from None

@@ -9,7 +9,8 @@ Where things are and in which order they move is the core's plan; what is comput
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 
 from megatrain import _core, arguments, checkpoint, export, numerics, state, weights
 from megatrain.architecture import load_config
-from megatrain.batches import Batch, MicroBatch, Prepared, Preparer
+from megatrain.batches import Batch, MicroBatch, Prepared, Preparer, listed
 from megatrain.ends import LossFn
-from megatrain.errors import CheckpointError, ConfigError, EngineBroken
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model import PRECISIONS, Decoder, TensorRef
 from megatrain.optim import AdamW
 from megatrain.passes import Passes, StepOutput
@@ -259,9 +260,10 @@ class Engine:
         """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update."""
         self._usable()
         total, tokens = 0.0, 0
+        listed(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
-        for prepared in self._in_groups(batches, need_labels=True):
+        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches):
             run = self._passes.evaluate(prepared)
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
             tokens += prepared.num_tokens
@@ -273,9 +275,14 @@ class Engine:
         """For each batch (batch, seq - 1) fp32 on the CPU: log-probability of each next token by `labels` (or by
         `input_ids` where there are none), 0 where not supervised. No update."""
         self._usable()
-        labelled = [b if b.get("labels") is not None else {**b, "labels": b.get("input_ids")} for b in batches]
+        listed(batches)
+        given: Sequence[Any] = batches  # whether each is a dict is said when it is prepared
+        labelled = [
+            {**b, "labels": b.get("input_ids")} if isinstance(b, Mapping) and b.get("labels") is None else b
+            for b in given
+        ]
         found: list[Tensor] = []
-        for prepared in self._in_groups(labelled, need_labels=True, keep_empty=True):
+        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches, keep_empty=True):
             run = self._passes.evaluate(prepared)
             for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
                 assert values is not None
@@ -289,15 +296,6 @@ class Engine:
         run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
         assert run.collected[0] is not None
         return run.collected[0].float().cpu()
-
-    def _in_groups(self, batches: Sequence[Batch], need_labels: bool, keep_empty: bool = False) -> Iterator[Prepared]:
-        """Batches in groups of as many as were planned for."""
-        most = self._runtime.micro_batches or max(1, len(batches))
-        for start in range(0, len(batches), most):
-            part = batches[start : start + most]
-            prepared = self._preparer.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
-            if prepared.micro_batches:
-                yield prepared
 
     # ------------------------------------------------------------------------------------- reading, saving
 
@@ -336,9 +334,10 @@ class Engine:
             raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
         if self._saving is not None and not self._saving.over:
             raise ConfigError(f"{self._saving.folder} is still being written; finish it, or give it up, first")
+        arguments.mapping("state", state)
         own = {"step": self._passes.num_steps, "lr": self.optimizer.lr, "numerics": self.numerics()}
         self._saving = checkpoint.begin_save(
-            folder,
+            arguments.folder(folder),
             self,
             {"engine": own, "run": dict(state or {})},
             step=self._passes.num_steps if step is None else step,
@@ -351,22 +350,23 @@ class Engine:
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. Gradients that wait for
-        `optimizer_step` are dropped. When an interrupt cuts it off, the engine refuses everything but another load."""
+        `optimizer_step` are dropped. Once the first value is replaced, an interrupt or a damaged file leaves an engine
+        that refuses everything but another load; until then one that goes on as before."""
         runtime = self._runtime
         before, runtime.undefined = runtime.undefined, ""
+        begun = threading.Event()
         try:
             self._usable()
-            saved = checkpoint.load(folder, self)
+            saved = checkpoint.load(arguments.folder(folder), self, begin=begun.set)
             self._passes.discard()
             own = saved.get("engine", {})
             if "lr" in own:
                 self.optimizer.set_lr(own["lr"])
             self._passes.num_steps = int(own.get("step", 0))
-        except (CheckpointError, EngineBroken):
-            runtime.undefined = before
-            raise
-        except BaseException:
-            runtime.undefined = f"loading {folder} was cut off, so weights of two states are mixed; load a checkpoint"
+        except BaseException as error:
+            why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"
+            mixed = f"loading {folder} {why}, so weights of two states are mixed; load a checkpoint"
+            runtime.undefined = mixed if begun.is_set() else before
             raise
         changed = numerics.differences(own.get("numerics", {}), self.numerics())
         if changed:
@@ -380,7 +380,7 @@ class Engine:
         export.save_pretrained(
             self.decoder,
             self.core,
-            folder,
+            arguments.folder(folder),
             dtype=dtype,
             layout=layout,
             tokenizer=self._tokenizer,
@@ -420,6 +420,10 @@ class Engine:
         if self._saving is not None:
             self._saving.cancel()
         self._runtime.close()
+
+    def __reduce__(self) -> Any:
+        """Refused: an engine is memory and threads of this process, so that a copy of it would be none."""
+        raise TypeError("an engine cannot be pickled or copied; use engine.save(folder) and engine.load(folder)")
 
     def __enter__(self) -> "Engine":
         self._usable()

@@ -4,6 +4,7 @@ for piece in generate("runs/quickstart", "def main", max_new_tokens=64): print(p
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def generate(
     device: str = "auto",
 ) -> Iterator[str]:
     """Yields the continuation piece by piece, the prompt left out. Raises ConfigError or CheckpointError."""
-    if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ConfigError(
             f"max_new_tokens must be at least 1, temperature not negative and top_p in (0, 1], not {max_new_tokens}, "
             f"{temperature} and {top_p}"

@@ -75,14 +75,14 @@ class AdamW:
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate; groups with their own keep their ratio to it, as under a schedule of torch's."""
         try:
-            allowed = math.isfinite(lr) and lr >= 0
-        except TypeError:
-            allowed = False
-        if not allowed:
+            value = math.nan if isinstance(lr, bool | str) else float(lr)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"lr must be finite and not negative, not {lr!r}")
-        if self._base_lr == 0 and lr != 0 and any(g.lr for g in self.groups[1:]):
+        if self._base_lr == 0 and value != 0 and any(g.lr for g in self.groups[1:]):
             raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
-        self._lr = lr
+        self._lr = value
 
     def core_groups(self) -> list[CoreGroup]:
         """Every group as the core takes it, the default one first."""

@@ -93,6 +93,7 @@ class Passes:
         self, prepared: Prepared, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
     ) -> StepOutput | float:
         """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
+        self._refuse_loss(loss_fn)
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         normalizer = None if normalizer is None else float(normalizer)
@@ -133,6 +134,18 @@ class Passes:
             return self._apply(core) if apply else loss
 
         return self.shield.run(body, finish=self._immediate)
+
+    def _refuse_loss(self, loss_fn: LossFn | None) -> None:
+        """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
+        if loss_fn is None:
+            return
+        if not callable(loss_fn):
+            raise ConfigError(f"loss_fn must be a function of (hidden, head, batch), not {loss_fn!r}")
+        for name, value in (("label_smoothing", self._label_smoothing), ("z_loss", self._z_loss)):
+            if value:
+                raise ConfigError(
+                    f"{name} is {value} and shapes the built-in loss only; with loss_fn create the engine without it"
+                )
 
     def _refuse_other(self, normalizer: float | None) -> None:
         """Raises ConfigError where gradients wait that were divided by something else; they wait on."""

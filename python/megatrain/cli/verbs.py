@@ -443,7 +443,10 @@ def _export(args: argparse.Namespace) -> int:
     from megatrain import checkpoint
     from megatrain.export import export_checkpoint
 
-    run, step = Path(args.run), _step(Path(args.run), args.step)
+    run = Path(args.run)
+    if args.step is not None and (run / "manifest.json").is_file():
+        raise ConfigError(f"{run} is one checkpoint, not a run, so it has no step {args.step}; leave --step out")
+    step = _step(run, args.step)
     if (run / "manifest.json").is_file():
         source = run
     elif step not in (None, "last"):

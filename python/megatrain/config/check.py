@@ -7,6 +7,7 @@ from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatrain.config.schema import Config
+    from megatrain.config.sections import TrainConfig
 
 
 def check(config: "Config") -> None:
@@ -82,6 +83,31 @@ def _train(config: "Config") -> None:
         raise ConfigError(
             f"train.schedule.warmup ({warmup:g} steps) is longer than the run, train.steps ({train.steps})"
         )
+    _schedule(train)
+
+
+def _schedule(train: "TrainConfig") -> None:
+    """What a schedule of this shape would not look at."""
+    schedule = train.schedule
+    if schedule.name == "constant" and schedule.min_lr:
+        raise ConfigError(
+            f"train.schedule.min_lr ({schedule.min_lr:g}) has no effect on a constant schedule, which never falls; "
+            "remove it, or name another schedule"
+        )
+    default = type(schedule)().decay
+    if schedule.name != "wsd" and schedule.decay != default:
+        raise ConfigError(
+            f"train.schedule.decay ({schedule.decay:g}) has no effect on a {schedule.name} schedule; remove it, or "
+            "write name: wsd"
+        )
+    moves = schedule.name != "constant" or schedule.warmup > 0
+    for index, group in enumerate(train.groups):
+        if train.lr == 0 and group.lr and moves:
+            raise ConfigError(
+                f"train.lr is 0 and train.groups.{index}.lr is {group.lr:g}: the schedule moves a group in proportion "
+                f"to train.lr, so it would stay as it is. Write train.lr: {group.lr:g} and freeze what is not trained "
+                "(model.freeze)"
+            )
 
 
 def _eval(config: "Config") -> None:

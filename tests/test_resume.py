@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatrain import contents
+from megatrain.assembly import assemble
 from megatrain.cli import main
-from megatrain.config import SourceConfig
+from megatrain.config import Config, SourceConfig
 from megatrain.data import stdlib
 from megatrain.data.sources import Source
 from megatrain.errors import ConfigError, DoesNotFit
@@ -94,6 +96,78 @@ def test_training_data_whose_content_changed_make_another_run(tmp_path: Path) ->
     assert read_status(tmp_path / "run") == status
     rows.write_bytes(before)
     assert fit(config).step == 6
+
+
+def test_a_dry_run_refuses_what_a_start_refuses_in_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tokenizer"
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    config = settings(tmp_path, model={"tokenizer": str(folder)})
+    config["model"]["config"] = MODEL | {"vocab_size": 300}
+    stopped_after_two_steps(config)
+    command = ["train", str(tmp_path / "config.yml"), "--dry-run"]
+
+    def refusal(asked: dict[str, Any]) -> str:
+        with pytest.raises(ConfigError) as refused:
+            fit(asked)
+        (tmp_path / "config.yml").write_text(yaml.safe_dump(asked))
+        capsys.readouterr()
+        assert main(command) == 2
+        assert capsys.readouterr().err.endswith(f"megatrain train: {refused.value}\n")
+        assert main(["data", command[1]]) == 0
+        assert capsys.readouterr().err == f"megatrain train would refuse this: {refused.value}\n"
+        return str(refused.value)
+
+    def listing() -> dict[str, bytes]:
+        files = (path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "lock")
+        return {str(path): path.read_bytes() for path in files}
+
+    before = listing()
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "rows.jsonl").write_bytes(rows.replace(b"fox", b"cow", 1))
+    assert "data.train[0]: its content changed since step 2" in refusal(config)
+    (tmp_path / "rows.jsonl").write_bytes(rows)
+    train_bpe([word[::-1] for word in WORDS], 300).save_pretrained(folder)
+    assert "the tokenizer of model.tokenizer: its content changed since step 2" in refusal(config)
+    train_bpe(WORDS, 300).save_pretrained(folder)
+    assert "train.seed: 0 → 7" in refusal(config | {"train": config["train"] | {"seed": 7}})
+    assert "output.resume is never" in refusal(config | {"output": config["output"] | {"resume": "never"}})
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    assert main(command) == 0
+    assert listing() == before
+    assert fit(config).step == 6
+
+
+def test_a_dry_run_and_the_data_view_of_a_stopped_run_are_of_its_tokenizer_and_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path)
+    path = tmp_path / "config.yml"
+    path.write_text(yaml.safe_dump(config))
+    parts = assemble(Config.of(config), folder=None, dry=True)
+    wanted = parts.loader.batch(2).micro_batches[0]["input_ids"].tolist()
+    parts.close()
+    stopped_after_two_steps(config)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("megatrain.tokenizer.train_bpe", lambda *_: pytest.fail("trained again"))
+    capsys.readouterr()
+    assert main(["train", str(path), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["resume"], found["step"], found["steps"]) == (str(tmp_path / "run/checkpoints/step-2"), 2, 6)
+    assert [[token[0] for token in row] for row in found["first_batch"]] == wanted
+    assert main(["train", str(path), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "step 3's first micro-batch, 2 sequences, begins:" in said.out
+    assert "steps: 6, of which 2 are done" in said.out
+    assert "after step 2" in said.err
+    assert main(["data", str(path)]) == 0
+    assert not capsys.readouterr().err
+    assert fit(config).step == 6
+    capsys.readouterr()
+    assert main(["train", str(path), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["first_batch"]) == (6, [])
 
 
 def test_a_tokenizer_that_the_run_trained_is_never_trained_again(

@@ -25,6 +25,7 @@ from megatrain.initialize import initialize
 from megatrain.machine import Machine
 from megatrain.model import Decoder
 from megatrain.planning import Settled
+from megatrain.run_folder import steps_in
 from megatrain.tokenizer import build_tokenizer, with_vocabulary
 from megatrain.weights import ModelFiles, Weights, load, match, open_weights, resolve
 
@@ -129,8 +130,7 @@ def draw_up(
 def assemble(
     config: Config,
     *,
-    folder: Path | None,  # where the run will write; its disk must hold the checkpoints
-    existing: int = 0,  # checkpoints that are there
+    folder: Path | None,  # where the run will write; its disk must hold the checkpoints beside those that are there
     resume: Path | None = None,  # the checkpoint that weights and moments come from
     numerics: dict[str, Any] | None = None,  # the numerics key it was computed under
     dry: bool = False,
@@ -148,7 +148,7 @@ def assemble(
     settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=nominal, saved=numerics)
     if folder is not None:
         needed = planning.disk_needed(config, decoder, decoder.precision)
-        planning.check_disk(needed, folder, existing, config)
+        planning.check_disk(needed, folder, len(steps_in(folder / "checkpoints")), config)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -238,9 +238,9 @@ def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -
     return most
 
 
-def run_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The tokenizer alone."""
-    return build_tokenizer(_located(config, _files(config, plan_only=False)))
+def run_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer alone; of a run that goes on from `checkpoint`, that run's."""
+    return build_tokenizer(_located(config, _files(config, plan_only=False)), checkpoint)
 
 
 def keep_threads(blueprint: Blueprint, numerics: dict[str, Any] | None) -> None:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatrain.config import Config, diff, earlier
-from megatrain.errors import CheckpointError, ConfigError
-from megatrain.run_folder import RunFolder
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.run_folder import steps_in
 
 if TYPE_CHECKING:
     from megatrain.checkpoint import Checkpoint
 
 log = logging.getLogger("megatrain")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -51,26 +54,43 @@ class Origin:
     """Whether it lies in another run's folder."""
 
 
-def take_up(config: Config, folder: RunFolder, damaged: set[Path]) -> Origin | None:
-    """The checkpoint that `output.resume` means, checked against `config`; None: the run begins at step 0. Those in
-    `damaged` are passed over, as others are that turn out to be incomplete. Raises ConfigError with the list when the
-    run it belongs to is another one, DamagedCheckpoint when its state cannot be read."""
+def take_up(config: Config, run: Path, build: Callable[[Origin | None], T]) -> tuple[Origin | None, T]:
+    """The checkpoint that the run in the folder `run` goes on from, and what `build` makes of it: with `output.resume:
+    auto`, the newest whose contents turn out to be whole. None: the run begins at step 0. Changes nothing itself.
+
+    Raises ConfigError with the list when the checkpoint belongs to another run, and what `build` raises.
+    """
+    damaged: set[Path] = set()
+    while True:
+        try:
+            origin = _find(config, run, damaged)
+            return origin, build(origin)
+        except DamagedCheckpoint as error:
+            if config.output.resume != "auto":
+                raise
+            log.warning("passed over: %s", error)
+            damaged.add(error.folder)
+
+
+def _find(config: Config, run: Path, damaged: set[Path]) -> Origin | None:
+    """The checkpoint that `output.resume` means, checked against `config`. Those in `damaged` are passed over, as
+    others are that turn out to be incomplete. Raises ConfigError, and DamagedCheckpoint when its state cannot be
+    read."""
     wanted = config.output.resume
-    own = folder.steps() or (folder.path / "metrics.jsonl").exists()
     if wanted == "never":
-        if own:
+        if steps_in(run / "checkpoints") or (run / "metrics.jsonl").exists():
             raise ConfigError(
-                f"output.resume is never and {folder.path} holds a run already; remove it, name another output.dir, or "
+                f"output.resume is never and {run} holds a run already; remove it, name another output.dir, or "
                 "write output.resume: auto to go on with it"
             )
         return None
-    found = _latest(folder.path, damaged)
+    found = _latest(run, damaged)
     elsewhere = False
     if found is None and wanted not in ("auto", "required"):
         found, elsewhere = _named(Path(wanted)), True
     if found is None:
         if wanted == "required":
-            raise ConfigError(f"output.resume is required and {folder.path} holds no complete checkpoint")
+            raise ConfigError(f"output.resume is required and {run} holds no complete checkpoint")
         return None
     origin = _origin(found, config, elsewhere)
     log.info("going on from %s, after step %d", found.folder, origin.position.step)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain import metrics
 from megatrain.config import Config
-from megatrain.errors import DamagedCheckpoint, DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.machine import format_bytes
 from megatrain.metrics import StepRecord, Throughput
 from megatrain.progress import Display
@@ -89,7 +89,7 @@ class Trainer:
             try:
                 with self.stop.interruptible():
                     folder.write_status("loading", **folder.facts())
-                    origin, parts = self._begin(folder)
+                    origin, parts = take_up(self.config, folder.path, lambda origin: self._assemble(folder, origin))
                     stack.callback(parts.close)
             except (MegatrainError, KeyboardInterrupt):
                 folder.withdraw()
@@ -112,21 +112,6 @@ class Trainer:
                 folder.write_status(state, **run.facts(), reason=_reason(error))
                 raise
 
-    def _begin(self, folder: RunFolder) -> "tuple[Origin | None, Parts]":
-        """The parts of the run and what they were loaded from: with `output.resume: auto`, the newest checkpoint whose
-        contents turn out to be whole."""
-        damaged: set[Path] = set()
-        while True:
-            try:
-                origin = take_up(self.config, folder, damaged)
-                folder.clear_leftovers()
-                return origin, self._assemble(folder, origin)
-            except DamagedCheckpoint as error:
-                if self.config.output.resume != "auto":
-                    raise
-                log.warning("passed over: %s", error)
-                damaged.add(error.folder)
-
     def _tell(self, parts: "Parts") -> None:
         """The plan in a few lines; `plan.json` has it whole."""
         assert parts.engine is not None
@@ -141,10 +126,10 @@ class Trainer:
     def _assemble(self, folder: RunFolder, origin: Origin | None) -> "Parts":
         from megatrain.assembly import assemble
 
+        folder.clear_leftovers()
         return assemble(
             self.config,
             folder=folder.path,
-            existing=len(folder.steps()),
             resume=None if origin is None else origin.folder,
             numerics=None if origin is None else origin.numerics,
             progress=self.display.loading,

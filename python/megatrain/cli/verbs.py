@@ -56,7 +56,11 @@ def _train(args: argparse.Namespace) -> int:
     run_folder.check(Path(config.output.dir))
     display = Display(mode_for(sys.stdout, args.json))
     if args.dry_run:
-        return _dry_run(config, args.json)
+        from megatrain.cli.preview import dry_run
+
+        with display:
+            dry_run(config, args.json)
+        return DONE
     stop = Stop()
     with stopping(stop):
         from megatrain.trainer import Trainer
@@ -106,46 +110,6 @@ def _refuse_early(config: "Config") -> None:
     machine = facts.read()
     device = planning.choose_device(config, machine)
     planning.choose_precision(config, device, machine)
-
-
-def _dry_run(config: "Config", json: bool) -> int:
-    from megatrain.assembly import assemble
-    from megatrain.cli import show
-    from megatrain.data import view
-
-    assert config.output.dir is not None
-    parts = assemble(config, folder=Path(config.output.dir), dry=True)
-    try:
-        train = view.summary(parts.train)
-        held_out = view.summary(parts.held_out) if parts.held_out is not None else None
-        assert parts.blueprint.tokenizer is not None
-        first = view.batch(parts.loader.batch(0), parts.blueprint.tokenizer)
-        if json:
-            json_line(
-                {
-                    "config": config.to_dict(),
-                    "train": train.to_dict(),
-                    "eval": held_out.to_dict() if held_out is not None else None,
-                    "steps": parts.total_steps,
-                    "micro_batch": list(parts.settled.micro_batch),
-                    "micro_batches": parts.settled.micro_batches,
-                    "plan": parts.settled.plan,
-                    "first_batch": [[[token.id, token.text, token.supervised] for token in line] for line in first],
-                }
-            )
-            return DONE
-        line(config.to_yaml())
-        show.data("train", train)
-        if held_out is not None:
-            show.data("held-out", held_out)
-        line(f"the first step's first micro-batch, {len(first)} sequences, begins:")
-        show.batch(first)
-        line()
-        show.items(parts.settled)
-        line(f"steps: {parts.total_steps}")
-    finally:
-        parts.close()
-    return DONE
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -267,7 +231,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _data(args: argparse.Namespace) -> int:
     from megatrain import files
-    from megatrain.cli import show
     from megatrain.config import Config
 
     config = Config.load(args.config, args.settings)
@@ -277,32 +240,9 @@ def _data(args: argparse.Namespace) -> int:
     if args.eval and not config.data.eval:
         raise ConfigError("--eval shows held-out rows, and data.eval is not set")
     files.check(config)
-    from megatrain.assembly import run_tokenizer
-    from megatrain.data import prepare, view
+    from megatrain.cli.preview import data
 
-    tokenizer = run_tokenizer(config)
-    train, held_out = prepare(config, tokenizer)
-    chosen = held_out if args.eval and held_out is not None else train
-    rows = view.rows(chosen, tokenizer, args.rows)
-    if args.json:
-        json_line(
-            {
-                "train": view.summary(train).to_dict(),
-                "eval": view.summary(held_out).to_dict() if held_out is not None else None,
-                "rows": [row.to_dict() for row in rows],
-            }
-        )
-        return DONE
-    show.data("train", view.summary(train))
-    if held_out is not None:
-        show.data("held-out", view.summary(held_out))
-    shown = 0
-    for row in rows:
-        show.row(row)
-        shown += 1
-    pieces = view.summary(chosen).num_pieces
-    if shown < pieces:
-        line(f"shown: {shown} of {pieces:,} rows and parts of rows; --rows N shows more")
+    data(config, num_rows=args.rows, held_out=args.eval, json=args.json)
     return DONE
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import megatrain
 from families import build
-from megatrain import checkpoint, export, machine, planning
+from megatrain import checkpoint, export, forecast, machine
 from megatrain.config import Config
 from megatrain.export import export_checkpoint
 from reference import batches
@@ -112,7 +112,7 @@ def test_the_plan_counts_the_bytes_that_the_export_writes(source: str, dtype: st
             "output": {"export": dtype},
         }
     )
-    planned = planning.report(config, machine.read(gpus=False)).disk["export"]
+    planned = forecast.without_data(config, machine.read(gpus=False)).disk["export"]
     with megatrain.Engine.from_pretrained(str(tmp_path / "in"), precision="bf16", device="cpu") as ours:
         ours.save_pretrained(tmp_path / "out", dtype=dtype)
         ours.save_pretrained(tmp_path / "library", dtype=dtype, layout="library")

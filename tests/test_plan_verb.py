@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatrain import machine, planning
+from megatrain import forecast, machine, planning
 from megatrain.assembly import build_engine, draw_up
 from megatrain.cli import main
 from megatrain.config import Config
@@ -90,6 +90,20 @@ def test_a_checkpoints_time_is_told_where_a_disk_was_measured(
     assert answer(capsys, "qwen2.5-7b", "--machine", unmeasured)["checkpoint_s"] is None
     assert main(["plan", "qwen2.5-7b", "--machine", unmeasured]) == 0
     assert "a checkpoint:" not in capsys.readouterr().out
+
+
+def test_a_plan_of_immediate_updates_says_what_they_give_up(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
+    immediate = [*words, "train.update=immediate", "train.max_grad_norm=null"]
+    assert answer(capsys, *words)["given_up"] is None
+    found = answer(capsys, *immediate)
+    assert found["update"] == "immediate"
+    assert "non-finite gradient or an interrupt" in found["given_up"]
+    assert "exit code 4" in found["given_up"]
+    assert main(["plan", *words]) == 0
+    assert "gives up" not in capsys.readouterr().out
+    assert main(["plan", *immediate]) == 0
+    assert f"train.update: immediate gives up: {found['given_up']}\n" in capsys.readouterr().out
 
 
 def test_on_the_cpu_one_memory_is_told_as_one_and_what_at_least_means(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +221,7 @@ def test_no_step_of_a_real_run_is_faster_than_the_bound(tmp_path: Path) -> None:
     from megatrain.trainer import Trainer
 
     config = Config.of(settings(tmp_path))
-    bound = planning.report(config, machine.read()).step_s
+    bound = forecast.without_data(config, machine.read()).step_s
     Trainer(config).fit()
     assert 0 < bound <= min(record["step_s"] for record in read_metrics(tmp_path / "run"))
 

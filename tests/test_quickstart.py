@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli import main
 from megatrain.config import Config
+from megatrain.machine import format_bytes
 from megatrain.progress import Display
 from megatrain.run_folder import read_metrics
 from megatrain.stop import Stop
@@ -77,11 +78,29 @@ def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
     said = capsys.readouterr().out
     for word in ("seq_len: 32", "exp_avg_sq", "steps: 6", "supervised", "lazy"):
         assert word in said, word
+    assert main(["plan", str(tmp_path / "config.yaml")]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    for begin in ("step: about", "at least:", "numerics key:", "updates:", "micro-batches:"):
+        assert next(one for one in planned if one.startswith(begin)) in said.splitlines(), begin
     assert not (tmp_path / "run").exists()
     assert main(["train", str(tmp_path / "config.yaml"), "--dry-run", "--json"]) == 0
     dry = json.loads(capsys.readouterr().out)
     assert dry["steps"] == 6
     assert dry["first_batch"]
+    assert main(["plan", str(tmp_path / "config.yaml"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for name in ("plan", "step_s", "expected_step_s", "bound", "lanes", "numerics"):
+        assert dry[name] == plan[name], name
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin"))
+    assert plan["disk"]["cache"] is None
+    assert dry["disk"]["cache"] == on_disk > 0
+    assert dry["disk"]["checkpoints"] == 3 * dry["disk"]["checkpoint"], "output.keep and the one being written"
+    sizes = (*(dry["disk"][name] for name in ("checkpoint", "checkpoints", "export")), on_disk)
+    one, some, export, cache = map(format_bytes, sizes)
+    told = f"disk: {one} a checkpoint, {some} for all that exist at a time, {export} for the export, {cache} of token"
+    assert told in said
+    assert f"are free {tmp_path / 'run'}" in said
+    assert dry["disk"]["free"] > 1 << 20
     assert main(["data", str(tmp_path / "config.yaml"), "--rows", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["rows"]) == 2

@@ -144,7 +144,7 @@ def assemble(
     assert tokenizer is not None
     keep_threads(blueprint, numerics)
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
-    nominal = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+    nominal = planning.nominal_rows(config)
     settled = planning.settle(config, decoder, device=blueprint.device, machine=machine, rows=nominal, saved=numerics)
     if folder is not None:
         needed = planning.disk_needed(config, decoder, decoder.precision)

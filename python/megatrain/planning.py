@@ -23,7 +23,6 @@ from megatrain.errors import ConfigError, DoesNotFit, StorageError
 from megatrain.machine import Machine, format_bytes
 
 if TYPE_CHECKING:
-    from megatrain.metrics import ModelCount
     from megatrain.model import Decoder
     from megatrain.optim import AdamW
 
@@ -227,6 +226,11 @@ def largest_micro_batch(config: Config, decoder: "Decoder", settled: Settled) ->
     return low
 
 
+def nominal_rows(config: Config) -> int:
+    """Sequences of a step: with packing windows, else as many as there are when every row is as long as it may be."""
+    return config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+
+
 def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str, int]:
     """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
     export's weights."""
@@ -254,22 +258,6 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
             f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
-
-
-def clipping_is_free_from(settled: Settled, decoder: "Decoder", count: "ModelCount") -> int | None:
-    """Tokens a step from which the host's updates hide beneath the next forward, so that clipping costs nothing."""
-    places = {unit["name"]: unit["update"] for unit in settled.plan["units"]}
-    trained = sum(
-        _numel(t.shape)
-        for unit in decoder.units
-        for t in unit.tensors
-        if t.role == "trainable" and places.get(unit.name) == "host"
-    )
-    speed, arithmetic = settled.rates.get("adamw_gparams"), settled.rates.get("matmul_tflops")
-    if not trained or not speed or not arithmetic:
-        return None
-    forward = count.flops_per_token(settled.micro_batch[1]) / 3 / (arithmetic * 1e12)
-    return round(trained / (speed * 1e9) / forward)
 
 
 def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None) -> int:
@@ -391,140 +379,6 @@ def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine)
     explained = DoesNotFit("\n".join([f"this does not fit: {'; '.join(over)}", *lines, host, *card, advice]))
     explained.items = error.items
     return explained
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What `plan` answers."""
-
-    settled: Settled
-    num_parameters: int
-    num_trainable: int
-    largest_micro_batch: int
-    numerics: dict[str, Any]
-    disk: dict[str, int]
-    flops_per_token: float
-    step_tokens: int
-    free_clipping_tokens: int | None
-
-    estimate: dict[str, Any]
-    """Of a step in steady state: step_s, bound, lanes; a lower bound of the time."""
-
-    @property
-    def expected_step_s(self) -> float:
-        """A step's seconds at the rates that are usually sustained, of this machine where it was measured."""
-        return max(float(self.settled.plan["estimate"]["expected_step_s"]), self.step_s)
-
-    @property
-    def step_s(self) -> float:
-        """Lower bound of a step's seconds: what the lanes take, and at least the arithmetic at the matmul rate."""
-        arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.settled)["matmul_tflops"] * 1e12)
-        return max(float(self.estimate["step_s"]), arithmetic)
-
-    @property
-    def checkpoint_s(self) -> float | None:
-        """Seconds that writing a checkpoint takes at the measured rate of a disk; None where none was measured."""
-        rate = self.settled.rates.get("disk_write_gbs")
-        return self.disk["checkpoint"] / (rate * 1e9) if rate else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        settled = self.settled
-        return {
-            "device": settled.device,
-            "machine": settled.machine.name,
-            "parameters": self.num_parameters,
-            "trainable": self.num_trainable,
-            "precision": settled.precision,
-            "micro_batch": list(settled.micro_batch),
-            "micro_batches": settled.micro_batches,
-            "largest_micro_batch": self.largest_micro_batch,
-            "budget": settled.budget,
-            "plan": settled.plan,
-            "step_s": self.step_s,
-            "expected_step_s": self.expected_step_s,
-            "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
-            "bound": self.estimate["bound"],
-            "lanes": self.estimate["lanes"],
-            "rates": settled.rates,
-            "rates_measured": settled.measured,
-            "free_clipping_tokens": self.free_clipping_tokens,
-            "numerics": self.numerics,
-            "disk": self.disk,
-            "checkpoint_s": self.checkpoint_s,
-        }
-
-
-def report(config: Config, machine: Machine) -> Report:
-    """Plans a run without its data and its weights. Raises DoesNotFit with the sum."""
-    from megatrain.assembly import draw_up
-
-    blueprint = draw_up(config, machine, plan_only=True)
-    decoder, count = blueprint.decoder, blueprint.count
-    rows = config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
-    settled = settle(config, decoder, device=blueprint.device, machine=machine, rows=rows)
-    return Report(
-        settled=settled,
-        num_parameters=decoder.num_parameters,
-        num_trainable=decoder.num_trainable,
-        largest_micro_batch=largest_micro_batch(config, decoder, settled),
-        numerics=numerics_key(config, decoder, settled),
-        disk=disk_needed(config, decoder, settled.precision),
-        flops_per_token=count.flops_per_token(config.data.seq_len),
-        step_tokens=rows * config.data.seq_len,
-        free_clipping_tokens=clipping_is_free_from(settled, decoder, count),
-        estimate=_estimate(settled),
-    )
-
-
-PROBE_MARGIN = 1.25
-"""How much faster than a probe saw it a machine may be: others used it meanwhile, or sizes did not suit it."""
-
-
-def lower_bound_rates(settled: Settled) -> dict[str, float]:
-    """Rates that a run does not pass: those measured on a card and a little more; else those of no machine, since on
-    the CPU a probe and a run share the processors with whatever else there is."""
-    if settled.measured and settled.device == "cuda":
-        return {name: rate * PROBE_MARGIN for name, rate in settled.rates.items()}
-    return settled.rates | probe.fastest(settled.machine, settled.device)
-
-
-def _estimate(settled: Settled) -> dict[str, Any]:
-    from megatrain import _core
-
-    rates = lower_bound_rates(settled)
-    wanted = {key: rates[key] for key in settled.request["rates"]}
-    found: dict[str, Any] = json.loads(
-        _core.simulate(json.dumps(settled.request), json.dumps(settled.plan), json.dumps(wanted))
-    )
-    return found
-
-
-def numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[str, Any]:
-    """The numerics key of a run that was planned, its card named whether or not it is here."""
-    import torch
-
-    from megatrain import numerics
-
-    cuda = settled.device == "cuda"
-    key = numerics.key(
-        decoder,
-        torch.device("cpu"),
-        micro_batch=settled.micro_batch,
-        micro_batches=settled.micro_batches,
-        grad_precision="fp32" if settled.precision == "fp32" else config.train.grad_precision or "bf16",
-        loss_chunk=config.plan.loss_chunk,
-        compiled=cuda,
-        deterministic=config.train.deterministic,
-    )
-    if cuda:
-        from megatrain.loss import default_chunk
-
-        key["device"] = settled.machine.gpu.name if settled.machine.gpu else "cuda"
-        key["threads"] = None
-        key["packed_rows"] = decoder.packed_rows("cuda")
-        key["loss_chunk"] = config.plan.loss_chunk or default_chunk(decoder.vocab_size, "cuda")
-    return key
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:

@@ -19,6 +19,7 @@ def dry_run(config: "Config", json: bool) -> None:
     from megatrain.assembly import assemble
     from megatrain.cli import show
     from megatrain.data import view
+    from megatrain.forecast import forecast
     from megatrain.resume import take_up
 
     assert config.output.dir is not None
@@ -41,18 +42,19 @@ def dry_run(config: "Config", json: bool) -> None:
         assert parts.blueprint.tokenizer is not None
         left = step < parts.total_steps
         first = view.batch(parts.loader.batch(step), parts.blueprint.tokenizer) if left else []
+        plan = forecast(
+            parts.blueprint, parts.settled, origin.numerics if origin else None, (parts.train, parts.held_out)
+        )
         if json:
             json_line(
-                {
+                plan.to_dict()
+                | {
                     "config": config.to_dict(),
                     "train": train.to_dict(),
                     "eval": held_out.to_dict() if held_out is not None else None,
                     "resume": str(origin.folder) if origin else None,
                     "step": step,
                     "steps": parts.total_steps,
-                    "micro_batch": list(parts.settled.micro_batch),
-                    "micro_batches": parts.settled.micro_batches,
-                    "plan": parts.settled.plan,
                     "first_batch": [[[token.id, token.text, token.supervised] for token in line] for line in first],
                 }
             )
@@ -66,7 +68,7 @@ def dry_run(config: "Config", json: bool) -> None:
             line(f"{which}'s first micro-batch, {len(first)} sequences, begins:")
             show.batch(first)
             line()
-        show.items(parts.settled)
+        show.plan(plan)
         line(f"steps: {parts.total_steps}" + (f", of which {step} are done" if step else ""))
     finally:
         parts.close()

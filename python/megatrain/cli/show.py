@@ -7,11 +7,12 @@ from megatrain.machine import format_bytes
 
 if TYPE_CHECKING:
     from megatrain.data.view import RowView, Summary, TokenView
-    from megatrain.planning import Report, Settled
+    from megatrain.forecast import Forecast
+    from megatrain.planning import Settled
 
 
-def plan(report: "Report") -> None:
-    """Everything `megatrain plan` says."""
+def plan(report: "Forecast") -> None:
+    """Everything `megatrain plan` says, and the dry run of its plan."""
     from megatrain import probe
 
     settled = report.settled
@@ -32,17 +33,16 @@ def plan(report: "Report") -> None:
         f"({report.step_tokens / report.step_s:,.0f} tokens/s at most); bound by "
         f"{estimate['bound']} ({lanes})"
     )
-    line(f"at least: {_bound_basis(settled)}")
+    line(f"at least: {_bound_basis(report.timed)}")
     if not settled.measured:
         line("rates: not measured, so those of a usual machine are expected; `megatrain probe` measures this one")
     elif not machine.described and (busy := probe.kept_busy(machine, settled.device)):
         line(f"rates: of a busy machine ({busy}); run `megatrain probe` again when it is idle")
     if report.free_clipping_tokens is not None:
         line(f"clipping is free from {report.free_clipping_tokens:,} tokens a step on")
-    line(
-        f"disk: {format_bytes(report.disk['checkpoint'])} a checkpoint, {format_bytes(report.disk['checkpoints'])} for "
-        f"all that exist at a time, {format_bytes(report.disk['export'])} for the export"
-    )
+    if report.given_up is not None:
+        line(f"train.update: {report.update} gives up: {report.given_up}")
+    disk(report)
     if report.checkpoint_s is not None:
         line(
             f"a checkpoint: about {report.checkpoint_s:.3g} s at the {settled.rates['disk_write_gbs']:.3g} GB/s that "
@@ -52,6 +52,17 @@ def plan(report: "Report") -> None:
     line(f"packed rows: {_packed_rows(report.numerics['packed_rows'])}")
     if settled.device == "cuda" and not report.numerics["deterministic"]:
         line("without train.deterministic a repeated run on CUDA agrees closely, not bit for bit")
+
+
+def disk(report: "Forecast") -> None:
+    """What a run leaves on disk, against what is free there."""
+    sizes = {name: format_bytes(size) for name, size in report.disk.items() if size is not None}
+    cache = f", {sizes['cache']} of tokenized data" if "cache" in sizes else ""
+    free = f"; {sizes['free']} are free {report.output_dir or 'here'}" if "free" in sizes else ""
+    line(
+        f"disk: {sizes['checkpoint']} a checkpoint, {sizes['checkpoints']} for all that exist at a time, "
+        f"{sizes['export']} for the export{cache}{free}"
+    )
 
 
 def _packed_rows(how: str) -> str:
@@ -65,14 +76,14 @@ def _packed_rows(how: str) -> str:
 
 
 def _bound_basis(settled: "Settled") -> str:
-    """At which rates a step takes its least time; see `planning.lower_bound_rates`."""
+    """At which rates a step takes its least time; see `forecast.lower_bound_rates`."""
     if settled.device == "cpu":
         return (
             "at rates that no processors pass, measured or not: a probe shares them with whatever else runs, so it "
             "says what to expect and not what is possible"
         )
     if settled.measured:
-        from megatrain.planning import PROBE_MARGIN
+        from megatrain.forecast import PROBE_MARGIN
 
         return f"at {PROBE_MARGIN:g} times the measured rates"
     return "at rates that no card passes"

@@ -115,12 +115,13 @@ def _refuse_early(config: "Config") -> None:
 def _plan(args: argparse.Namespace) -> int:
     from megatrain import machine as facts
     from megatrain import planning
+    from megatrain.forecast import without_data
 
     config = _planned(args.target, args.settings)
     machine = facts.read(Path.cwd()) if args.machine is None else _described(Path(args.machine))
     device = planning.choose_device(config, machine)
     planning.choose_precision(config, device, machine)
-    report = planning.report(config, machine)
+    report = without_data(config, machine)
     if args.json:
         json_line(report.to_dict())
     else:

@@ -61,6 +61,11 @@ class Tokens:
         """(rows,) int64, in tokens."""
         return np.diff(self.offsets)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arrays, on disk as in memory."""
+        return sum(array.nbytes for array in (self.tokens, self.supervised, self.offsets, self.places))
+
 
 def default_folder() -> Path:
     """The user's cache folder for tokenized data."""

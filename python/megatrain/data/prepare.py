@@ -66,6 +66,11 @@ class Dataset:
         return sum(int(part.pieces.length.sum()) for part in self.parts)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the tokenized rows on disk."""
+        return sum(part.tokens.num_bytes for part in self.parts)
+
+    @property
     def cached(self) -> bool:
         """Whether every source was found tokenized."""
         return all(part.tokens.cached for part in self.parts)

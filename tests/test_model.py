@@ -13,6 +13,7 @@ from megatrain.architecture import load_config, max_positions
 from megatrain.errors import ConfigError
 from megatrain.meta import build_without_storage
 from megatrain.model import Decoder
+from megatrain.optim import listed
 from megatrain.request import measure, plan_request
 from reference import SIZES, batches, build, check_training, config, engine, error
 from test_equivalence import ROPE
@@ -195,6 +196,46 @@ def test_keys_of_a_vendor_in_a_folder_are_told_in_the_log(tmp_path: Path, caplog
     path.write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": 30}))
     with pytest.raises(ConfigError, match=r"no configuration of a model in .*hidden size \(30\)"):
         Decoder.from_config(tmp_path)
+
+
+TOWER = [f"model.tower.layers.{i}.{name}.weight" for i in range(24) for name in ("attn.q", "attn.k", "mlp.up", "norm")]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], ""),
+        (["a.1.weight"], "a.1.weight"),
+        (["a", "b", "c", "d", "e", "f"], "a, b, c, d and 2 more"),
+        ([f"layers.{i}.gate" for i in range(9)] + ["extra.0.bias"], "layers.*.gate (9), extra.0.bias"),
+        (
+            TOWER,
+            " (24), ".join(f"model.tower.layers.*.{n}.weight" for n in ("attn.q", "attn.k", "mlp.up", "norm"))
+            + " (24)",
+        ),
+        (
+            [*TOWER, "model.tower.patch"],
+            (
+                "model.tower.layers.*.attn.* (48), model.tower.layers.*.mlp.* (24), "
+                "model.tower.layers.*.norm.* (24), model.tower.patch"
+            ),
+        ),
+        ([f"{n}.0.{m}" for n in "abcde" for m in "xy"], "a.*.* (2), b.*.* (2), c.*.* (2), d.*.* (2) and 2 more"),
+    ],
+)
+def test_however_many_parameters_are_listed_in_a_line(names: list[str], said: str) -> None:
+    assert listed(names) == said
+
+
+def test_a_model_with_many_unused_parameters_says_so_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    model.model.tower = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(50))
+    with caplog.at_level("WARNING", logger="megatrain"):
+        ours = engine(model)
+        ours.step(batches(1))
+    (said,) = [record.getMessage() for record in caplog.records if "left as they are" in record.getMessage()]
+    assert said.endswith(": model.tower.*.weight (50), model.tower.*.bias (50)")
+    assert {t.role for t in ours.decoder.tensors.values() if "tower" in t.name} == {"frozen"}
 
 
 def test_an_experts_implementation_that_gathers_weights_is_refused() -> None:

@@ -20,7 +20,7 @@ from megatrain.conversion import published
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
 from megatrain.meta import build_without_storage, check_library
-from megatrain.optim import match
+from megatrain.optim import listed, match
 from megatrain.recording import Probe, Recorder, probe, untouched
 from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
@@ -357,7 +357,9 @@ class Decoder:
         for name in unused:
             self.model.get_parameter(name).requires_grad_(False)
         if unused:
-            log.warning("nothing that the model returns depends on them, so left as they are: %s", ", ".join(unused))
+            log.warning(
+                "what the model returns depends on none of these, so they are left as they are: %s", listed(unused)
+            )
         self._frozen_dtypes = self._by_own_names(dtypes)
         self._trainable_names = {n for n, p in self.model.named_parameters() if p.requires_grad}
         if not self._trainable_names:

@@ -353,6 +353,11 @@ def test_a_default_counts_as_not_given():
     assert config(data={"seq_len": 3000}).train.batch_tokens == 63000
     assert config(data={"seq_len": 100_000}).train.batch_tokens == 100_000
     assert config(train={"precision": "fp32"}).train.grad_precision == "fp32"
+    assert config().settled("bf16").train.grad_precision == "bf16"
+    assert config().settled("fp32").train.grad_precision == "fp32"
+    assert config(train={"grad_precision": "fp32"}).settled("bf16").train.grad_precision == "fp32"
+    parted = config(data={"train": "a", "eval": 0.1})
+    assert parted.settled("bf16").data == parted.data
     assert config(train={"update": "immediate", "max_grad_norm": None}).train.max_grad_norm is None
 
 

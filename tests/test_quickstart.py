@@ -86,6 +86,7 @@ def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
     assert main(["train", str(tmp_path / "config.yaml"), "--dry-run", "--json"]) == 0
     dry = json.loads(capsys.readouterr().out)
     assert dry["steps"] == 6
+    assert dry["config"]["train"]["grad_precision"] == "fp32"
     assert dry["first_batch"]
     assert main(["plan", str(tmp_path / "config.yaml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

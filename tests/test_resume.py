@@ -65,6 +65,25 @@ def test_a_run_that_was_killed_after_its_checkpoint_repeats_what_came_after(tmp_
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
+def test_the_precision_of_gradients_is_written_as_it_is_and_no_other_way_of_asking_for_it_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path)
+    with monkeypatch.context() as earlier:  # wrote null
+        earlier.setattr("megatrain.config.Config.settled", lambda self, _: self)
+        stopped_after_two_steps(config)
+    stop = Stop()
+    fit(config, stop=stop, display=At(4, lambda: stop.request("SIGINT")))
+    written = Config.load(tmp_path / "run" / "config.yaml")
+    assert written.train.grad_precision == "fp32"
+    stop = Stop()
+    fit(written.to_dict(), stop=stop, display=At(5, lambda: stop.request("SIGINT")))
+    assert fit(config).step == 6
+    narrow = config | {"train": config["train"] | {"precision": "bf16"}}
+    with pytest.raises(ConfigError, match=r"train\.precision: auto → bf16"):
+        fit(narrow)
+
+
 def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

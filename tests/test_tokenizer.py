@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from megatrain import machine
+from megatrain.assembly import draw_up
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.tokenizer import END_TOKEN, PAD_TOKEN, build_tokenizer, load_tokenizer, train_bpe, with_vocabulary
+from run_support import MODEL
 from tiny_tokenizer import TEXT, tiny_tokenizer
 
 ODD = "héllo  日本 x1234=\n\t\tif a_b:\r\n 'tis"
@@ -118,6 +121,20 @@ def test_a_model_config_gets_the_vocabulary_of_its_tokenizer():
     assert with_vocabulary({"vocab_size": 512, "eos_token_id": 3}, tokenizer)["eos_token_id"] == 3
     with pytest.raises(ConfigError, match=r"model\.config\.vocab_size is 100, and the tokenizer has \d+ tokens"):
         with_vocabulary({"vocab_size": 100}, tokenizer)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_embedding_has_rows_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 280}))
+    asked = config(tmp_path, config=None, path=str(tmp_path / "model"), init="random")
+    with pytest.raises(
+        ConfigError,
+        match=r"300 tokens and the model's embedding 280 rows, and growing the vocabulary is not supported.*"
+        r"model\.tokenizer.*model\.resize_token_embeddings\(300\) and save_pretrained",
+    ):
+        draw_up(asked, machine.read())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 320}))
+    assert draw_up(asked, machine.read()).decoder.num_embeddings == 320, "never shrunk"
 
 
 def test_the_tokenizer_of_a_model_of_unknown_type_is_loaded_without_a_remark_on_the_type(tmp_path: Path) -> None:

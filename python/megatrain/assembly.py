@@ -119,8 +119,10 @@ def draw_up(
         decoder.layout = library({name: ref.shape for name, ref in decoder.tensors.items()})
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows; they "
-            "do not belong together (model.tokenizer)"
+            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows, and "
+            "growing the vocabulary is not supported. Name the model's own tokenizer (model.tokenizer), or, where "
+            "tokens were added on purpose, grow the model first: in transformers, "
+            f"model.resize_token_embeddings({len(tokenizer)}) and save_pretrained, then train that folder"
         )
     return Blueprint(
         config=config, machine=machine, device=device, decoder=decoder, tokenizer=tokenizer, files=files, source=source
@@ -201,7 +203,7 @@ def build_engine(
         decoder,
         optimizer=planning.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
         max_grad_norm=train.max_grad_norm,
-        grad_precision=train.grad_precision or "bf16",
+        grad_precision=train.sent_in(decoder.precision),
         update=train.update,
         device=settled.device,
         label_smoothing=train.label_smoothing,

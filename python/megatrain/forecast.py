@@ -197,7 +197,7 @@ def _numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[
         torch.device("cpu"),
         micro_batch=settled.micro_batch,
         micro_batches=settled.micro_batches,
-        grad_precision="fp32" if settled.precision == "fp32" else config.train.grad_precision or "bf16",
+        grad_precision=config.train.sent_in(settled.precision),
         loss_chunk=settled.options.get("loss_chunk"),
         compiled=cuda,
         deterministic=config.train.deterministic,

@@ -324,7 +324,7 @@ class _Planner:
             self.decoder,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
-            grad_precision=self.config.train.grad_precision or "bf16",
+            grad_precision=self.config.train.sent_in(self.decoder.precision),
             update=self.config.train.update,
             budget=budget,
             device=self.device,

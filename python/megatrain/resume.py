@@ -131,7 +131,7 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> Origin:
         numerics = dict(state["numerics"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None
-    identity, course = _differences(state.get("data"), before, config, position.step)
+    identity, course = _differences(state.get("data"), before, config, position.step, found.precision)
     if identity:
         raise ConfigError(_refusal(found, config, identity, elsewhere))
     if "data" not in state:
@@ -149,11 +149,13 @@ def _differences(
     before: Config,
     config: Config,
     step: int,
+    precision: str,  # that the checkpoint was computed in
 ) -> tuple[list[str], list[str]]:
     """What differs from the run that the checkpoint belongs to: (identity, course), a setting or a source each."""
     from megatrain import contents  # which loads torch
 
-    identity, course, _ = (list(map(str, changes)) for changes in diff(before, config))
+    settled = (before.settled(precision), config.settled(precision))
+    identity, course, _ = (list(map(str, changes)) for changes in diff(*settled))
     # Files are read where the settings would have them be the same; the others differ already.
     if data is not None and before.data.train == config.data.train:
         identity += contents.changed_sources("data.train", data["train"], config.data.train, step)

@@ -98,10 +98,11 @@ class Trainer:
                 folder.write_status("failed", **folder.facts(), reason=_reason(error))
                 raise
             position = origin.position if origin is not None else Position()
-            run = _Run(self.config, self.stop, self.display, folder, parts, position)
+            config = self.config.settled(parts.settled.precision)
+            run = _Run(config, self.stop, self.display, folder, parts, position)
             try:
                 with self.stop.interruptible():
-                    folder.write_config(self.config.to_yaml())
+                    folder.write_config(config.to_yaml())
                     assert parts.engine is not None
                     folder.write_plan(parts.engine.plan)
                     self._tell(parts)

@@ -37,6 +37,7 @@ def dry_run(config: "Config", json: bool) -> None:
     )
     step = origin.position.step if origin else 0
     try:
+        config = config.settled(parts.settled.precision)
         train = view.summary(parts.train)
         held_out = view.summary(parts.held_out) if parts.held_out is not None else None
         assert parts.blueprint.tokenizer is not None

@@ -91,6 +91,12 @@ class Config:
         tree: dict[str, Any] = plain(self)
         return tree
 
+    def settled(self, precision: str) -> "Config":
+        """The same once it is known that compute is in `precision`, bf16 or fp32: with the precision of gradients that
+        follows from it, where none was asked for."""
+        train = dataclasses.replace(self.train, grad_precision=self.train.sent_in(precision))
+        return dataclasses.replace(self, train=train)
+
     def to_yaml(self) -> str:
         """The effective settings as YAML; reading it gives an equal Config back."""
         return yaml12.dump(self.to_dict())

@@ -225,7 +225,8 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Of weights and activations in compute. `auto`: bf16 on CUDA with native bf16, fp32 on the CPU."""
     grad_precision: Literal["bf16", "fp32"] | None = None
-    """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32."""
+    """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32; a run's `config.yaml` says
+    which."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """Of AdamW's moments. Only fp32 is supported yet."""
     update: Literal["just_in_time", "immediate"] = "just_in_time"
@@ -268,6 +269,10 @@ class TrainConfig:
             raise ConfigError(
                 "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
             )
+
+    def sent_in(self, precision: str) -> Literal["bf16", "fp32"]:
+        """In which gradients leave for the host where compute is in `precision`, bf16 or fp32."""
+        return "fp32" if precision == "fp32" else self.grad_precision or "bf16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -194,6 +194,35 @@ def test_a_saved_model_loads_in_stock_transformers_with_the_same_logits(tmp_path
         assert_unchanged(again, weights(ours))
 
 
+def test_reading_weights_tells_how_far_it_is_on_a_terminal_and_to_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build().save_pretrained(tmp_path)
+
+    def read(**asked: Any) -> str:
+        capsys.readouterr()
+        megatrain.Engine.from_pretrained(str(tmp_path), device="cpu", precision="fp32", **asked).drain()
+        said = capsys.readouterr()
+        assert not said.out
+        return said.err
+
+    assert not read(), "no terminal"
+    told: list[tuple[str, int, int]] = []
+    assert not read(progress=lambda *now: told.append(now))
+    total = sum(p.numel() * 4 for p in build().parameters())
+    assert [what for what, _, _ in told] == ["reading weights"] * len(told)
+    assert [now[2] for now in told] == [total] * len(told)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1][1] == total
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert not read(progress=None)
+    shown = read()
+    assert shown.startswith("\rreading weights ")
+    assert shown.endswith("reading weights 100 %\x1b[K\r\x1b[K"), "the line is empty again"
+    with pytest.raises(ConfigError, match="progress must be auto, None or a function"):
+        read(progress=True)
+
+
 def test_the_package_imports_without_torch() -> None:
     import subprocess
     import sys

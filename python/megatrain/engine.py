@@ -12,19 +12,19 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megatrain import _core, arguments, checkpoint, export, numerics, state, weights
-from megatrain.architecture import load_config
+from megatrain import _core, arguments, checkpoint, export, numerics, state
 from megatrain.batches import Batch, MicroBatch, Prepared, Preparer, listed
 from megatrain.ends import LossFn
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model import PRECISIONS, Decoder, TensorRef
 from megatrain.optim import AdamW
 from megatrain.passes import Passes, StepOutput
+from megatrain.pretrained import Told, open_pretrained
 from megatrain.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.state import StateDict, Stats
 
@@ -143,28 +143,23 @@ class Engine:
         attention: str = "auto",
         trust_remote_code: bool = False,
         device: "str | torch.device | _core.Device" = "auto",
+        progress: Told | Literal["auto"] | None = "auto",
         **options: Any,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id; `options` as for the constructor. The files are
-        checked now, and read straight into the store when it exists."""
-        files = weights.resolve(path, revision)
-        source = weights.open_weights(files)
-        config = load_config(files.folder, trust_remote_code, **files.arguments())
+        checked now, and read straight into the store when it exists. How far that is `progress(what, done, total)` is
+        told in bytes; `auto` is a line on standard error where that is a terminal, None nothing."""
         core_device, torch_device = open_device(device)
-        decoder = Decoder.from_config(
-            config,
+        decoder, load, folder = open_pretrained(
+            path,
+            revision,
             precision=choose_precision(precision, torch_device),
             freeze=freeze,
             attention=attention,
             trust_remote_code=trust_remote_code,
-            frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()},
+            progress=progress,
         )
-        weights.match(source, decoder)
-
-        def load(decoder: Decoder, core: Any) -> None:
-            weights.load(source, decoder, core)
-
-        options.setdefault("tokenizer_dir", files.folder)
+        options.setdefault("tokenizer_dir", folder)
         return cls(decoder, device=core_device, load=load, **options)
 
     # ------------------------------------------------------------------------------------------- training

@@ -1,8 +1,10 @@
 """What a run shows while it goes: a bar on a terminal, a line every `log_every` steps elsewhere, or JSON lines."""
 
 import contextlib
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from megatrain.metrics import StepRecord, dumps, duration
@@ -20,6 +22,19 @@ def mode_for(stream: IO[str], json: bool) -> Mode:
     if json:
         return "json"
     return "bar" if stream.isatty() else "lines"
+
+
+def moving_line(stream: IO[str], what: str, done: int, total: int) -> None:
+    """Writes how far something is over what was written last; `total` 0 is unknown. At the end the line is empty."""
+    part = f" {100 * done // total} %" if total else f" {done:,}"
+    stream.write(f"\r{what}{part}\x1b[K" + ("\r\x1b[K" if total and done >= total else ""))
+    stream.flush()
+
+
+def on_a_terminal() -> Callable[[str, int, int], None] | None:
+    """A moving line on standard error where that is a terminal; None elsewhere, as in pipes and notebooks."""
+    stream = sys.stderr
+    return functools.partial(moving_line, stream) if stream is not None and stream.isatty() else None
 
 
 class Display:
@@ -49,9 +64,7 @@ class Display:
     def loading(self, what: str, done: int, total: int) -> None:
         """Something before the first step has come so far; `total` 0 is unknown. On a terminal one line that moves."""
         if self.mode == "bar" and self._progress is None:
-            part = f" {100 * done // total} %" if total else f" {done:,}"
-            self.err.write(f"\r{what}{part}\x1b[K" + ("\r\x1b[K" if total and done >= total else ""))
-            self.err.flush()
+            moving_line(self.err, what, done, total)
         elif self.mode == "lines" and what != self._loading:
             self.note(what)
         self._loading = what

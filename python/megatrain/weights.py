@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -403,21 +404,22 @@ def load(
     progress: Callable[[int, int], None] | None = None,
 ) -> Layout:
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
-    Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads. Returns what
-    was read. Raises ConfigError, also when a weight is not finite."""
+    Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads in turn.
+    Returns what was read. Raises ConfigError, also when a weight is not finite."""
     found, twins = _match(source, decoder)
     decoder.layout = found | twins
     work = [piece for theirs, block in found.items() for piece in _cut(block, theirs, source.entries[theirs])]
     total = sum(source.entries[theirs].nbytes for theirs in found)
-    done = [0]
+    done, turn = [0], threading.Lock()
 
     def one(piece: tuple[Block, str, int, int], buffer: Tensor) -> None:
         block, theirs, start, count = piece
         values = source.read(theirs, start, count, buffer)
         put(core, decoder.tensors[block.name], values, block.start + start, source.where(theirs))
-        done[0] += values.nbytes
-        if progress is not None:
-            progress(min(done[0], total), total)
+        with turn:  # so that the last call is that of the end
+            done[0] += values.nbytes
+            if progress is not None:
+                progress(min(done[0], total), total)
 
     largest = max((source.entries[theirs].nbytes for theirs in found), default=0)
     try:

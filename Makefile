@@ -11,6 +11,7 @@ JOBS ?= auto
 PYTHON := $(VENV)/bin/python
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml') \
            Cargo.toml Cargo.lock pyproject.toml
+EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
 .PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench help
 
@@ -32,10 +33,12 @@ lint: $(VENV)/.development ## formatting, lints and types of both languages
 
 test: test-rust test-python ## every test that needs no card
 
-test-rust: ## the Rust tests, with cargo-nextest where it is installed
+test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the numbered examples
 	@if cargo nextest --version >/dev/null 2>&1; \
 	then cargo nextest run --workspace --locked && cargo test --workspace --locked --doc; \
 	else cargo test --workspace --locked; fi
+	@for example in $(EXAMPLES); do echo "example $$example"; \
+	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)

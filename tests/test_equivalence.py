@@ -155,6 +155,18 @@ def test_gradients_of_micro_batches_are_added_never_replaced() -> None:
     ours.optimizer_step()
 
 
+def test_twenty_steps_of_four_micro_batches_follow_the_reference_curve() -> None:
+    # unequal micro-batches over and over, at a rate that learns them: a gradient that was replaced would show
+    data = [batches(4, seed=seed % 4) for seed in range(20)]
+    optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
+    model, reference = build("llama"), {"lr": 1e-3, "weight_decay": 0.1}
+    ours, exact = check_training(model, data, reference=reference, optimizer=optimizer)
+    assert exact.losses[-1] < 0.9 * exact.losses[0]
+    last = run_reference(model, [step[-1:] for step in data], dtype=torch.float32, **reference)
+    assert abs(last.losses[-1] - exact.losses[-1]) > 1e-2 * exact.losses[-1]
+    assert ours.plan["micro_batches"] == 4
+
+
 def test_the_gradient_of_a_padding_row_is_zero_as_in_torch() -> None:
     data = [batches(2, seed=s) for s in range(2)]
     for step in data:

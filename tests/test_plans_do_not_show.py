@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def model(kind: str, tied: bool) -> Any:
 
 
 def bits(kind: str = "llama", tied: bool = False, seed: int | None = None, **options: Any) -> list[torch.Tensor]:
-    """Losses, norms, weights and moments after three steps."""
+    """Losses, norms, weights, moments and counts after three steps."""
     options.setdefault("device", _core.Device.cpu(seed=seed))
     options["plan"] = {"poison": True, "threads": 1, **options.pop("plan", {})}
     ours = engine(model(kind, tied), micro_batch=(2, 32), micro_batches=MICRO_BATCHES, **options)
@@ -30,7 +31,7 @@ def bits(kind: str = "llama", tied: bool = False, seed: int | None = None, **opt
         found += [torch.tensor([out.loss, out.grad_norm], dtype=torch.float64)]
     for name in ours.decoder.tensors:
         state = ours.optimizer_state(name)
-        found += [ours.weight(name), state["exp_avg"], state["exp_avg_sq"]]
+        found += [ours.weight(name), state["exp_avg"], state["exp_avg_sq"], torch.tensor(state["step"])]
     ours.close()
     return found
 
@@ -93,6 +94,35 @@ def test_layers_whose_state_visits_the_device_do_not_show(layers: int, parts: in
     for grads in ("bf16", "fp32"):
         narrow = {"precision": "bf16", "grad_precision": grads}
         assert_same_bits(bits(seed=12, plan={**visiting, "state_on_device": 2}, **narrow), wanted(**narrow))
+
+
+def drawn(number: int) -> dict[str, Any]:
+    """A plan out of the whole product of what may be asked for, the same for the same number."""
+    pick = random.Random(number).choice
+    kept = pick([{"activation": "keep"}, {"activation": "recompute"}, {"activation": "offload"}, {"keep": 2}])
+    plan = kept | {
+        "slots": pick([2, 3, 4, 6]),
+        "group": pick([1, 2, 3]),
+        "inputs": pick(["device", "host"]),
+        "stage_buffers": pick([2, 3]),
+        "state_on_device": pick([0, 1, 3]),
+        "updates_on_device": pick([0, 1, 2]),
+        "parts": pick([1, 2, 5]),
+        "threads": pick([1, 2, 3]),
+        "poison": number % 3 == 0,
+    }
+    options: dict[str, Any] = {"seed": 100 + number, "tied": pick([False, True]), "plan": plan}
+    if number % 2:
+        plan["slabs"] = pick([1, 2, 4])
+        options |= {"update": "immediate", "max_grad_norm": None}
+    return options
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_no_combination_of_choices_shows(number: int) -> None:
+    options = drawn(number)
+    plain = {name: options[name] for name in ("tied", "max_grad_norm") if name in options}
+    assert_same_bits(bits(**options), wanted(**plain))
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])

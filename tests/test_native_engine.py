@@ -110,8 +110,9 @@ def test_setting_up_can_be_interrupted(interrupt_after: Callable[[float], None])
 
 
 @pytest.mark.parametrize("panic", ["false", "true"], ids=["error", "panic"])
-def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken(panic: str) -> None:
-    engine = make(f'{{"fail": [{{"call": "copy_to_host", "nth": 2, "panic": {panic}}}]}}')
+@pytest.mark.parametrize("lost", ["false", "true"], ids=["once", "for good"])  # then closing fails as well
+def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken(panic: str, lost: str) -> None:
+    engine = make(f'{{"fail": [{{"call": "copy_to_host", "nth": 2, "panic": {panic}, "lost": {lost}}}]}}')
     with pytest.raises(_core.EngineBroken, match=r"since land of unit \S+: .*copy_to_host") as first:
         step(engine)
     for call in (engine.drain, engine.next, lambda: engine.begin("train", 1), lambda: master(engine, 1)):
@@ -119,6 +120,8 @@ def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_bro
             call()
         assert str(again.value) == str(first.value)
     engine.close()
+    gc.collect()
+    assert step(make()).grad_norm == pytest.approx((3 * NUMEL) ** 0.5)
 
 
 def test_a_broken_engine_does_not_stop_the_next_one() -> None:

@@ -10,9 +10,10 @@ use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, Upda
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
 use megatrain_core::stream::{Begin, Engine, Group, Options, PlaneName};
+use proptest::prelude::*;
 
 mod support;
-use support::{FOREVER, GROUPS, Toy, ready, request};
+use support::{FOREVER, GROUPS, Toy, any_request, ready, request};
 
 fn options() -> Options {
     Options { threads: Some(1), huge_pages: false, ..Options::default() }
@@ -157,6 +158,22 @@ fn immediate_updates_equal_unclipped_ones_just_in_time() {
                 assert!(found == reference, "{name}, {placement}, seed {seed}");
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_combination_of_choices_shows(request in any_request(), seed: u64, threads in 1usize..4, poison in 0u32..3) {
+        let clip = (request.update == UpdateMode::JustInTime).then_some(0.5);
+        // The toy trains the first and the last tensor of every unit.
+        let Request { units, requests, .. } = support::request(request.units.len() - 2, 1);
+        let request = Request { units, ..request };
+        let plain = Request { update: UpdateMode::JustInTime, requests, ..request.clone() };
+        let reference = train_through(&plain, queueing(0), &synchronous(), 3, clip);
+        let drawn = Options { threads: Some(threads), poison: poison == 0, ..options() };
+        prop_assert!(train_through(&request, queueing(seed), &drawn, 3, clip) == reference);
     }
 }
 

@@ -1,4 +1,5 @@
 //! Whatever fails, wherever: the engine says which unit and operation, refuses everything after, and never hangs.
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use megatrain_core::device::sim::{FailedCall, Faults, SimDevice};
@@ -57,7 +58,7 @@ fn every_device_call_that_fails_is_told_and_ends_the_run() {
             assert!(total > 0, "{call} is never made");
             // Some of the calls: the first, the last but a few (later ones may fall to closing), and between.
             for nth in (0..6).map(|i| 1 + i * (total * 3 / 4) / 5) {
-                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false }];
+                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false, lost: false }];
                 let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
                 let text = run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default();
                 // What has passed already is not waited for, so that the number of waits differs from run to run.
@@ -73,6 +74,33 @@ fn every_device_call_that_fails_is_told_and_ends_the_run() {
 }
 
 #[test]
+fn a_device_that_is_lost_is_told_once_whatever_fails_while_that_is_handled() {
+    // H34: from one call on everything fails or panics, in every lane, while the first failure is told and the engine
+    // closed. What was queued on the device is never run, so it keeps its memory, and nothing waits for it.
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let request = mixed(update);
+        let counts = calls(&request);
+        let mut broken = 0;
+        for call in ["copy_to_device", "copy_to_host", "sum_squares", "adamw", "record"] {
+            for nth in (1..6).map(|i| 1 + i * counts[call] / 8) {
+                let panic = nth % 2 == 0;
+                let fail = vec![FailedCall { call: call.to_owned(), nth, panic, lost: true }];
+                let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
+                let ran = std::panic::catch_unwind(AssertUnwindSafe(|| run(&request, &device)));
+                assert!(device.refused() > 1, "{update:?}, {call} {nth}: closing makes calls");
+                // A panic between steps is the caller's, who has made the call; one in a step is an error of the engine.
+                let Ok(result) = ran else { continue };
+                let text = result.unwrap_err().to_string();
+                let words = if panic { "asked to panic" } else { "asked to fail" };
+                assert!(text.contains(words), "{update:?}: {text}");
+                broken += u32::from(text.starts_with("the engine is broken since"));
+            }
+        }
+        assert!(broken > 12, "{update:?}: only {broken} of 25 runs broke in a step");
+    }
+}
+
+#[test]
 fn a_visit_that_fails_names_its_unit_and_operation() {
     for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
         let mut request = Request { update, ..request(4, 2) };
@@ -80,7 +108,7 @@ fn a_visit_that_fails_names_its_unit_and_operation() {
         let counts = calls(&request);
         for (call, words) in [("copy_to_device", "bring"), ("adamw", "update"), ("copy_to_host", "return")] {
             let told = |nth: u64| {
-                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false }];
+                let fail = vec![FailedCall { call: call.to_owned(), nth, panic: false, lost: false }];
                 let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
                 run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default()
             };

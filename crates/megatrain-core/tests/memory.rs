@@ -10,7 +10,8 @@ fn resident_bytes() -> u64 {
 
 #[test]
 fn the_store_takes_twelve_bytes_a_parameter_and_no_more() {
-    // 15 layers of 20 MiB and a bit, none of them a power of two or a multiple of huge pages.
+    // 15 layers of 20 MiB and a bit, none of them a power of two or a multiple of huge pages. H07 asks for 340 MiB each,
+    // 5 GiB that machines of a test may not have. Rounding up to a power of two would show as well: 32 MiB for each.
     const PARAMETERS: u64 = (20 << 20) / 12 + 12_345;
     let layer = |i: usize| {
         let spec = TensorSpec {

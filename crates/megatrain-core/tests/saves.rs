@@ -311,7 +311,7 @@ fn what_fails_in_a_thread_that_writes_breaks_the_engine_and_is_named() {
     let _running = until(&device);
     let calls = device.calls()["copy_to_host"];
     for panic in [false, true] {
-        let fail = vec![FailedCall { call: "copy_to_host".to_owned(), nth: calls + 1, panic }];
+        let fail = vec![FailedCall { call: "copy_to_host".to_owned(), nth: calls + 1, panic, lost: false }];
         let device = SimDevice::new(Some(8), Faults { fail, ..Faults::default() }).queueing_compute();
         let (engine, toy) = until(&device);
         let folder = Folder::new("panics");

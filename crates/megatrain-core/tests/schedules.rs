@@ -1,47 +1,10 @@
 //! Schedules: every one that a plan can ask for is accepted, and every one that has been tampered with is refused.
-use megatrain_core::layout::Precision;
-use megatrain_core::plan::{Activation, Count, Place, Request, UpdateMode, plan};
+use megatrain_core::plan::{Count, Request, UpdateMode, plan};
 use megatrain_core::schedule::{Edge, Facts, Kind, Lane, Op, Pass, Schedule, Shape, check};
 use proptest::prelude::*;
 
 mod support;
-use support::request;
-
-fn any_request() -> impl Strategy<Value = Request> {
-    let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
-    let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let visits = (0u32..7, 0u32..4);
-    (counts, choices, 0u32..4, visits).prop_map(|(counts, choices, frozen, (visiting, parts))| {
-        let (layers, micro_batches, slots, group, stage, slabs) = counts;
-        let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
-        let mut request = request(layers, micro_batches);
-        request.tied = tied;
-        (request.precision, request.grad_precision) = match precision {
-            0 => (Precision::Fp32, Precision::Fp32),
-            1 => (Precision::Bf16, Precision::Bf16),
-            _ => (Precision::Bf16, Precision::Fp32),
-        };
-        request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
-        let r = &mut request.requests;
-        (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
-        r.slabs = immediate.then_some(slabs);
-        r.accumulate = accumulate && !immediate;
-        r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
-        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { visiting.min(layers as u32) }));
-        r.parts = (parts > 0).then_some(parts);
-        r.inputs = host_inputs.then_some(Place::Host);
-        r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
-        r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
-        // Some units without anything to train.
-        for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
-            unit.tensors.iter_mut().for_each(|t| t.role = megatrain_core::layout::Role::Frozen);
-        }
-        if !request.units.iter().any(|u| u.tensors.iter().any(|t| t.role != megatrain_core::layout::Role::Frozen)) {
-            request.units[0].tensors[0].role = megatrain_core::layout::Role::Trainable;
-        }
-        request
-    })
-}
+use support::{any_request, request};
 
 fn facts(request: &Request) -> Facts {
     Facts::new(request, &plan(request).unwrap()).unwrap()

@@ -49,6 +49,9 @@ pub struct FailedCall {
     /// Whether it panics, as a bug would, instead of answering an error.
     #[serde(default)]
     pub panic: bool,
+    /// Whether the device is lost with it: every later call of any name fails in the same way.
+    #[serde(default)]
+    pub lost: bool,
 }
 
 /// The device. Cheap to clone; clones are the same device.
@@ -66,6 +69,8 @@ struct State {
     sequence: u64,
     random: Option<SplitMix>,
     calls: HashMap<&'static str, u64>,
+    refused: u64,
+    lost: bool,
     pinned: Vec<(usize, usize)>,
 }
 
@@ -127,6 +132,8 @@ impl SimDevice {
             sequence: 0,
             random: seed.map(SplitMix),
             calls: HashMap::new(),
+            refused: 0,
+            lost: false,
             pinned: Vec::new(),
         };
         let (shared, faults) = (Arc::new(Mutex::new(state)), Arc::new(faults));
@@ -176,12 +183,22 @@ impl SimDevice {
         lock(&self.shared).calls.clone()
     }
 
+    /// How many calls failed because they were asked to.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        lock(&self.shared).refused
+    }
+
     fn enter(&self, call: &'static str) -> Result<MutexGuard<'_, State>> {
         let mut state = lock(&self.shared);
         let count = state.calls.entry(call).or_insert(0);
         *count += 1;
         let count = *count;
-        if let Some(fault) = self.faults.fail.iter().find(|f| f.call == call && f.nth == count) {
+        let lost = state.lost;
+        let fails = |f: &&FailedCall| (f.call == call && f.nth == count) || (f.lost && lost);
+        if let Some(fault) = self.faults.fail.iter().find(fails) {
+            state.refused += 1;
+            state.lost |= fault.lost;
             assert!(!fault.panic, "call {count} of {call} was asked to panic");
             return Err(Error::Device { call, code: 999, detail: format!("call {count} of {call} was asked to fail") });
         }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::lanes::guarded;
 use super::progress::Id;
 use super::shared::{Deadline, Shared, Token};
 use crate::device::{DeviceMemory, Stream};
@@ -238,7 +239,7 @@ impl Shared {
             core.progress.complete(held);
         } else {
             drop(core);
-            let end = self.device.record(Stream::Compute).map_err(|e| self.fail(&op, &e.to_string()))?;
+            let end = guarded(|| self.device.record(Stream::Compute)).map_err(|cause| self.fail(&op, &cause))?;
             core = self.enter()?;
             let token = Token { start, end };
             core.progress.issued(held, token.clone());

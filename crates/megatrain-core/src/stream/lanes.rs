@@ -40,7 +40,7 @@ pub(super) const fn stream(lane: Lane) -> Option<Stream> {
 }
 
 /// Turns a panic into a message: a lane that dies must take the engine with it, not leave the others waiting.
-fn guarded<R>(work: impl FnOnce() -> Result<R>) -> std::result::Result<R, String> {
+pub(super) fn guarded<R>(work: impl FnOnce() -> Result<R>) -> std::result::Result<R, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(|e| e.to_string()),
         Err(panic) => {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use super::lanes::guarded;
 use super::memory::Memory;
 use super::progress::{Id, Progress};
 use super::rows::Rows;
@@ -209,12 +210,11 @@ impl Shared {
         self.notify();
     }
 
-    /// Waits until the device is done with our memory; errors no longer matter to anyone.
+    /// Waits until the device is done with our memory; errors no longer matter to anyone, and a panic would abort the
+    /// process where another one drops the engine.
     pub(super) fn settle(&self) {
         for stream in Stream::ALL {
-            if let Ok(event) = self.device.record(stream) {
-                let _ = self.device.synchronize(&event);
-            }
+            let _ = guarded(|| self.device.synchronize(&self.device.record(stream)?));
         }
     }
 }

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import megatrain
+from megatrain import _core
 from megatrain.errors import ConfigError
 from reference import (
     assert_unchanged,
@@ -173,6 +175,45 @@ def test_a_checkpoint_restores_the_state_bit_for_bit(tmp_path: Path) -> None:
     assert second.load(tmp_path / "saved") == {"position": 7}
     assert [second.step(step) for step in data[2:]] == outs[2:]
     assert_unchanged(second, weights(straight))
+
+
+@pytest.mark.parametrize("share", [0.5, 1 / 32, 0.0])
+def test_less_memory_to_pin_than_a_run_asks_for_is_one_warning_and_changes_no_bit(
+    share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """H11 with its limits (1 GiB, 64 MiB, nothing) as shares of its 2 GiB, at a model whose state takes 29 MiB."""
+    model = build(hidden_size=256, intermediate_size=512, vocab_size=512)
+    state_bytes = 12 * sum(p.numel() for p in model.parameters())
+    assert state_bytes > 24 << 20
+    data = [batches(2, seed=seed, rows=1, seq=16) for seed in range(3)]
+
+    def train(limit: int | None) -> dict[str, torch.Tensor]:
+        faults = None if limit is None else f'{{"pin_limit_bytes": {limit}}}'
+        ours = engine(model, device=_core.Device.cpu(seed=1, faults=faults), micro_batch=(1, 16), micro_batches=2)
+        for step in data:
+            ours.step(step)
+        found = weights(ours)
+        for name in ours.decoder.tensors:
+            moments = ours.optimizer_state(name)
+            found |= {f"{name} {moment}": moments[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        ours.close()
+        return found
+
+    caplog.clear()
+    wanted = train(None)
+    assert not [r for r in caplog.records if "pinned" in r.message]
+    limit = int(share * state_bytes)
+    found = train(limit)
+    (warning,) = [r.message for r in caplog.records if "pinned" in r.message]
+    numbers = re.search(r"only (\d+) of (\d+) bytes", warning)
+    assert numbers is not None, warning
+    obtained, asked = map(int, numbers.groups())
+    assert obtained <= limit < asked
+    assert asked >= state_bytes // 2
+    assert (obtained > 0) == (share == 0.5), (
+        "memory is pinned in a few large pieces, of which the small limit fits none"
+    )
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
 def test_a_saved_model_loads_in_stock_transformers_with_the_same_logits(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The chunked loss against Hugging Face's own loss and autograd."""
 
+import functools
 import importlib.util
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,6 +196,53 @@ def test_no_tensor_grows_with_the_sequence_beyond_the_hidden_states(dtype: torch
             chunked_loss(hidden, targets, weight, grad_weight=grad_weight)
         assert mode.largest <= max(chunk * vocab, rows * width, vocab * width)
         assert chunk < 512
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most bytes that torch had allocated at a time for `work`, beside what was there before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    return max(itertools.accumulate(bytes_ for _, bytes_ in changes))
+
+
+def test_peak_memory_grows_by_the_hidden_states_alone() -> None:
+    """H09's 1k, 4k and 16k tokens, with a sixteenth of its vocabulary: at 128k they take minutes on one core, and every
+    chunk takes the same (the next test measures one at 128k)."""
+    vocab, width, peaks = 8192, 64, {}
+    for rows in (1024, 4096, 16384):
+        hidden, targets, weight = problem(rows, vocab, width, torch.bfloat16, ignored=0.9)
+        total = torch.zeros(vocab, width)
+        peaks[rows] = peak_bytes(functools.partial(chunked_loss, hidden, targets, weight, chunk=64, grad_weight=total))
+    states = {rows: rows * width * 2 for rows in peaks}  # their gradient, which is the result
+    beside = {peaks[rows] - states[rows] for rows in peaks}
+    assert max(beside) - min(beside) < 64 << 10, peaks
+    assert min(beside) >= 64 * vocab * 4, "a chunk of logits was seen"
+
+
+def test_a_vocabulary_of_128k_takes_one_chunk_and_gives_the_loss_of_fp32() -> None:
+    """H09 at its own size: 1k tokens, most of them not supervised, against all their logits at once in fp32."""
+    vocab, width, rows = 131072, 64, 1024
+    hidden, targets, weight = problem(rows, vocab, width, torch.bfloat16, ignored=0.9)
+    counted = targets != IGNORE
+    results = []
+    grad_weight = torch.zeros(vocab, width)
+    peak = peak_bytes(lambda: results.append(chunked_loss(hidden, targets, weight, grad_weight=grad_weight)))
+    assert peak < default_chunk(vocab, "cpu") * vocab * 4 + rows * width * 2 + (2 << 20)
+    assert peak < rows * vocab * 4 / 10
+    states = hidden[counted].float().requires_grad_()
+    loss = F.cross_entropy(states @ weight.float().t(), targets[counted], reduction="sum")
+    loss.backward()
+    (result,) = results
+    assert result.grad_hidden is not None
+    assert states.grad is not None
+    assert abs(float(result.loss_sum - loss.detach())) / int(counted.sum()) < 1e-3
+    assert relative(result.grad_hidden[counted], states.grad) < 4e-3
+    assert not result.grad_hidden[~counted].any()
 
 
 def test_a_bf16_head_has_no_coarse_grid() -> None:

@@ -126,3 +126,18 @@ def test_an_engine_is_neither_pickled_nor_copied() -> None:
 def test_a_name_that_is_too_long_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.Checkpoint.open(tmp_path / ("x" * 300))
+
+
+def test_a_model_may_be_named_by_a_path_and_by_nothing_else(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "model")
+    ours = megatrain.Engine.from_pretrained(tmp_path / "model", device="cpu")
+    assert ours.step(batches(1)).loss == engine(build()).step(batches(1)).loss
+    for wrong in (None, 3, [str(tmp_path)]):
+        with pytest.raises(ConfigError, match="a model is named by a folder"):
+            megatrain.Engine.from_pretrained(wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_frozen_is_named_by_patterns() -> None:
+    for wrong in (3, [3], {"*norm*": True}):
+        with pytest.raises(ConfigError, match="freeze must be a pattern of parameter names"):
+            engine(build(), freeze=wrong)

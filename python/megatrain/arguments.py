@@ -102,6 +102,21 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
         )
 
 
+def model_path(given: Any) -> str:
+    """A model's folder, file or hub id. Raises ConfigError for what is neither text nor a path."""
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"a model is named by a folder, a .gguf file or a hub id, not {given!r}")
+    return os.fspath(given)
+
+
+def patterns(name: str, given: Any) -> tuple[str, ...]:
+    """One pattern of names, or several. Raises ConfigError for anything else."""
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, tuple | list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name} must be a pattern of parameter names or a list of them, not {given!r}")
+    return tuple(found)
+
+
 def folder(given: Any) -> Path:
     """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
     try:

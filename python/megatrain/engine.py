@@ -135,7 +135,7 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         *,
         revision: str | None = None,
         precision: str = "auto",
@@ -151,7 +151,7 @@ class Engine:
         told in bytes; `auto` is a line on standard error where that is a terminal, None nothing."""
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(
-            path,
+            arguments.model_path(path),
             revision,
             precision=choose_precision(precision, torch_device),
             freeze=freeze,

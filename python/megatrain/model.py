@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from megatrain import documents
+from megatrain import alterations, arguments, documents
 from megatrain.apart import joining_layers
 from megatrain.architecture import check, load_config, max_positions, refuse_parts, sees, text_config
 from megatrain.conversion import published
@@ -105,10 +105,12 @@ class Decoder:
         self.precision = precision
         self.dtype = PRECISIONS[precision]
         _refuse(model, self.config)
+        alterations.refuse(model)
         self.base_name, self.base = _base(model)
         self.layers_name = _layer_list(model, self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
         _refuse_lists_of_experts(model, self.layers)
+        alterations.refuse_repeated(self.layers, self.layers_name)
         self.layout: Layout | None = None
         self.values: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
@@ -134,7 +136,7 @@ class Decoder:
         self.tied = self.head.weight is not None and self._unit_of(self.head.weight) == "embed"
         if not self.head.plain and any(self._unit_of(name) == "embed" for name in self.head.used):
             raise ConfigError(f"{type(model).__name__} ties its embedding to a head that is no plain matmul")
-        self._freeze((freeze,) if isinstance(freeze, str) else freeze, frozen_dtypes)
+        self._freeze(arguments.patterns("freeze", freeze), frozen_dtypes)
         self.index_names = index_attributes(self.layers)
         self.structure_of, self.structures = structures(self.layers, self.index_names)
         self.units = self._cut()

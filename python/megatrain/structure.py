@@ -56,11 +56,27 @@ def _signature(layer: nn.Module, index_names: set[tuple[str, str]]) -> tuple[Any
         (path, name, "index" if (path, name) in index_names else _value(value))
         for path, name, value in _attributes(layer)
     )
-    return modules, parameters, buffers, attributes
+    return modules, parameters, buffers, attributes, tuple(_plain_tensors(layer))
+
+
+def _plain_tensors(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Tensors that are neither parameters nor buffers, by their values where they have any."""
+    for path, module in layer.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                yield path, name, tuple(value.shape), value.dtype, None if value.is_meta else _digest(value)
 
 
 def _digest(buffer: Tensor) -> bytes:
     return buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _content(cell: Any) -> Any:
+    """What a closure holds in a cell; nothing, where it was not given it yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _value(value: Any) -> Any:
@@ -73,6 +89,12 @@ def _value(value: Any) -> Any:
         return ("dict", tuple((_value(k), _value(v)) for k, v in value.items()))
     if isinstance(value, functools.partial):
         return ("partial", _value(value.func), _value(value.args), _value(value.keywords))
+    if inspect.isfunction(value):
+        # one piece of code may stand for several functions: what it closes over tells them apart
+        cells = tuple(id(c) if inspect.isfunction(c) else _value(c) for c in map(_content, value.__closure__ or ()))
+        return ("function", id(value.__code__), cells, _value(value.__defaults__), _value(value.__kwdefaults__))
+    if inspect.ismethod(value):
+        return ("method", _value(value.__func__), None if isinstance(value.__self__, nn.Module) else id(value.__self__))
     if inspect.isroutine(value) or isinstance(value, type):
         return getattr(value, "__qualname__", repr(value))
     return id(value)

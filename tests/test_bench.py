@@ -24,6 +24,7 @@ def architecture(tmp_path: Path) -> str:
         ["--micro-batch", "2", "--max-grad-norm", "1.0"],
         ["--update", "immediate", "--keep", "0", "--slots", "2"],
         ["--set", "loss_chunk=16", "--host-memory", "1GiB"],
+        ["--micro-batch", "2", "--set", "group=1", "--set", "activation=offload", "--set", "inputs=host"],
     ],
 )
 def test_the_answer_is_one_line_that_adds_up(
@@ -60,6 +61,9 @@ def test_a_trace_of_one_more_step_opens_in_perfetto(
         (["--model", "tiny", "--steps", "0"], "--steps"),
         (["--model", "tiny", "--update", "immediate", "--max-grad-norm", "1.0"], "max_grad_norm"),
         (["--model", "tiny", "--set", "chunks=3"], "plan.chunks"),
+        (["--model", "tiny", "--set", "group=3"], "plan.group must lie between 1 and micro_batches = 1, not 3"),
+        (["--model", "tiny", "--set", "activation=stay"], "plan.activation"),
+        (["--model", "tiny", "--set", "compile=true"], "plan.compile is for CUDA"),
         (["--model", "tiny", "--gpu-memory", "plenty"], "memory.gpu"),
         (["--model", "tiny", "--host-memory", "1MiB"], "does not fit"),
         (["--model", "tiny", "--micro-batch", "9"], "plan.micro_batch"),

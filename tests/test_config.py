@@ -287,6 +287,10 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
         ({"data": {"train": [{"path": "a", "split": 1.5}]}}, r"split of .*a is 1\.5; a fraction lies between"),
         ({"data": {"train": [{"path": "a", "fields": {"txt": "b"}}]}}, r"fields of .*: 'txt' is none of text"),
         ({"plan": {"slots": 0}}, r"plan\.slots is 0; it must be at least 1"),
+        ({"plan": {"group": 0}}, r"plan\.group is 0; it must be at least 1"),
+        ({"plan": {"threads": 0}}, r"plan\.threads is 0; it must be at least 1"),
+        ({"plan": {"stage_buffers": 1}}, r"plan\.stage_buffers is 1; it must be at least 2"),
+        ({"plan": {"inputs": "disk"}}, r"plan\.inputs is the string 'disk'; expected device or host"),
         ({"output": {"keep": 0}}, r"output\.keep is 0; it must be at least 1"),
     ],
 )

@@ -282,7 +282,9 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(
 CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"memory": "79GiB"}}
 
 
-def settled(model: str, rows: int, free: int | None = None, **sections: dict[str, Any]) -> planning.Settled:
+def settled(
+    model: str, rows: int, free: int | None = None, saved: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> planning.Settled:
     """A step of `rows` by 1,024 tokens on the card, of which `free` bytes are free."""
     document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
     train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
@@ -291,7 +293,35 @@ def settled(model: str, rows: int, free: int | None = None, **sections: dict[str
     decoder = draw_up(config, described, plan_only=True).decoder
     cards = tuple(dataclasses.replace(gpu, free_bytes=free) for gpu in described.gpus)
     described = dataclasses.replace(described, gpus=cards)
-    return planning.settle(config, decoder, device="cuda", machine=described, rows=rows)
+    return planning.settle(config, decoder, device="cuda", machine=described, rows=rows, saved=saved)
+
+
+def test_the_engine_is_asked_for_every_number_of_the_plan_section() -> None:
+    from megatrain.config import PlanConfig
+    from megatrain.runtime import PLAN_KEYS
+
+    numbers = {field.name for field in dataclasses.fields(PlanConfig)} - {"micro_batch"}
+    assert PLAN_KEYS - numbers == {"accumulate", "trace", "isa"}, "what only a caller of the engine can use"
+    assert numbers <= PLAN_KEYS
+
+
+def test_a_run_that_goes_on_computes_compiled_or_not_as_before_unless_it_is_told_otherwise() -> None:
+    eager = {"device": "H100", "compiled": False}
+    assert settled("tiny", 2).options.get("compile") is None
+    assert settled("tiny", 2, saved=eager).options["compile"] is False
+    assert settled("tiny", 2, saved=eager, plan={"compile": True}).options["compile"] is True
+    assert settled("tiny", 2, saved=eager | {"device": "cpu"}).options.get("compile") is None
+
+
+def test_a_plan_with_compile_off_says_so_in_its_numerics_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny", "--machine", written(tmp_path, "h100.yaml", H100), "train.batch_size=4", "data.seq_len=128")
+    assert answer(capsys, *words)["numerics"]["compiled"] is True
+    assert answer(capsys, *words, "plan.compile=false")["numerics"]["compiled"] is False
+    grouped = answer(capsys, *words, "plan.micro_batch=1", "plan.group=2")
+    assert grouped["plan"]["group"] == 2
+    assert grouped["largest_micro_batch"] > 1
 
 
 def counts(found: planning.Settled) -> tuple[int, int, int]:

@@ -199,7 +199,7 @@ def _numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[
         micro_batches=settled.micro_batches,
         grad_precision=config.train.sent_in(settled.precision),
         loss_chunk=settled.options.get("loss_chunk"),
-        compiled=cuda,
+        compiled=bool(settled.options.get("compile", cuda)),
         deterministic=config.train.deterministic,
     )
     if cuda:

@@ -166,8 +166,9 @@ def settle(
     is free now. Raises DoesNotFit with the sum."""
     rates, measured = probe.rates(machine, device)
     options = engine_plan(config, device, machine)
-    if saved and "loss_chunk" not in options and (saved.get("device") == "cpu") == (device == "cpu"):
-        options["loss_chunk"] = saved.get("loss_chunk")
+    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
+        kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
+        options = {key: value for key, value in kept.items() if value is not None} | options
     roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
     size = first = _first_split(config, device, rows, saved)
     while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
@@ -196,19 +197,19 @@ def settle(
 
 def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
     """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
-    plan = config.plan
-    asked: dict[str, Any] = {"slots": plan.slots, "slabs": plan.slabs, "keep": plan.keep}
-    asked |= {"state_on_device": plan.state_on_device, "updates_on_device": plan.updates_on_device}
-    asked |= {"loss_chunk": plan.loss_chunk}
-    asked |= {"synchronous": plan.synchronous, "poison": plan.poison, "huge_pages": plan.huge_pages}
+    if config.plan.compile and device == "cpu":
+        raise ConfigError("plan.compile is for CUDA, and this is the CPU, which runs layers as they are; leave it null")
     # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.
-    asked["threads"] = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
-    return {key: value for key, value in asked.items() if value is not None}
+    threads = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
+    asked = {field.name: getattr(config.plan, field.name) for field in dataclasses.fields(config.plan)}
+    del asked["micro_batch"]  # an argument of its own
+    return {"threads": threads} | {key: value for key, value in asked.items() if value is not None}
 
 
 def largest_micro_batch(config: Config, decoder: "Decoder", settled: Settled) -> int:
     """The most rows that could be computed at a time, by trying."""
-    planner = _Planner(config, decoder, settled.device, settled.machine, settled.rates, settled.options)
+    options = {key: value for key, value in settled.options.items() if key != "group"}  # of several micro-batches
+    planner = _Planner(config, decoder, settled.device, settled.machine, settled.rates, options)
 
     def fits(rows: int) -> bool:
         with contextlib.suppress(DoesNotFit):

@@ -144,6 +144,6 @@ def _bench(bench: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any other key of the plan section, such as loss_chunk=4096",
+        help="any other key of a configuration's plan section, such as loss_chunk=4096 or activation=offload",
     )
     bench.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace of one more step")

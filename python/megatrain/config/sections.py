@@ -351,16 +351,33 @@ class PlanConfig:
     """Device buffers that decoder layers' weights pass through."""
     slabs: int | None = None
     """Host buffers that gradients land in."""
+    group: int | None = None
+    """Micro-batches that pass through a layer before the next one is loaded. null: all of a step, so that weights cross
+    the link once."""
     keep: int | None = None
     """Layers whose activations are kept on the device; the others are recomputed."""
+    activation: Literal["keep", "offload", "recompute"] | None = None
+    """What becomes of activations: kept by all layers; or, of those that `keep` does not count, sent to the host
+    (`offload`) or recomputed."""
+    inputs: Literal["device", "host"] | None = None
+    """Where the inputs of layers that are not kept wait for backward. null: on the device while they fit."""
+    stage_buffers: int | None = None
+    """Device buffers that activations and inputs pass through on their way to the host and back."""
     state_on_device: int | None = None
     """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
     order."""
     updates_on_device: int | None = None
     """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
     others are updated by the host meanwhile. null: as many as make a step shortest."""
+    parts: int | None = None
+    """Parts in which embedding and head are landed, updated and sent, and a layer's state visits the device."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time."""
+    compile: bool | None = None
+    """Whether layers are compiled: on CUDA only, and there by default. Changes rounding, so a run that goes on keeps
+    what it began with."""
+    threads: int | None = None
+    """Threads of the host's optimizer. null: as many as leave room for those that compute."""
     synchronous: bool = False
     """For debugging: one operation at a time."""
     poison: bool = False
@@ -370,7 +387,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, loss_chunk=1)
+        _at_least("plan", self, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

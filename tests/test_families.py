@@ -1,9 +1,6 @@
 """Every architecture, tiny and random, in our engine against plain PyTorch: loss, norm, gradients, moments, weights."""
 
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatrain
+import private_memory
 from families import (
     BASE,
     CASES,
@@ -169,44 +167,6 @@ def test_a_list_of_experts_is_refused() -> None:
 def test_experts_stored_apart_are_loaded_within_the_memory_of_one_tensor(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 8}
     build("mixtral", **sizes).save_pretrained(tmp_path)
-    program = textwrap.dedent(
-        f"""
-        import threading
-        import torch
-        from megatrain.model import Decoder
-        from megatrain.weights import load, open_weights, resolve
-
-        torch.set_num_threads(1)
-
-        def private():
-            fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
-            return int(fields["RssAnon"].split()[0]) * 1024
-
-        class Core:
-            peak, lock = 0, threading.Lock()
-
-            def write(self, unit, tensor, plane, source, start=0):
-                with self.lock:
-                    self.peak = max(self.peak, private())
-
-        files = resolve({str(tmp_path)!r})
-        decoder = Decoder.from_config(files.folder, precision="fp32")
-        source = open_weights(files)
-        largest = max(t.dtype.itemsize * torch.Size(t.shape).numel() for t in decoder.tensors.values())
-        before = private()
-        core = Core()
-        found = load(source, decoder, core, threads=2)
-        assert any(".experts.7." in name for name in found)
-        print(core.peak - before, largest)
-        """
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    peak, largest = (int(n) for n in result.stdout.split())
+    peak, largest, found = private_memory.while_loading(tmp_path)
+    assert any(".experts.7." in name for name in found)
     assert peak < largest, (peak, largest)

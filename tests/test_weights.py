@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from megatrain.errors import ConfigError
 from megatrain.initialize import initialize
 from megatrain.model import Decoder
+from megatrain.places import match
 from megatrain.shards import DamagedFile, read_shard
-from megatrain.weights import TensorWeights, load, match, open_weights, resolve
+from megatrain.weights import TensorWeights, load, open_weights, resolve
 from memory_core import MemoryCore, engine, llama
 
 

@@ -24,10 +24,11 @@ from megatrain.errors import ConfigError
 from megatrain.initialize import initialize
 from megatrain.machine import Machine
 from megatrain.model import Decoder
+from megatrain.places import exported
 from megatrain.planning import Settled
 from megatrain.run_folder import steps_in
 from megatrain.tokenizer import build_tokenizer, with_vocabulary
-from megatrain.weights import ModelFiles, Weights, load, match, open_weights, resolve
+from megatrain.weights import ModelFiles, Weights, load, open_weights, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +115,7 @@ def draw_up(
         frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
     )
     if source is not None:
-        decoder.layout = match(source, decoder)
+        decoder.layout = exported(source, decoder)
     elif pretrained and files is not None and files.gguf is not None:
         decoder.layout = library({name: ref.shape for name, ref in decoder.tensors.items()})
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
-from megatrain.conversion import Layout, library, published, read_layout
+from megatrain.conversion import Layout, fill, library, published, read_layout
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.files import check_unused
 from megatrain.shards import DamagedFile, Entry, Shard
@@ -84,12 +84,14 @@ def save_pretrained(
     _check_layout(layout)
     if not overwrite:
         check_unused(out, "the export's folder")
-    blocks = _blocks(decoder, layout)
-    entries = _entries(decoder, blocks, target)
+    layout_of = _layout(decoder, layout)
+    entries = _entries({name: ref.dtype for name, ref in decoder.tensors.items()}, layout_of, target)
+
+    def weights(name: str, start: int, out: Tensor) -> None:
+        read_weights(core, decoder.tensors[name], DTYPES[decoder.precision], start, out)
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        block = blocks[entry.name]
-        read_weights(core, decoder.tensors[block.name], DTYPES[decoder.precision], block.start + start, piece)
+        fill(layout_of[entry.name], start, piece, weights)
 
     with staged(out, folder_bytes(entries, tokenizer, tokenizer_dir)) as folder:
         files = shards.plan_shards(folder, "model", entries)
@@ -125,28 +127,25 @@ def export_checkpoint(
         residual = FileWeights(source.shards("residual"))
     except DamagedFile as error:
         raise CheckpointError(str(error)) from None
-    blocks = _saved_blocks(source, weights, layout)
-    dtypes = {name: weights.entries[block.name].dtype for name, block in blocks.items()}
-    entries = [
-        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
-        for name, block in blocks.items()
-    ]
+    layout_of = _saved_layout(source, weights, layout)
+    entries = _entries({name: entry.dtype for name, entry in weights.entries.items()}, layout_of, target)
+
+    def values(name: str, start: int, out: Tensor) -> None:
+        count, size = out.numel(), weights.entries[name].dtype.itemsize
+        found = weights.read(name, start, count, torch.empty(count * size, dtype=torch.uint8))
+        if out.dtype == torch.float32 and name in residual.entries:
+            low = residual.read(name, start, count, torch.empty(count * 2, dtype=torch.uint8))
+            found = join(found, low)
+        out.copy_(found)
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        count, block = piece.numel(), blocks[entry.name]
-        start += block.start
-        size = dtypes[entry.name].itemsize
         try:
-            values = weights.read(block.name, start, count, torch.empty(count * size, dtype=torch.uint8))
-            if entry.dtype == torch.float32 and block.name in residual.entries:
-                low = residual.read(block.name, start, count, torch.empty(count * 2, dtype=torch.uint8))
-                values = join(values, low)
+            fill(layout_of[entry.name], start, piece, values)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint {source.folder} cannot be read any more ({error.strerror}); a run that goes on removes "
                 "its older ones (output.keep), so take its newest, or export again"
             ) from None
-        piece.copy_(values)
 
     with staged(out, folder_bytes(entries, None, source.folder)) as folder:
         files = shards.plan_shards(folder, "model", entries)
@@ -162,20 +161,21 @@ def export_checkpoint(
 
 def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:
     """Bytes of the weight files that `save_pretrained` writes."""
-    entries = _entries(decoder, _blocks(decoder, layout), _target(dtype, decoder.precision))
+    dtypes = {name: ref.dtype for name, ref in decoder.tensors.items()}
+    entries = _entries(dtypes, _layout(decoder, layout), _target(dtype, decoder.precision))
     return sum(file.size for file in shards.plan_shards(Path(), "model", entries))
 
 
-def _entries(decoder: Decoder, blocks: Layout, target: torch.dtype) -> list[Entry]:
+def _entries(dtypes: Mapping[str, torch.dtype], layout: Layout, target: torch.dtype) -> list[Entry]:
     """The tensors of a folder: float ones as `target`, all others in their own type."""
-    dtypes = {name: decoder.tensors[block.name].dtype for name, block in blocks.items()}
+    own = {name: dtypes[stored.names[0]] for name, stored in layout.items()}
     return [
-        Entry(name, target if dtypes[name].is_floating_point else dtypes[name], block.shape)
-        for name, block in blocks.items()
+        Entry(name, target if own[name].is_floating_point else own[name], stored.shape)
+        for name, stored in layout.items()
     ]
 
 
-def _blocks(decoder: Decoder, layout: LayoutName) -> Layout:
+def _layout(decoder: Decoder, layout: LayoutName) -> Layout:
     """Every tensor of the folder by name, and what of the model it holds."""
     shapes = {name: tuple(ref.shape) for name, ref in decoder.tensors.items()}
     if layout == "library":
@@ -183,7 +183,7 @@ def _blocks(decoder: Decoder, layout: LayoutName) -> Layout:
     return decoder.layout if decoder.layout is not None else published(decoder.model, shapes)
 
 
-def _saved_blocks(source: "Checkpoint", weights: FileWeights, layout: LayoutName) -> Layout:
+def _saved_layout(source: "Checkpoint", weights: FileWeights, layout: LayoutName) -> Layout:
     """The same for a checkpoint, whose tensors are the library's."""
     shapes = {name: entry.shape for name, entry in weights.entries.items()}
     own = library(shapes)

@@ -373,7 +373,10 @@ class Decoder:
         if dtypes.keys() <= shapes.keys():
             return dtypes
         found = {
-            block.name: dtypes[theirs] for theirs, block in published(self.model, shapes).items() if theirs in dtypes
+            name: dtypes[theirs]
+            for theirs, stored in published(self.model, shapes).items()
+            if theirs in dtypes
+            for name in stored.names
         }
         return found | dtypes
 

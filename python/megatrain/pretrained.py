@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain import weights
+from megatrain import places, weights
 from megatrain.architecture import load_config
 from megatrain.errors import ConfigError
 from megatrain.model import Decoder
@@ -39,7 +39,7 @@ def open_pretrained(
         trust_remote_code=trust_remote_code,
         frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()},
     )
-    weights.match(source, decoder)
+    places.match(source, decoder)
 
     def load(decoder: Decoder, core: Any) -> None:
         told = on_a_terminal() if progress == "auto" else progress

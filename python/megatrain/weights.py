@@ -10,7 +10,6 @@ Private memory beyond the store is one buffer a thread: files are read in pieces
 import importlib.util
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,19 +20,20 @@ import torch
 from torch import Tensor
 
 from megatrain import shards
-from megatrain.conversion import Block, Layout, published
+from megatrain.conversion import Block, Layout, Stored
+from megatrain.elements import gather, piece_of
 from megatrain.errors import ConfigError
 from megatrain.files import check_model
+from megatrain.places import matched
 from megatrain.shards import DamagedFile, Entry, Shard
 
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 16 << 20
+_TURNED_BYTES = 256 << 10, 64 << 20
+"""Least and most of a piece that is brought into another order: whole matrices of it are held in one stretch."""
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PACKAGE = "python:"
-
-_NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$")
-"""Buffers that older files hold and that no current model has as a weight."""
 
 
 class TensorRef(Protocol):
@@ -119,6 +119,14 @@ class Weights(Protocol):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """By name."""
+
+    @property
+    def turned(self) -> frozenset[str]:
+        """Those whose last two dimensions the model has the other way round."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether values are made from others: then an export is laid out as published models that are not."""
 
     def where(self, name: str) -> str:
         """The file a tensor is in, for messages."""
@@ -244,6 +252,9 @@ def _first_line(error: BaseException) -> str:
 class FileWeights:
     """Tensors of safetensors files."""
 
+    turned: frozenset[str] = frozenset()
+    quantised = False
+
     def __init__(self, files: Iterable[Shard]) -> None:
         files = list(files)
         self._shards = {entry.name: shard for shard in files for entry in shard.entries}
@@ -268,6 +279,9 @@ class FileWeights:
 
 class TensorWeights:
     """Tensors that are in memory already: a module given by the caller, or what a GGUF file was unpacked into."""
+
+    turned: frozenset[str] = frozenset()
+    quantised = False
 
     def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -307,92 +321,17 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def match(source: Weights, decoder: Decoder) -> Layout:
-    """Source name to the elements it stands for, together every tensor of the model once, but for further names of tied
-    ones. Tensors may be stored as the
-    library holds them or as the hub publishes them (every expert apart); the prefix of the base model (`model.`) may be
-    there on one side and not on the other; what the model's class says to leave out is left out. Raises ConfigError
-    that names what is missing, left over, or of another shape or type."""
-    found, twins = _match(source, decoder)
-    return found | twins
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive elements of a tensor of the model, and where a file has them."""
 
-
-def _match(source: Weights, decoder: Decoder) -> tuple[Layout, Layout]:
-    """The same, and further names of tied tensors that the source holds beside the first."""
-    prefix = getattr(decoder.model, "base_model_prefix", "")
-    prefix = prefix + "." if prefix else ""
-    places = _Places(decoder)
-    found: dict[Block, str] = {}
-    unknown: list[str] = []
-    ignore = getattr(decoder.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    patterns = [re.compile(pattern) for pattern in (*ignore, *_NOT_WEIGHTS)]
-    twins: list[tuple[str, str]] = []
-    for name, entry in source.entries.items():
-        spellings = (name, prefix + name, name.removeprefix(prefix)) if prefix else (name,)
-        block = next((b for spelling in spellings if (b := places.find(spelling, entry.shape)) is not None), None)
-        if block is None:
-            if not any(pattern.search(name) for pattern in patterns):
-                unknown.append(name)
-        elif block in found:
-            twins.append((found[block], name))
-        else:
-            found[block] = name
-    problems = places.problems(found)
-    if unknown:
-        problems.append(f"holds {_listed(unknown)}, for which the model has no place")
-    for block, theirs in found.items():
-        ref, entry = decoder.tensors[block.name], source.entries[theirs]
-        if block.shape != entry.shape:
-            problems.append(f"has {theirs} of shape {list(entry.shape)} where the model has {list(block.shape)}")
-        elif entry.dtype.itemsize < 2 and _is_float(entry.dtype):
-            problems.append(
-                f"has {theirs} in {entry.dtype}: quantised weights cannot be trained, take the original model"
-            )
-        elif ref.role == "trainable" and not _is_float(entry.dtype):
-            problems.append(f"has {theirs} in {entry.dtype} where the model has a weight")
-        elif ref.role != "trainable" and _is_float(entry.dtype) != _is_float(ref.dtype):
-            problems.append(f"has {theirs} in {entry.dtype} where the model has {ref.dtype}")
-    if problems:
-        where = source.where(next(iter(source.entries))) if source.entries else "the file"
-        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-        raise ConfigError(
-            f"the weights in {where} do not belong to this configuration: the source {'; it '.join(problems[:4])}{more}"
-        )
-    for first, second in twins:
-        _require_equal(source, first, second)
-    layout = {theirs: block for block, theirs in found.items()}
-    return layout, {second: layout[first] for first, second in twins}
-
-
-class _Places:
-    """Where tensors of a file belong, by every name the model has for them."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._whole = {name: Block(name, 0, tuple(ref.shape)) for name, ref in decoder.tensors.items()}
-        self._aliases = dict(decoder.aliases)
-        self._published = published(decoder.model, {name: block.shape for name, block in self._whole.items()})
-
-    def find(self, name: str, shape: tuple[int, ...]) -> Block | None:
-        """The elements that a file's tensor of this name and shape stands for."""
-        own = self._whole.get(self._aliases.get(name, name))
-        block = self._published.get(name)
-        return block if block is not None and (block.shape == shape or own is None) else own
-
-    def problems(self, found: Mapping[Block, str]) -> list[str]:
-        """What is not there, or there twice."""
-        there = dict.fromkeys(self._whole, 0)
-        for block in found:
-            there[block.name] += block.numel
-        missing, twice = [], []
-        for name, count in there.items():
-            whole = self._whole[name]
-            if count > whole.numel:
-                twice.append(name)
-            elif count < whole.numel or (whole.numel == 0 and whole not in found):
-                parts = [theirs for theirs, block in self._published.items() if block.name == name]
-                missing += [t for t in parts if self._published[t] not in found] if count else [name]
-        problems = [f"lacks {_listed(missing)}"] if missing else []
-        return [*problems, f"holds {_listed(twice)} both whole and in parts"] if twice else problems
+    theirs: str
+    block: Block
+    begin: int
+    """First element of the block in the file's tensor."""
+    start: int
+    """First element of the piece, counted from the block's first in the model."""
+    count: int
 
 
 def load(
@@ -406,16 +345,16 @@ def load(
     """Copies every tensor into the store, bit for bit: trainable ones as master, frozen ones in their own dtype.
     Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads in turn.
     Returns what was read. Raises ConfigError, also when a weight is not finite."""
-    found, twins = _match(source, decoder)
-    decoder.layout = found | twins
-    work = [piece for theirs, block in found.items() for piece in _cut(block, theirs, source.entries[theirs])]
+    found, twins = matched(source, decoder)
+    decoder.layout = None if source.quantised else found | twins
+    work = [piece for theirs, stored in found.items() for piece in _cut(stored, source.entries[theirs])]
     total = sum(source.entries[theirs].nbytes for theirs in found)
     done, turn = [0], threading.Lock()
 
-    def one(piece: tuple[Block, str, int, int], buffer: Tensor) -> None:
-        block, theirs, start, count = piece
-        values = source.read(theirs, start, count, buffer)
-        put(core, decoder.tensors[block.name], values, block.start + start, source.where(theirs))
+    def one(piece: _Piece, buffer: Tensor) -> None:
+        values = _read(source, piece, buffer)
+        block = piece.block
+        put(core, decoder.tensors[block.name], values, block.start + piece.start, source.where(piece.theirs))
         with turn:  # so that the last call is that of the end
             done[0] += values.nbytes
             if progress is not None:
@@ -431,10 +370,40 @@ def load(
     return found
 
 
-def _cut(block: Block, theirs: str, entry: Entry) -> Iterator[tuple[Block, str, int, int]]:
-    step = _PIECE_BYTES // entry.dtype.itemsize
-    for start in range(0, entry.numel, step):
-        yield block, theirs, start, min(step, entry.numel - start)
+def _cut(stored: Stored, entry: Entry) -> Iterator[_Piece]:
+    begin = 0
+    for block in stored.blocks:
+        step = _PIECE_BYTES // entry.dtype.itemsize
+        if block.order:
+            least, most = _TURNED_BYTES
+            # Each thread has a piece in both orders; all of them together are less than the tensor.
+            limit = min(most, max(least, entry.nbytes // 16)) // entry.dtype.itemsize
+            step = piece_of(*_held(block), limit)
+        for start in range(0, block.numel, step):
+            yield _Piece(entry.name, block, begin, start, min(step, block.numel - start))
+        begin += block.numel
+
+
+def _read(source: Weights, piece: _Piece, buffer: Tensor) -> Tensor:
+    """A piece's values in the order of the model; may lie in `buffer`."""
+    if not piece.block.order:
+        return source.read(piece.theirs, piece.begin + piece.start, piece.count, buffer)
+
+    def read(position: int, into: Tensor) -> None:
+        values = source.read(piece.theirs, piece.begin + position, into.numel(), into.view(torch.uint8))
+        if values.data_ptr() != into.data_ptr():
+            into.copy_(values)
+
+    dtype = source.entries[piece.theirs].dtype
+    size = piece.count * dtype.itemsize
+    out = (buffer if len(buffer) >= size else shards.aligned_buffer(size))[:size].view(dtype)
+    gather(out, piece.start, *_held(piece.block), read)
+    return out
+
+
+def _held(block: Block) -> tuple[list[int], list[int]]:
+    """Sizes of a block's dimensions as the model has them, and in which order a file has these."""
+    return [block.sizes[dim] for dim in block.order], [block.order.index(dim) for dim in range(len(block.order))]
 
 
 def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> None:
@@ -459,29 +428,3 @@ def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> N
 
 def _not_finite(ref: TensorRef, where: str) -> ConfigError:
     return ConfigError(f"{ref.name} in {where} holds values that are not finite; training cannot start from them")
-
-
-def _require_equal(source: Weights, first: str, second: str) -> None:
-    """Raises ConfigError unless two names of one tied tensor hold the same values."""
-    one, two = source.entries[first], source.entries[second]
-    buffers = shards.aligned_buffer(_PIECE_BYTES), shards.aligned_buffer(_PIECE_BYTES)
-    same = one.shape == two.shape and all(
-        torch.equal(
-            source.read(first, start, count, buffers[0]).float(), source.read(second, start, count, buffers[1]).float()
-        )
-        for _, _, start, count in _cut(Block(first, 0, one.shape), first, Entry(first, torch.float64, one.shape))
-    )
-    if not same:
-        raise ConfigError(
-            f"{first} and {second} are one tied weight in the configuration, but {source.where(second)} holds "
-            "different values for them; set tie_word_embeddings: false in the model's config.json to train them apart"
-        )
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

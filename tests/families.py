@@ -383,6 +383,13 @@ transformers, which `tests/test_families.py` trains on every run:
 - *in and out*: a folder of stock `save_pretrained` is read, trained and exported. Its keys are the source's, stock
   `from_pretrained` finds none missing or unexpected, and logits are equal.
 
+A source is read in whichever form the hub has it, and exported in that form or in the library's: beside experts apart
+and fused, tensors that are published transposed (Qwen3-VL-MoE), with interleaved rows or heads, or several in one
+(`tests/test_layouts.py`, `tests/test_conversion.py`). Weights that are published in MXFP4 (GPT-OSS) or in FP8 with a
+scale for each block (DeepSeek-V3) are dequantised as they are read, to the values that stock gives with
+`dequantize=True`; they are trained and exported unquantised (`tests/test_quantised.py`). Other ways to quantise are
+refused by name.
+
 | Architecture | `model_type` | padded | packed | experts | router loss | in and out |
 |---|---|---|---|---|---|---|"""
 SEEING_HEAD = """

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain import quantised
 from megatrain.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ _EVERY_MODEL = frozenset(
 def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) -> Any:
     """A Hugging Face configuration from itself, from a dict that names `model_type`, or from a folder or hub id;
     `arguments` go to `from_pretrained`. A key that the model does not have is refused in a dict, which somebody wrote
-    by hand, and told in the log for a folder. Raises ConfigError, for whatever transformers refuses too."""
+    by hand, and told in the log for a folder; that a folder's weights are quantised is left out, since they are
+    not when they are in the store. Raises ConfigError, for whatever transformers refuses too."""
     from transformers import AutoConfig
 
     if isinstance(source, dict):
@@ -48,7 +50,7 @@ def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) 
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
             log.info("%s: its configuration has keys that %s does not know: %s", source, config.model_type, extra)
-        return config
+        return quantised.without(config, source)
     return source
 
 

@@ -25,6 +25,7 @@ from megatrain.elements import gather, piece_of
 from megatrain.errors import ConfigError
 from megatrain.files import check_model
 from megatrain.places import matched
+from megatrain.quantised import dequantised
 from megatrain.shards import DamagedFile, Entry, Shard
 
 log = logging.getLogger(__name__)
@@ -153,12 +154,12 @@ def resolve(path: str, revision: str | None = None) -> ModelFiles:
 
 
 def open_weights(files: ModelFiles) -> Weights:
-    """Opens a model's weights and checks every file's size, header and index. Raises ConfigError, which names the file,
-    its expected and actual size and the likely cause."""
+    """Opens a model's weights and checks every file's size, header and index. Quantised ones are read as the numbers
+    that they stand for. Raises ConfigError, which names the file, its expected and actual size and the likely cause."""
     if files.gguf is not None:
         return _open_gguf(files, files.gguf)
     try:
-        return FileWeights(shards.read_folder(files.folder))
+        return dequantised(FileWeights(shards.read_folder(files.folder)), files.folder)
     except DamagedFile as error:
         raise ConfigError(str(error)) from None
     except FileNotFoundError:

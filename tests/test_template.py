@@ -1,12 +1,16 @@
 """One module for many layers: parameters are views of wherever a unit's image is."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain import one_graph
 from megatrain.activations import Region
+from megatrain.errors import ConfigError
 from megatrain.model import Decoder
+from megatrain.one_graph import OneGraph
 from megatrain.template import GradientViews, LayerTemplate, Slice, UnitLayout
 from reference import build, config
 
@@ -87,3 +91,74 @@ def test_views_of_gradients_are_made_once_a_place() -> None:
     first.fill_(2.0)
     assert float(views.flat(512).float().sum()) == 30.0
     assert float(views.flat(0).float().sum()) == 0.0
+
+
+@pytest.fixture
+def on_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` traces as ever, and runs the graph without a code generator: seconds less, and no compiler."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("on_torch_alone")
+def test_one_graph_serves_every_layer_and_the_callers_limit_stays(setting: dict[str, Any]) -> None:
+    from torch._dynamo.utils import counters
+
+    decoder, layout, region, record = (setting[k] for k in ("decoder", "layout", "region", "record"))
+    compiled = LayerTemplate(decoder, 0, layout, region, compiled=True)
+    hidden = torch.randn(2, 16, 64)
+    limit = torch._dynamo.config.recompile_limit
+    counters.clear()
+    for layer in range(4):
+        stock = setting["stock"].model.layers[layer]
+        image = layer % 2 * layout.image_bytes
+        fill(region, layout, image, stock, decoder.local_names(layer + 1))
+        compiled.bind(image, layer)
+        args, kwargs = record.args[layer], record.kwargs[layer]
+        assert torch.equal(compiled.call(args, kwargs)(hidden), stock(hidden, *args, **kwargs))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.usefixtures("on_torch_alone")
+def test_a_layer_that_breaks_the_graph_is_an_error_by_name_and_never_eager(setting: dict[str, Any]) -> None:
+    decoder, layout, region, record = (setting[k] for k in ("decoder", "layout", "region", "record"))
+    template = LayerTemplate(decoder, 0, layout, region, compiled=True)
+    ran = []
+
+    class Breaking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            ran.append(1)
+            return x
+
+    template.module.mlp = Breaking()
+    template.bind(0, 0)
+    call = template.call(record.args[0], record.kwargs[0])
+    with pytest.raises(ConfigError, match=r"Qwen2DecoderLayer \(layers\.0\) cannot be compiled as one graph: .*"):
+        call(torch.randn(2, 16, 64))
+    assert not ran
+    template.call(record.args[0], record.kwargs[0], compiled=False)(torch.randn(2, 16, 64))
+    assert ran
+
+
+@pytest.mark.usefixtures("on_torch_alone")
+def test_a_layer_with_ever_new_graphs_is_an_error_and_never_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.calls if self.calls % 2 else x - self.calls
+
+    monkeypatch.setattr(one_graph, "RECOMPILES", 12)
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
+    module = Counting()
+    compiled = OneGraph(module, "Counting")
+
+    def run() -> None:
+        for module.calls in range(20):
+            compiled(torch.ones(3))
+
+    with pytest.raises(ConfigError, match=r"Counting cannot be compiled as one graph: .*FailOnRecompileLimitHit"):
+        run()
+    assert 8 < module.calls <= 12, "torch's own limit is 8"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatrain.activations import Region
 from megatrain.model import Decoder
+from megatrain.one_graph import OneGraph
 from megatrain.recording import copy_without
 from megatrain.router import RoutedLayer, gates_of
 
@@ -175,10 +176,11 @@ class LayerTemplate:
             if _has_attribute(self.module, path, name)
         ]
         self._tuple = decoder.recorder.tuple_output
-        self._run = _compiled(self.module) if compiled else self.module
+        name = f"{type(self.module).__name__} ({decoder.units[first + 1].name})"
+        self._run = OneGraph(self.module, name) if compiled else self.module
         gates = gates_of(decoder, first) if decoder.router is not None else []
         self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
-        self._run_routed = _compiled(self._routed) if compiled and self._routed is not None else self._routed
+        self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
 
     def bind(self, image: int, layer: int) -> None:
         """Makes this the `layer`-th layer, whose image is at byte `image` of region `weights`."""
@@ -208,18 +210,6 @@ class LayerTemplate:
         """Switches dropout on or off."""
         if self.module.training != training:
             self.module.train(training)
-
-
-def _compiled(module: nn.Module) -> Any:
-    """The module compiled as one graph: a graph break, or too many shapes, is an error and never a return to eager."""
-    import torch._dynamo
-
-    # structures and passes of one layer class share a code object, and with it the limit
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILES)
-    return torch.compile(module, fullgraph=True)
-
-
-_RECOMPILES = 64
 
 
 class LayerCall:

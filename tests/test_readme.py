@@ -88,6 +88,27 @@ def test_the_loss_function_that_the_readme_shows_gives_the_built_in_loss() -> No
     assert all(error(own.weight(name), plain.weight(name)) < 1e-5 for name in plain.decoder.tensors)
 
 
+def test_the_two_halves_of_a_step_that_the_readme_shows_make_a_step_with_the_plan_that_it_names() -> None:
+    from megatrain.errors import ConfigError
+    from reference import batches, build, engine, error, supervised
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "optimizer_step" in block]
+    assert 'needs `plan={"accumulate": True}`' in text
+    model, data = build(), batches(4)
+    plain = engine(model)
+    sizes = {"micro_batch": (2, 32), "micro_batches": 2}
+    names = {"parts": [data[:2], data[2:]], "num_tokens": sum(supervised(batch) for batch in data)}
+    with pytest.raises(ConfigError, match="'accumulate': True"):
+        exec(shown, names | {"engine": engine(model, **sizes)})
+    names["engine"] = own = engine(model, plan={"accumulate": True}, **sizes)
+    exec(shown, names)
+    first, second = plain.step(data), names["out"]
+    assert second.loss == pytest.approx(first.loss, rel=1e-6)
+    assert second.num_tokens == first.num_tokens
+    assert all(error(own.weight(name), plain.weight(name)) < 1e-5 for name in plain.decoder.tensors)
+
+
 def test_every_file_that_the_readme_links_to_is_there() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
         assert (ROOT / target).exists(), target

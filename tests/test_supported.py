@@ -113,6 +113,12 @@ except ImportError as error:
     assert said in done.stdout, done.stdout + done.stderr
 
 
+def test_the_readme_and_the_core_crate_say_the_same_of_aarch64() -> None:
+    for document in (ROOT / "README.md", ROOT / "crates" / "megatrain-core" / "src" / "lib.rs"):
+        said = " ".join(document.read_text(encoding="utf-8").replace("//!", "").split())
+        assert "alone compiles for AArch64 Linux too, where it is not tested" in said.replace("alone it ", "alone ")
+
+
 @pytest.mark.parametrize(
     ("system", "libc", "processor", "bits", "built"),
     [

@@ -203,8 +203,9 @@ class Engine:
         normalizer: float | None = None,
     ) -> float:
         """The first half of `step`: gradients are formed, nothing is updated. Returns the loss. Called again before
-        `optimizer_step` it adds to them, which needs one `normalizer` for all calls: without it, or with another one,
-        the call is refused, and the gradients that were there wait on."""
+        `optimizer_step` it adds to them, which needs one `normalizer` for all calls, and an engine that was made with
+        `micro_batch` and `micro_batches` needs `plan={"accumulate": True}` for it: else the call is refused, and the
+        gradients that were there wait on."""
         self._usable()
         if self._passes.num_waiting and self.update == "immediate":
             raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")

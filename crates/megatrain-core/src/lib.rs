@@ -22,11 +22,12 @@
 //! | lane | who issues operations: computing, copies up and down, the host's optimizer, files |
 //! | pass | forward and loss over all micro-batches, in training with backward and update |
 //!
-//! The numbered examples are the embedding guide.
+//! The numbered examples are the embedding guide. It is tested on x86-64 Linux with the GNU C library, the only target that
+//! the Python package is built for; alone it compiles for AArch64 Linux too, where it is not tested.
 #![warn(missing_docs)]
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
-compile_error!("megatrain runs on 64-bit little-endian Linux (x86-64, AArch64); this target is another one");
+compile_error!("megatrain-core compiles for 64-bit little-endian Linux; this target is another one");
 
 pub mod device;
 pub mod error;

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import main
-from run_support import MODEL
+from megatrain.trainer import Trainer
+from run_support import MODEL, settings
 
 WORDS = ["bench", "--device", "cpu", "--batch", "4", "--seq", "32", "--steps", "3", "--warmup", "1"]
 
@@ -43,6 +44,24 @@ def test_the_answer_is_one_line_that_adds_up(
     assert found["micro_batch"] == (2 if "--micro-batch" in more else 4)
 
 
+def test_a_configuration_and_a_run_stand_for_their_model_section(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parameters(model: str) -> int:
+        assert main([*WORDS, "--model", model]) == 0
+        found: int = json.loads(capsys.readouterr().out)["parameters"]
+        return found
+
+    document = settings(tmp_path)
+    (tmp_path / "own.yaml").write_text(json.dumps(document))
+    (tmp_path / "named.yaml").write_text(json.dumps({"model": {"path": architecture, "freeze": ["*norm*"]}}))
+    assert parameters(str(tmp_path / "named.yaml")) == parameters(architecture)
+    trained = parameters(str(tmp_path / "own.yaml"))
+    assert trained == parameters(architecture) + (300 - 256) * MODEL["hidden_size"]
+    Trainer(document | {"train": document["train"] | {"steps": 1, "schedule": "constant"}}).fit()
+    assert parameters(str(tmp_path / "run")) == trained
+
+
 def test_a_trace_of_one_more_step_opens_in_perfetto(
     architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +77,8 @@ def test_a_trace_of_one_more_step_opens_in_perfetto(
     ("words", "said"),
     [
         (["--model", "qwen9"], "qwen2.5-0.5b"),
+        (["--model", "qwen9"], "nor a configuration (CONFIG.yaml) or run, whose model section it would take"),
+        (["--model", "gone.yaml"], "gone.yaml: there is no such file"),
         (["--model", "tiny", "--steps", "0"], "--steps"),
         (["--model", "tiny", "--update", "immediate", "--max-grad-norm", "1.0"], "max_grad_norm"),
         (["--model", "tiny", "--set", "chunks=3"], "plan.chunks"),

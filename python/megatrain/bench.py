@@ -24,6 +24,7 @@ from megatrain.batches import Prepared
 from megatrain.config import Config, ModelConfig
 from megatrain.engine import Engine
 from megatrain.errors import ConfigError, StorageError
+from megatrain.run_folder import is_run
 from megatrain.shapes import SHAPES
 
 log = logging.getLogger("megatrain")
@@ -34,7 +35,7 @@ class Request:
     """What is timed."""
 
     model: str
-    """A public shape, a `config.json`, or the folder of one."""
+    """A public shape, a `config.json` or the folder of one, or a configuration or a run, for its model section."""
     batch: int
     """Rows a step."""
     seq: int
@@ -187,15 +188,23 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
 
 
 def _config(request: Request) -> Config:
-    model = request.model.lower()
-    if model in SHAPES and not Path(request.model).exists():
-        architecture = SHAPES[model].config()
-    else:
-        architecture = _read(Path(request.model))
     sections = {key: dict(value) if isinstance(value, dict) else value for key, value in request.settings.items()}
     train = sections.setdefault("train", {})
     train |= {"batch_size": request.batch, "steps": request.steps + request.warmup}
-    return Config.from_dict({"model": {"config": architecture}, "data": {"seq_len": request.seq}, **sections})
+    return Config.from_dict({"model": _model(request.model), "data": {"seq_len": request.seq}, **sections})
+
+
+def _model(name: str) -> dict[str, Any]:
+    """The model section for `--model`, to be drawn at random."""
+    path = Path(name)
+    if not path.exists() and name.lower() in SHAPES:
+        return {"config": SHAPES[name.lower()].config()}
+    if path.is_dir() and is_run(path):
+        path = path / "config.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        model: dict[str, Any] = Config.load(path).to_dict()["model"]
+        return model | {"init": "random"}
+    return {"config": _read(path)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -205,7 +214,8 @@ def _read(path: Path) -> dict[str, Any]:
         keys: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise ConfigError(
-            f"--model is {str(path)!r}: neither a public shape ({', '.join(SHAPES)}) nor a readable config.json"
+            f"--model is {str(path)!r}: neither a public shape ({', '.join(SHAPES)}), nor a readable config.json, "
+            "nor a configuration (CONFIG.yaml) or run, whose model section it would take"
         ) from None
     ModelConfig(config=keys)
     return keys

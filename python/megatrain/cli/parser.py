@@ -115,7 +115,8 @@ def _bench(bench: argparse.ArgumentParser) -> None:
         "--model",
         default="qwen2.5-0.5b",
         metavar="NAME|CONFIG",
-        help="a public shape (qwen2.5-0.5b … qwen2.5-72b, tiny), a config.json or a model's folder",
+        help="a public shape (qwen2.5-0.5b … qwen2.5-72b, tiny), a config.json or a model's folder, or a configuration "
+        "or a run, of which the model section",
     )
     bench.add_argument("--batch", type=int, default=8, metavar="ROWS", help="rows a step (default 8)")
     bench.add_argument("--seq", type=int, default=1024, metavar="TOKENS", help="tokens a row (default 1024)")

@@ -1,7 +1,10 @@
 """What an engine is asked in vain: refused by name, and it goes on."""
 
 import copy
+import functools
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +144,30 @@ def test_what_is_frozen_is_named_by_patterns() -> None:
     for wrong in (3, [3], {"*norm*": True}):
         with pytest.raises(ConfigError, match="freeze must be a pattern of parameter names"):
             engine(build(), freeze=wrong)
+
+
+@pytest.mark.parametrize("closing", ["main", "other"])
+def test_an_engine_closed_while_another_thread_computes_says_so_there(closing: str) -> None:
+    model, data = build(), batches(4)
+
+    def until_it_ends(ours: megatrain.Engine, said: list[BaseException]) -> None:
+        try:
+            while True:
+                ours.step(data)
+        except BaseException as error:
+            said.append(error)
+
+    def after(seconds: float, ours: megatrain.Engine) -> None:
+        time.sleep(seconds)
+        ours.close()
+
+    for turn in range(6):
+        ours, said = engine(model), list[BaseException]()
+        work = functools.partial(until_it_ends, ours, said), functools.partial(after, 0.02 + 0.004 * turn, ours)
+        here, there = reversed(work) if closing == "main" else work
+        thread = threading.Thread(target=there)
+        thread.start()
+        here()
+        thread.join()
+        assert [type(error) for error in said] == [EngineBroken], said
+        assert "closed" in str(said[0])

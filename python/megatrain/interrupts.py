@@ -92,7 +92,12 @@ class Shield:
                 raise
             raise
         self._job = None
-        return job.answer()  # type: ignore[no-any-return]
+        try:
+            return job.answer()  # type: ignore[no-any-return]
+        except GivenUp:
+            if not job.given_up:
+                raise
+            raise EngineBroken("the engine was closed by another thread while it computed") from None
 
     def check(self) -> None:
         """For the work: raises GivenUp when it shall end here."""

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from megatrain.runtime import Runtime
 from megatrain.step import Pass, random_key
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,7 @@ class Passes:
             )
             return self._apply(core) if apply else loss
 
-        return self.shield.run(body, finish=self._immediate)
+        return self._run(body, finish=self._immediate)
 
     def _refuse_loss(self, loss_fn: LossFn | None) -> None:
         """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
@@ -166,7 +168,7 @@ class Passes:
     def apply(self) -> StepOutput:
         """The verdict over the gradients that wait."""
         core = self._runtime.core if self.num_waiting else None
-        return self.shield.run(lambda: self._apply(core), finish=self._immediate)
+        return self._run(lambda: self._apply(core), finish=self._immediate)
 
     def discard(self) -> None:
         """Drops the gradients that wait: their weights have been replaced."""
@@ -193,7 +195,15 @@ class Passes:
                     raise
             return run
 
-        return self.shield.run(body, finish=False)
+        return self._run(body, finish=False)
+
+    def _run(self, body: Callable[[], T], *, finish: bool) -> T:
+        """What `body` returns, behind the shield."""
+        try:
+            return self.shield.run(body, finish=finish)
+        except ValueError:
+            self._runtime.check()  # the core's own word for an engine that another thread has closed meanwhile
+            raise
 
     @property
     def num_waiting(self) -> int:

@@ -313,6 +313,22 @@ def test_a_run_that_goes_on_computes_compiled_or_not_as_before_unless_it_is_told
     assert settled("tiny", 2, saved=eager | {"device": "cpu"}).options.get("compile") is None
 
 
+def test_a_plan_of_a_deterministic_run_says_what_computes_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny", "--machine", written(tmp_path, "h100.yaml", H100), "train.batch_size=1", "data.seq_len=128")
+    for more, key, told in (
+        ([], "sdpa", None),
+        (["train.deterministic=true"], "sdpa: flash or math", "attention: flash, and torch's math kernel for"),
+        (["train.deterministic=true", "train.precision=fp32"], "sdpa: math", "attention: torch's math kernel, slow"),
+    ):
+        assert answer(capsys, *words, *more)["numerics"]["attention"] == key
+        assert main(["plan", *words, *more]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention:")]
+        assert len(said) == (told is not None)
+        assert not said or said[0].startswith(told)
+
+
 def test_a_plan_with_compile_off_says_so_in_its_numerics_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatrain.apart import Apart, joining_layers, set_apart
 from megatrain.arguments import nearest
+from megatrain.documents import is_documents
 from megatrain.errors import ConfigError
 from megatrain.loss import IGNORE
 from megatrain.model import Decoder
@@ -105,7 +107,7 @@ class Preparer:
     """Checks and records micro-batches for one model; safe to call from another thread."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._device = device
         self._lock = threading.Lock()
         self._plain: collections.OrderedDict[tuple[int, int], tuple[Record, Record]] = collections.OrderedDict()
@@ -121,7 +123,7 @@ class Preparer:
             raise ConfigError("a step needs at least one micro-batch")
         checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
         # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
-        whole = self._decoder.router is not None and any(m.num_tokens for m in checked)
+        whole = self.decoder.router is not None and any(m.num_tokens for m in checked)
         used = [m for m in checked if m.num_tokens or keep_empty or whole]
         records = [m.record if m.record is not None else self._of_shape(m.shape)[0] for m in used]
         return Prepared(
@@ -163,6 +165,16 @@ class Preparer:
             images={key: self.move(value) for key, value in micro.images.items()},
         )
 
+    def masked(self, prepared: Prepared) -> int | None:
+        """The first micro-batch of which a layer is called with a dense mask."""
+        for micro in prepared.micro_batches:
+            record = micro.record if micro.record is not None else self._of_shape(micro.shape)[0]
+            square = (micro.shape[1], micro.shape[1])
+            given = tree_leaves((record.args, record.kwargs), is_leaf=is_documents)
+            if any(isinstance(value, Tensor) and value.ndim == 4 and value.shape[-2:] == square for value in given):
+                return micro.index
+        return None
+
     def with_record(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with what its layers are called with on the device, copied asynchronously."""
         record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]
@@ -188,7 +200,7 @@ class Preparer:
         """Record of a micro-batch without padding or packing, on the CPU and on the device: its shape decides it."""
         with self._lock:
             if shape not in self._plain:
-                record = self._decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
+                record = self.decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
                 self._plain[shape] = record, record.to(self._device)
                 if len(self._plain) > _CACHED_SHAPES:
                     self._plain.popitem(last=False)
@@ -199,7 +211,7 @@ class Preparer:
         where = f"micro-batch {index}"
         if not isinstance(batch, Mapping):
             raise ConfigError(f"{where} must be a dict of tensors, not {type(batch).__name__}")
-        known = (*KEYS, *(INPUTS if self._decoder.sight is not None else ()))
+        known = (*KEYS, *(INPUTS if self.decoder.sight is not None else ()))
         for key, value in batch.items():
             if key not in known and key not in PLACEHOLDERS and value is not None and not more_keys:
                 raise ConfigError(
@@ -208,7 +220,7 @@ class Preparer:
                 )
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
         shape = (int(ids.shape[0]), int(ids.shape[1]))
-        decoder = self._decoder
+        decoder = self.decoder
         _in_range(where, "token id", ids, decoder.num_embeddings, "the model's embedding has")
         limit = decoder.max_positions
         if limit is not None and shape[1] > limit:
@@ -256,7 +268,7 @@ class Preparer:
 
     def _counted(self, where: str, batch: Batch, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         """Which tokens a router's auxiliary loss is taken over."""
-        if self._decoder.router is None:
+        if self.decoder.router is None:
             return None
         padding = batch.get("padding_mask")
         if padding is not None:
@@ -267,7 +279,7 @@ class Preparer:
     def _record(
         self, where: str, ids: Tensor, mask: Tensor | None, positions: Tensor | None, images: dict[str, Tensor]
     ) -> Record:
-        recorder = self._decoder.recorder
+        recorder = self.decoder.recorder
         if not images:
             return recorder.record(ids, mask, positions)
         try:
@@ -277,10 +289,10 @@ class Preparer:
 
     def _why_not(self, ids: Tensor, images: dict[str, Tensor], error: Exception) -> str:
         """Why a model's own forward refused images."""
-        recorder, sight = self._decoder.recorder, self._decoder.sight
+        recorder, sight = self.decoder.recorder, self.decoder.sight
         assert sight is not None
         for key in PLACEHOLDERS:
-            features = count_features(recorder, images, key, self._decoder.hidden_size)
+            features = count_features(recorder, images, key, self.decoder.hidden_size)
             places = int((ids == sight.placeholders.get(key, -1)).sum())
             if features is not None and features != places:
                 return (
@@ -294,7 +306,7 @@ class Preparer:
         """What the model takes beside the tokens; empty where the micro-batch has no image."""
         given = {key: batch[key] for key in INPUTS if batch.get(key) is not None}
         pixels = [key for key in PLACEHOLDERS if key in given]
-        sight, recorder = self._decoder.sight, self._decoder.recorder
+        sight, recorder = self.decoder.sight, self.decoder.recorder
         for key in pixels:
             if sight is None or key not in recorder.accepts:
                 raise ConfigError(f"{where} has {key}, but {type(recorder.base).__name__} takes none")
@@ -324,7 +336,7 @@ class Preparer:
         """The documents of packed rows, where some layers would let one see the one before."""
         begins = torch.ones_like(positions, dtype=torch.bool)
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-        layers = joining_layers(self._decoder, begins, record)
+        layers = joining_layers(self.decoder, begins, record)
         if not layers:
             return None
         if images:
@@ -340,9 +352,9 @@ class Preparer:
 
         def record_of(shape: tuple[int, int]) -> Record:
             with self._lock:
-                return self._decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
+                return self.decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
 
-        return set_apart(layers, begins, counted, record_of, self._decoder.max_positions)
+        return set_apart(layers, begins, counted, record_of, self.decoder.max_positions)
 
     def _mask_and_positions(
         self, where: str, batch: Batch, shape: tuple[int, int]
@@ -357,7 +369,7 @@ class Preparer:
                 raise ConfigError(f"{where}: attention_mask hides a whole row; leave such rows out")
         if positions is not None:
             positions = _matrix(where, "position_ids", positions, shape)
-            limit = self._decoder.max_positions
+            limit = self.decoder.max_positions
             if limit is not None:
                 _in_range(where, "position", positions, limit, "the model has positions for")
             if mask is not None and not bool(mask.all()):
@@ -375,7 +387,7 @@ class Preparer:
 
     def _look_up(self, used: list[MicroBatch], records: list[Record]) -> dict[int, tuple[Tensor, int]]:
         """Fills every micro-batch's `lookups` and returns each trained table's distinct rows."""
-        decoder, tables = self._decoder, {}
+        decoder, tables = self.decoder, {}
         embed = decoder.units[0].tensors
         ids = [
             [m.input_ids if c is None else c for c in record.embedding_ids]

@@ -208,5 +208,6 @@ def _numerics_key(config: Config, decoder: "Decoder", settled: Settled) -> dict[
         key["device"] = settled.machine.gpu.name if settled.machine.gpu else "cuda"
         key["threads"] = None
         key["packed_rows"] = decoder.packed_rows("cuda")
+        key["attention"] = numerics.attention(decoder, "cuda", config.train.deterministic)
         key["loss_chunk"] = settled.options.get("loss_chunk") or default_chunk(decoder.vocab_size, "cuda")
     return key

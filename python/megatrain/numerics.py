@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatrain import documents
 from megatrain.loss import default_chunk
 from megatrain.model import Decoder
 
@@ -36,7 +37,7 @@ def key(
         "micro_batch": list(micro_batch) if micro_batch is not None else None,
         "micro_batches": micro_batches,
         "loss_chunk": loss_chunk or default_chunk(decoder.vocab_size, device.type),
-        "attention": decoder.attention,
+        "attention": attention(decoder, device.type, deterministic),
         "packed_rows": decoder.packed_rows(device.type),
         "experts": getattr(decoder.config, "_experts_implementation", None),
         "compiled": compiled,
@@ -47,13 +48,47 @@ def key(
     }
 
 
+def attention(decoder: Decoder, device: str, deterministic: bool) -> str | None:
+    """How attention is computed where no row is packed, on a kind of device: transformers' name of it, and the kernels
+    that `arithmetic` holds it to."""
+    if decoder.attention != "sdpa" or device != "cuda" or not deterministic:
+        return decoder.attention
+    return "sdpa: flash or math" if _flash_takes(decoder) else "sdpa: math"
+
+
+def why_math(decoder: Decoder, masked: int | None) -> str | None:
+    """Why a deterministic pass on CUDA does not have flash compute all of its attention, in a sentence; None where it
+    has. `masked`: the first of its micro-batches with a dense mask."""
+    if decoder.attention != "sdpa":
+        return None
+    rest = "so torch's math kernel computes attention, slower and with a matrix of seq x seq for each head"
+    if not _flash_takes(decoder):
+        kind = str(decoder.dtype).removeprefix("torch.")
+        width = f" of {decoder.packing.width}" if decoder.packing.width else ""
+        return f"the flash kernels take no {kind} heads{width}, {rest}"
+    if masked is not None:
+        return f"micro-batch {masked} has a dense mask, which the flash kernels do not take, {rest}"
+    return None
+
+
+def _flash_takes(decoder: Decoder) -> bool:
+    return documents.takes_documents("cuda", decoder.dtype, decoder.packing.width)
+
+
 def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What differs between two keys, a sentence each."""
     return [
         f"{name}: {stored.get(name)!r} -> {current.get(name)!r}"
         for name in sorted({*stored, *current})
-        if stored.get(name) != current.get(name)
+        if not _agree(name, stored.get(name), current.get(name))
     ]
+
+
+def _agree(name: str, stored: Any, current: Any) -> bool:
+    """Whether two values are the same; earlier versions did not name the kernels of attention."""
+    if name == "attention" and stored == "sdpa" and isinstance(current, str):
+        return current.partition(":")[0] == "sdpa"
+    return bool(stored == current)
 
 
 @contextlib.contextmanager

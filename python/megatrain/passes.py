@@ -85,6 +85,7 @@ class Passes:
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
+        self._told_of_math = False
         self.shield = Shield(runtime.device)
         self.waiting: Waiting | None = None
         """None where no pass has been made since the last update."""
@@ -212,6 +213,7 @@ class Passes:
 
     @torch.inference_mode(False)
     def _train(self, core: Any, prepared: Prepared, options: LossOptions) -> Pass:
+        self._tell_of_math(prepared)
         run = self._pass(prepared, options, training=True)
         immediate = self._immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
@@ -232,6 +234,15 @@ class Passes:
                 self._abandon(core)
                 raise
         return run
+
+    def _tell_of_math(self, prepared: Prepared) -> None:
+        """Says once where a deterministic run on a card does not have the attention that it asks for."""
+        if self._told_of_math or not self._deterministic or self._runtime.device.type != "cuda":
+            return
+        reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))
+        if reason is not None:
+            self._told_of_math = True
+            log.warning("deterministic: %s", reason)
 
     def _apply(self, core: Any) -> StepOutput:
         waiting = self.waiting

@@ -50,6 +50,13 @@ def plan(report: "Forecast") -> None:
         )
     line("numerics key: " + ", ".join(f"{key} {_plain(value)}" for key, value in report.numerics.items()))
     line(f"packed rows: {_packed_rows(report.numerics['packed_rows'])}")
+    if report.numerics["attention"] == "sdpa: flash or math":
+        line("attention: flash, and torch's math kernel for micro-batches with a dense mask, which flash does not take")
+    elif report.numerics["attention"] == "sdpa: math":
+        line(
+            f"attention: torch's math kernel, slow and with a matrix of seq x seq for each head, since flash takes no "
+            f"{settled.precision} heads of this model; without train.deterministic it is another kernel"
+        )
     if settled.device == "cuda" and not report.numerics["deterministic"]:
         line("without train.deterministic a repeated run on CUDA agrees closely, not bit for bit")
 

@@ -127,6 +127,7 @@ def test_weights_logits_and_loss_are_those_of_stock_dequantised(form: str, tmp_p
         tmp_path, dtype=torch.float32, quantization_config=FORMS[form][3], output_loading_info=True
     )
     assert not any(info.values()), info
+    stock = stock.float()  # older releases leave experts in bf16
     batch = batches(1, rows=2, seq=12, vocab=VOCAB)[0]
     with read(tmp_path) as ours, torch.no_grad():
         changed = 0

@@ -37,8 +37,18 @@ def gather(
             read(position, taken[filled : filled + count])
             filled += count
         turned = taken.view([extents[dim] for dim in held]).permute(back)
-        out[done : done + filled].view(extents).copy_(turned)
+        _copy(out[done : done + filled].view(extents), turned)
         done += filled
+
+
+def _copy(out: Tensor, turned: Tensor) -> None:
+    """Copies a view; transposed matrices one by one, since torch goes through a single one in tiles, which is some ten
+    times as fast."""
+    if turned.dim() > 2 and turned.stride(-2) == 1:
+        for one, other in zip(out, turned, strict=True):
+            _copy(one, other)
+    else:
+        out.copy_(turned)
 
 
 def boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, ...]]:

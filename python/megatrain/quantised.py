@@ -5,6 +5,7 @@ Some models are published in no other form. Their weights are dequantised as the
 transformers gives with `dequantize=True`; an export is not quantised again.
 """
 
+import functools
 import json
 import logging
 import math
@@ -266,16 +267,17 @@ class _Mxfp4:
         size = _MXFP4_BLOCK // 2
         packed = self.source.read(self.blocks.name, first * size, number * size, room[_SPAN:])
         exponents = self.source.read(self.scales.name, first, number, room[:_SPAN]).int() - 127
-        values = _pairs()[packed.int()].view(number, _MXFP4_BLOCK)
-        # as transformers does it, so that the ends of the range are its too
-        return torch.ldexp(values, exponents.view(number, 1), out=values)
+        values = _pairs().index_select(0, packed.int()).view(torch.bfloat16).view(number, _MXFP4_BLOCK)
+        factors = torch.ldexp(torch.ones(number, 1), exponents.view(number, 1))
+        return values.float().mul_(factors).bfloat16()  # exact, but where bf16 ends too
 
 
+@functools.cache
 def _pairs() -> Tensor:
-    """The two numbers of every byte, [256, 2]."""
+    """The two numbers of every byte as bf16, in one int32 each, [256]."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
     byte = torch.arange(256)
-    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).view(torch.int32).view(-1)
 
 
 def _mxfp4(source: "Weights") -> "dict[str, _Quantised]":

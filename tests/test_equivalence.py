@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import megatrain
 from reference import (
@@ -20,24 +21,22 @@ from reference import (
 )
 
 ROPE: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 2.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     "longrope": {
-        "rope_type": "longrope",
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
         "short_factor": [1.0 + 0.1 * i for i in range(8)],
         "long_factor": [2.0 + 0.2 * i for i in range(8)],
     },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.5},
 }
+"""Scalings that need, or are tried with, more than a factor and the length that the model was made for."""
+ORIGINAL = 32
+
+
+def scaled(rope: str) -> Any:
+    """A tiny Llama made for 32 positions and scaled to 128; with `dynamic` the first is its number, as in stock."""
+    asked = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    positions = ORIGINAL if rope == "dynamic" else 4 * ORIGINAL
+    return build("llama", max_position_embeddings=positions, rope_parameters=asked | ROPE.get(rope, {}))
 
 
 def steps(number: int = 3, **options: Any) -> list[list[dict[str, torch.Tensor]]]:
@@ -60,10 +59,32 @@ def test_packed_rows_equal_plain_pytorch(kind: str) -> None:
     check_training(build(kind), rows)
 
 
-@pytest.mark.parametrize("rope", ROPE)
-def test_every_rope_scaling_trains_as_in_stock_transformers(rope: str) -> None:
-    scaling = {"rope_theta": 10000.0, **ROPE[rope]}
-    check_training(build("llama", rope_parameters=scaling), steps(2, count=2, seq=48))
+@pytest.mark.parametrize("rope", ROPE_INIT_FUNCTIONS)
+def test_every_rope_scaling_of_the_library_trains_beyond_its_length_as_in_stock(rope: str) -> None:
+    check_training(scaled(rope), steps(2, count=2, seq=4 * ORIGINAL))
+
+
+@pytest.mark.parametrize("rope", ROPE_INIT_FUNCTIONS)
+def test_logits_of_every_rope_scaling_are_those_of_stock_at_every_position(rope: str) -> None:
+    model = scaled(rope).eval()
+    plain = build("llama", max_position_embeddings=4 * ORIGINAL).eval()
+    ours = engine(model)
+    for seq in (4 * ORIGINAL, ORIGINAL // 2, 3 * ORIGINAL):  # what a scaling keeps of longer rows is kept alike
+        (batch,) = batches(1, seed=seq, seq=seq)
+        with torch.no_grad():
+            logits, unscaled = (m(batch["input_ids"], use_cache=False).logits for m in (model, plain))
+        assert error(ours.logits(batch["input_ids"]), logits[:, -1]) < 1e-5
+        wanted = logits.log_softmax(-1)[:, :-1].gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+        assert error(ours.logprobs([batch])[0], wanted) < 1e-5
+        assert seq <= ORIGINAL or error(unscaled, logits) > 1e-3, "the scaling shows"
+
+
+def test_a_scaling_that_follows_the_length_looks_at_each_micro_batch_alone() -> None:
+    # stock keeps what a longer row before asked for, so that from short to long it has nothing to keep
+    data = [[batches(1, seed=7 * n + seed, seq=n)[0] for n in (16, 48, 96, 128)] for seed in range(2)]
+    ours, _ = check_training(scaled("dynamic"), data)
+    upwards, downwards = ours.logprobs(data[0]), ours.logprobs(data[0][::-1])
+    assert all(torch.equal(a, b) for a, b in zip(upwards, downwards[::-1], strict=True))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

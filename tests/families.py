@@ -1,14 +1,12 @@
 """Tiny configurations of the architectures that are trained against plain PyTorch, and of those that are refused."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.supported import PACKAGES, dotted, numbers
+from megatrain.supported import PACKAGES, numbers
 from reference import NO_DROPOUT
-from seeing import SEEING
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -361,87 +359,6 @@ def build(name: str, experts: str | None = None, **changes: Any) -> Any:
     return model.train()
 
 
-HEAD = """# Architectures
-
-Written by `python tests/families.py`; a test fails when it is not current. Each row is a tiny random model of stock
-transformers, which `tests/test_families.py` trains on every run:
-
-- *padded*: three clipped AdamW steps of two padded micro-batches (one behind, one before) in fp32 on the CPU. Losses,
-  gradient norms, and of every tensor the gradient, both moments and the weight differ from an fp64 run by at most 1e-5,
-  or by three times what plain fp32 PyTorch does, the largest of three ways to split the rows.
-- *packed*: the same with several documents a row and all activations recomputed; documents do not see each other.
-  *dense mask*: kept apart by one, which makes attention about 3 times as slow on a card; elsewhere attention takes
-  documents of any length.
-  *by document*: stock would let them (a state is carried from token to token, or masks are built without looking at
-  positions), so the layers that do are given each document as a row of its own, and so is the reference. It costs a
-  call of such a layer for each length of documents, eight lengths an octave, and at most an eighth of filling.
-- *experts*: how transformers computes them; each way is trained. `batched_mm` gathers weights and is refused.
-- *router loss*: with `output_router_logits` in the model's configuration, `tests/test_router.py` trains it with the
-  router's auxiliary loss. It is taken over all tokens of the optimizer step, padding left out, of all layers: as stock
-  transformers takes it over the step as one batch, however the step is split into micro-batches. *none in stock*: stock
-  adds no such term, so none is added here.
-- *in and out*: a folder of stock `save_pretrained` is read, trained and exported. Its keys are the source's, stock
-  `from_pretrained` finds none missing or unexpected, and logits are equal.
-
-A source is read in whichever form the hub has it, and exported in that form or in the library's: beside experts apart
-and fused, tensors that are published transposed (Qwen3-VL-MoE), with interleaved rows or heads, or several in one
-(`tests/test_layouts.py`, `tests/test_conversion.py`). Weights that are published in MXFP4 (GPT-OSS) or in FP8 with a
-scale for each block (DeepSeek-V3) are dequantised as they are read, to the values that stock gives with
-`dequantize=True`; they are trained and exported unquantised (`tests/test_quantised.py`). Other ways to quantise are
-refused by name.
-
-| Architecture | `model_type` | padded | packed | experts | router loss | in and out |
-|---|---|---|---|---|---|---|"""
-SEEING_HEAD = """
-## With vision
-
-Images are merged by the model's own code: its vision tower and projector belong to the embed unit, are sent with it,
-and are trained or frozen (`freeze: ["*visual*"]`). A micro-batch holds what the model's processor makes:
-`pixel_values`, `image_grid_thw`, `token_type_ids`, … Features that a model adds behind its first layers (Qwen3-VL) are
-added there. What no layer depends on (the last block of LLaVA's tower) is left as it is, and so is all that sees
-images in a step without one, as in PyTorch. `tests/test_vision.py` trains each:
-
-- *trained*, *frozen tower*: three clipped AdamW steps as above, of three micro-batches each: rows of two, one and no
-  image, of several sizes where the model takes them, padded behind and before; text alone; one image. All parameters
-  are trained, or all but the tower's (and all activations recomputed).
-- *in and out*: as above, in the layout of published checkpoints.
-
-| Architecture | `model_type` | trained | frozen tower | in and out |
-|---|---|---|---|---|"""
-BETWEEN = """
-[^1]: Its router draws random numbers in training, so no other program has the same ones. Recomputation is bit-equal
-    to keeping activations instead.
-
-[^2]: Before transformers 5.23, which we follow, its chunks of attention are counted from the start of the row, and
-    since then from the start of the document.
-
-Others of the same form run too: what is needed is found by running the model's own code on stubs, not by its name.
-What cannot be trained exactly is refused before anything is loaded:
-
-| Refused | `model_type` | because it |
-|---|---|---|"""
-
-
-def table() -> str:
-    """The page of the documentation: what `test_families.py` runs."""
-    lines = [HEAD]
-    for name, family in FAMILIES.items():
-        padded = "replayed [^1]" if name in RANDOM_ROUTING else "yes"
-        packing = "by document" if name in BY_DOCUMENT else "dense mask" if name in DENSE_MASKS else padded
-        if since := PACKS_SINCE.get(name):
-            packing += f"; by document before transformers {dotted(since)}"
-        packing += " [^2]" if name in CHUNKS_OF_DOCUMENTS_SINCE else ""
-        experts = "eager, grouped_mm" if family.experts else ""
-        router = "replayed [^1]" if name in RANDOM_ROUTING else "yes" if name in ROUTER_LOSS else "none in stock"
-        router = router if family.experts else ""
-        lines.append(f"| {family.title} | `{family.kind}` | {padded} | {packing} | {experts} | {router} | yes |")
-    lines.append(SEEING_HEAD)
-    lines += [f"| {family.title} | `{family.kind}` | yes | yes | yes |" for family in SEEING.values()]
-    lines.append(BETWEEN)
-    lines += [f"| {r.title} | `{r.kind}` | {r.reason} |" for r in REFUSED]
-    return "\n".join(lines) + "\n"
-
-
 def by_document(name: str) -> bool:
     """Whether the installed transformers lets documents of a packed row see each other."""
     return name in BY_DOCUMENT or _installed() < PACKS_SINCE.get(name, ())
@@ -463,10 +380,3 @@ def _installed() -> tuple[int, ...]:
     import transformers
 
     return numbers(transformers.__version__)
-
-
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(table(), encoding="utf-8")

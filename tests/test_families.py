@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import megatrain
 import private_memory
+from architectures import IN_AND_OUT, PAGE, ROUTED, TRAINED, recorded, table
 from families import (
     BASE,
     CASES,
     DENSE_MASKS,
     FAMILIES,
-    PAGE,
     RANDOM_ROUTING,
     REFUSED,
     Refusal,
@@ -23,7 +23,6 @@ from families import (
     build,
     by_document,
     of_kind,
-    table,
 )
 from megatrain.errors import ConfigError
 from megatrain.export import export_checkpoint
@@ -154,7 +153,22 @@ def test_a_checkpoint_is_exported_as_published_or_as_the_library_holds_it(tmp_pa
 
 
 def test_the_table_of_architectures_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == table(), "run python tests/families.py"
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == table(recorded()), "run python tests/architectures.py"
+    assert "| not run |" not in page, "run python tests/architectures.py"
+    assert "**no**" not in page
+
+
+def test_what_failed_was_skipped_or_is_not_there_does_not_read_yes() -> None:
+    found = recorded()
+    row = "| Mixtral | `mixtral` | yes | yes | eager, grouped_mm | yes | yes |"
+    assert row in table(found)
+    changed = {test: dict(cases) for test, cases in found.items()}
+    changed[TRAINED]["mixtral eager"] = "failed"
+    changed[ROUTED]["mixtral grouped_mm"] = "skipped"
+    del changed[IN_AND_OUT]["mixtral"]
+    wanted = "| Mixtral | `mixtral` | **no** | yes | **no**, grouped_mm | not run | not run |"
+    assert table(changed) == table(found).replace(row, wanted)
 
 
 def test_a_list_of_experts_is_refused() -> None:

@@ -7,6 +7,7 @@ stopped itself, last good checkpoint named; 130/143 second signal; 1 a bug of ou
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -16,6 +17,13 @@ from pathlib import Path
 from megatrain.cli import parser as arguments
 
 DONE, BUG, REFUSED, STOPPED, BROKEN = 0, 1, 2, 3, 4
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_OF_THE_SYSTEM = (
+    *_OF_THE_DISK,
+    *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS, errno.ENOTDIR, errno.ESTALE),
+)
+"""What the system says of a path, whoever asks; the request is answered for it, and no bug is looked for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +81,12 @@ def _guarded(args: argparse.Namespace) -> int:
         return _refuse(args, f"stopped by {error} before a step was taken; nothing was left to save", STOPPED)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_THE_SYSTEM:
+            return _bug(args)
+        name = os.fsdecode(error.filename) if not isinstance(error.filename, int) else f"file {error.filename}"
+        code = BROKEN if error.errno in _OF_THE_DISK else REFUSED
+        return _refuse(args, f"{name} cannot be used: {error.strerror}", code)
     except Exception:  # whatever else it is, it is ours
         return _bug(args)
 

@@ -104,31 +104,33 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
                 model[name] = _folder_or_id(model[name], base, f"model.{name}")
         template = model.get("chat_template")
         if isinstance(template, str) and template and "{" not in template:
-            model["chat_template"] = _path(template, base)
+            model["chat_template"] = _path(template, base, "model.chat_template")
     if isinstance(data := tree.get("data"), dict):
         if isinstance(data.get("cache"), str):
-            data["cache"] = _path(data["cache"], base)
+            data["cache"] = _path(data["cache"], base, "data.cache")
         for name in ("train", "eval"):
             sources = data.get(name)
             for source in sources if isinstance(sources, list) else ():
                 path = source.get("path") if isinstance(source, dict) else None
                 if isinstance(path, str) and path and not path.startswith("python:"):
-                    source["path"] = _path(path, base)
+                    source["path"] = _path(path, base, f"the path of a source of data.{name}")
     if isinstance(output := tree.get("output"), dict):
         if isinstance(output.get("dir"), str):
-            output["dir"] = _path(output["dir"], base)
+            output["dir"] = _path(output["dir"], base, "output.dir")
         if isinstance(output.get("resume"), str) and output["resume"] not in _RESUME_WORDS:
-            output["resume"] = _path(output["resume"], base)
+            output["resume"] = _path(output["resume"], base, "output.resume")
     if isinstance(memory := tree.get("memory"), dict) and isinstance(memory.get("nvme"), Mapping):
         memory["nvme"] = dict(memory["nvme"])
         if isinstance(memory["nvme"].get("path"), str):
-            memory["nvme"]["path"] = _path(memory["nvme"]["path"], base)
+            memory["nvme"]["path"] = _path(memory["nvme"]["path"], base, "memory.nvme.path")
     return tree
 
 
-def _path(text: str, base: Path) -> str:
+def _path(text: str, base: Path, key: str) -> str:
     if isinstance(text, _Resolved):
         return text
+    if not text or "\0" in text:
+        raise ConfigError(f"{key} is {text!r}, which is no path; name one, or leave the key out")
     return _Resolved(os.path.normpath(base.absolute() / Path(text).expanduser()))
 
 
@@ -136,7 +138,7 @@ def _folder_or_id(text: str, base: Path, key: str) -> str:
     """A hub id (`owner/name`, `name`) stays; what exists, or can only be a path, becomes absolute."""
     if isinstance(text, _Resolved) or text.startswith("python:"):
         return text
-    path = _path(text, base)
+    path = _path(text, base, key)
     if Path(path).exists():
         return path
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith((".gguf", "/")):

@@ -96,6 +96,8 @@ def load(text: str, name: str = "<text>") -> Any:
         raise ValueError(f"{where}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: it is nested too deeply to be read") from None
 
 
 def dump(value: Any) -> str:

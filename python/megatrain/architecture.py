@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain import quantised
 from megatrain.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,8 @@ def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) 
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
             log.info("%s: its configuration has keys that %s does not know: %s", source, config.model_type, extra)
+        from megatrain import quantised  # which loads torch, as a refused request must not
+
         return quantised.without(config, source)
     return source
 

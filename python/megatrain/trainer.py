@@ -47,7 +47,8 @@ class Result:
     loss: float | None
     """Training loss of the last step; None when no step was taken."""
     eval_loss: float | None
-    """The latest held-out loss."""
+    """The latest held-out loss; None where a run came to its end and a stop cut off the evaluation there: an earlier
+    one is not that of the trained weights."""
     stopped: str
     """Empty when the run came to its end; else what stopped it, such as SIGTERM."""
     checkpoint: Path | None
@@ -186,6 +187,10 @@ class _Run:
                         break
             self.display.end()
             stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
+            if position.owed_eval and not stopped:
+                log.info(
+                    "the evaluation after the last step gave way to %s; the same command makes it", self.stop.reason
+                )
             self._finish_saves()
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
@@ -199,7 +204,7 @@ class _Run:
             step=position.step,
             total_steps=self.total,
             loss=self.loss,
-            eval_loss=position.eval_loss,
+            eval_loss=position.eval_loss if stopped or not position.owed_eval else None,
             stopped=stopped,
             checkpoint=folder.checkpoint(steps[-1]) if steps else None,
             export=exported,

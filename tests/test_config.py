@@ -220,6 +220,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, message):
         ({"train": {"leraning_rate": 1}}, r"train\.leraning_rate is not a setting; did you mean train\.lr\?"),
         ({"train": {"seqlen": 1}}, r"did you mean data\.seq_len\?"),
         ({"train": {"max_gradnorm": 1}}, r"did you mean train\.max_grad_norm\?"),
+        ({"train": {"group": 1}}, r"did you mean train\.groups\? Else group belongs to another section: plan\.group"),
         ({"output": {"max_steps": 1}}, r"did you mean train\.steps\?"),
         ({"output": {"max_stesp": 1}}, r"did you mean train\.steps\?"),
         (

@@ -67,7 +67,9 @@ def unknown_key(name: object, section: type, prefix: str, root: type) -> ConfigE
     everywhere = all_keys(root)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == text]
     if elsewhere:
-        return ConfigError(f"{message}; {text} belongs to another section: {' or '.join(elsewhere)}")
+        near = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.85)
+        own = f" did you mean {prefix}{near[0]}? Else" if near else ""
+        return ConfigError(f"{message};{own} {text} belongs to another section: {' or '.join(elsewhere)}")
     if meant := _meant(text, section, prefix, everywhere):
         return ConfigError(f"{message}; did you mean {meant}?")
     nearest = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.0)

@@ -6,9 +6,11 @@ Run: python tests/gpu/check_step.py [--layers 8]. Prints one JSON line a check; 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -94,10 +96,22 @@ def no_synchronisation(layers: int) -> bool:
     )
 
 
+def digest(ours: megatrain.Engine) -> str:
+    """A hash of every weight, both moments and every count."""
+
+    def of(name: str) -> bytes:
+        state = ours.optimizer_state(name)
+        parts = [ours.weight(name), state["exp_avg"], state["exp_avg_sq"], torch.tensor(state["step"])]
+        return b"".join(hashlib.sha256(part.reshape(-1).view(torch.uint8).numpy()).digest() for part in parts)
+
+    with ThreadPoolExecutor(8) as pool:
+        return hashlib.sha256(b"".join(pool.map(of, ours.decoder.tensors))).hexdigest()
+
+
 def plans_agree(layers: int) -> bool:
-    """Kept, offloaded and recomputed activations give the same bits on the card in deterministic mode, and each other
-    plan a loss as close as rounding."""
-    found: dict[str, tuple[float, float]] = {}
+    """Wherever activations and state lie, the card gives the same bits in deterministic mode: loss, norm, weights, both
+    moments and counts."""
+    found: dict[str, tuple[float, float, str]] = {}
     for name, plan in {
         "keep": {"activation": "keep"},
         "recompute": {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0},
@@ -107,7 +121,7 @@ def plans_agree(layers: int) -> bool:
     }.items():
         ours = engine(layers, plan=plan, deterministic=True)
         outs = [ours.step(batches(3, seed=seed)) for seed in range(3)]
-        found[name] = (outs[-1].loss, outs[-1].grad_norm)
+        found[name] = (outs[-1].loss, outs[-1].grad_norm, digest(ours))
         ours.close()
         torch.cuda.empty_cache()
     return say("plans agree", len(set(found.values())) == 1, found=found)

@@ -39,6 +39,7 @@ def test_the_answer_is_one_line_that_adds_up(
     assert found["loss"] < found["first_loss"] * 1.2
     assert found["grad_norm"] > 0
     assert found["lanes_s"]["compute"] <= found["step_s"] * 1.05
+    assert found["bound"] in found["lanes_s"], "on the CPU nothing is launched"
     assert found["plan"]["totals"]["host"] > 0
     assert sum(found["plan"]["activations"].values()) == MODEL["num_hidden_layers"] + 2
     assert found["micro_batch"] == (2 if "--micro-batch" in more else 4)

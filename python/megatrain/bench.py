@@ -6,6 +6,7 @@ The timed steps are one interval of wall time: it begins when everything before 
 idle) and ends when the last step's updates are done too. Nothing that a run would pay for is left out of it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -118,6 +119,8 @@ class _Timed:
     losses: list[float]
     norms: list[float]
     lanes: dict[str, float]
+    bound: str
+    """What bounded most of the steps."""
 
 
 def _timed(bench: Bench) -> _Timed:
@@ -128,16 +131,20 @@ def _timed(bench: Bench) -> _Timed:
     settle_down(engine)
     losses, norms = [], []
     lanes: dict[str, float] = {}
+    bounds: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
     for step in range(request.warmup, request.warmup + request.steps):
         out = engine.step(prepared[step])
         losses.append(out.loss)
         norms.append(out.grad_norm)
-        for lane, seconds in engine.stats().lanes.items():
+        stats = engine.stats()
+        bounds[stats.bound] += 1
+        for lane, seconds in stats.lanes.items():
             lanes[lane] = lanes.get(lane, 0.0) + seconds
     settle_down(engine)
     seconds = time.perf_counter() - start
-    return _Timed(seconds, losses, norms, {lane: total / request.steps for lane, total in lanes.items()})
+    each = {lane: total / request.steps for lane, total in lanes.items()}
+    return _Timed(seconds, losses, norms, each, bounds.most_common(1)[0][0])
 
 
 def settle_down(engine: Engine) -> None:
@@ -168,6 +175,7 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         "tokens_s": round(tokens / step_s, 1),
         "model_tflops": round(flops / step_s / 1e12, 3),
         "lanes_s": {lane: round(seconds, 5) for lane, seconds in timed.lanes.items()},
+        "bound": timed.bound,
         "loss": timed.losses[-1],
         "first_loss": timed.losses[0],
         "grad_norm": timed.norms[-1],

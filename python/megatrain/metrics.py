@@ -59,7 +59,7 @@ class StepRecord:
     lanes: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds each lane was busy."""
     bound: str = ""
-    """The longest lane."""
+    """The lane that was busy longest, or `launching` (see `Stats`)."""
     host_peak_bytes: int = 0
     gpu_peak_bytes: int = 0
     epoch: float = 0.0

@@ -21,7 +21,7 @@ class Stats:
     lanes: dict[str, float]
     """Seconds each lane was busy."""
     bound: str
-    """The longest lane."""
+    """The lane that was busy longest; `launching` where a card mostly waited for the launches of what it computes."""
     raw: dict[str, Any]
     """Everything the core reports."""
 

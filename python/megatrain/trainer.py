@@ -295,7 +295,7 @@ class _Run:
         record.model_tflops = flops / record.step_s / 1e12 if record.step_s > 0 else 0.0
         stats = self.engine.stats()
         record.lanes = stats.lanes
-        record.bound = stats.bound or max(stats.lanes, key=lambda lane: stats.lanes[lane], default="")
+        record.bound = stats.bound
         record.host_peak_bytes = metrics.host_peak_bytes()
         record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
 

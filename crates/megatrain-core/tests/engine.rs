@@ -1,6 +1,7 @@
 //! The engine on the adversarial device: whatever the plan, seed and delays, bit-equal to one operation at a time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
@@ -574,6 +575,31 @@ fn calls_out_of_turn_are_refused_and_break_nothing() {
     run.toy.step(engine, 1, Some(1.0)).unwrap();
     engine.close();
     refused(run.toy.begin(engine, Pass::Train, 3, false), "closed");
+}
+
+#[test]
+fn seconds_in_which_a_device_waited_for_its_callers_launches_are_counted() {
+    for queueing in [true, false] {
+        let device = if queueing { self::queueing(0) } else { SimDevice::new(Some(0), Faults::default()) };
+        let run = start(&request(4, 1), device, &options());
+        run.toy.begin(&run.engine, Pass::Train, 1, false).unwrap();
+        let mut num_ops = 0;
+        while let Some(op) = run.engine.next(FOREVER).map(ready).unwrap() {
+            let before = run.toy.device.record(Stream::Compute).unwrap();
+            run.toy.device.synchronize(&before).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+            run.toy.launch(&run.engine, &op, 0);
+            run.engine.finish(op.id).unwrap();
+            num_ops += 1;
+        }
+        run.toy.apply(&run.engine, None).unwrap();
+        let stats = run.engine.stats().unwrap();
+        if queueing {
+            assert!(stats.launching_s >= 0.005 * f64::from(num_ops), "{stats:?}");
+        } else {
+            assert_eq!((stats.launching_s, stats.bound.as_str()), (0.0, "compute"), "{stats:?}");
+        }
+    }
 }
 
 #[test]

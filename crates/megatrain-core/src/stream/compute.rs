@@ -239,8 +239,14 @@ impl Shared {
             core.progress.complete(held);
         } else {
             drop(core);
+            let took = began.elapsed();
+            let query = || start.as_ref().map_or(Ok(false), |start| self.device.query(start));
+            let caught_up = guarded(query).map_err(|cause| self.fail(&op, &cause))?;
             let end = guarded(|| self.device.record(Stream::Compute)).map_err(|cause| self.fail(&op, &cause))?;
             core = self.enter()?;
+            if caught_up {
+                core.counters.launching(took);
+            }
             let token = Token { start, end };
             core.progress.issued(held, token.clone());
             core.awaited[Stream::Compute.index()].push_back((held, token));

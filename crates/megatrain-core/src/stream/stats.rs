@@ -25,8 +25,11 @@ pub struct Stats {
     pub parameters_updated: u64,
     /// Seconds for which the caller waited for an operation's inputs.
     pub waited_s: f64,
-    /// The lane that was busy longest.
-    pub longest: String,
+    /// Seconds in which the caller queued operations on a device that had come to the end of all before them. A device
+    /// that is kept busy is behind its caller; here it waited for launches, which the compute lane counts as busy.
+    pub launching_s: f64,
+    /// The lane that was busy longest; `launching` where that is compute, and most of it is `launching_s`.
+    pub bound: String,
 }
 
 /// What is being counted.
@@ -37,6 +40,7 @@ pub(super) struct Counters {
     to_host: u64,
     updated: u64,
     waited: Duration,
+    launching: Duration,
     last: Stats,
     /// Whether a training pass is being counted, which ends with its verdict and not with its last computation.
     deciding: bool,
@@ -51,6 +55,7 @@ impl Default for Counters {
             to_host: 0,
             updated: 0,
             waited: Duration::ZERO,
+            launching: Duration::ZERO,
             last: Stats::default(),
             deciding: false,
         }
@@ -60,6 +65,10 @@ impl Default for Counters {
 impl Counters {
     pub(super) fn waited(&mut self, time: Duration) {
         self.waited += time;
+    }
+
+    pub(super) fn launching(&mut self, time: Duration) {
+        self.launching += time;
     }
 
     pub(super) fn busy(&mut self, lane: Lane, seconds: f64) {
@@ -107,7 +116,12 @@ impl Counters {
         let lanes = Lane::ALL.into_iter().map(|lane| (lane, self.lanes[lane as usize]));
         let reported = lanes.filter(|&(lane, busy)| lane != Lane::Caller && (lane != Lane::Disk || busy > 0.0));
         let lanes: BTreeMap<String, f64> = reported.map(|(lane, busy)| (lane.name().to_owned(), busy)).collect();
-        let longest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(name, _)| name.clone()).unwrap_or_default();
+        let launching_s = self.launching.as_secs_f64();
+        let longest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1));
+        let bound = longest.map_or("", |(name, &busy)| {
+            if name == Lane::Compute.name() && launching_s > busy / 2.0 { "launching" } else { name }
+        });
+        let bound = bound.to_owned();
         let last = Stats {
             seconds: self.since.elapsed().as_secs_f64(),
             lanes,
@@ -115,7 +129,8 @@ impl Counters {
             bytes_to_host: self.to_host,
             parameters_updated: self.updated,
             waited_s: self.waited.as_secs_f64(),
-            longest,
+            launching_s,
+            bound,
         };
         *self = Self { last, ..Self::default() };
     }
@@ -124,5 +139,27 @@ impl Counters {
 impl Shared {
     pub(super) fn stats(&self) -> Result<Stats> {
         Ok(self.enter()?.counters.last.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_is_bound_by_its_longest_lane_or_by_launching_where_that_is_most_of_computing() {
+        for (compute, launching, upload, bound) in [
+            (1.0, 0.4, 0.5, "compute"),
+            (1.0, 0.6, 0.5, "launching"),
+            (1.0, 0.6, 1.5, "upload"),
+            (0.0, 0.0, 0.1, "upload"),
+        ] {
+            let mut counters = Counters::default();
+            counters.busy(Lane::Compute, compute);
+            counters.launching(Duration::from_secs_f64(launching));
+            counters.busy(Lane::Upload, upload);
+            counters.applied();
+            assert_eq!((counters.last.bound.as_str(), counters.last.launching_s), (bound, launching));
+        }
     }
 }

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import alterations, arguments, documents
+from megatrain.admission import check_rope, find_base, find_layers, refuse, refuse_lists_of_experts
 from megatrain.apart import joining_layers
-from megatrain.architecture import check, load_config, max_positions, refuse_parts, sees, text_config
+from megatrain.architecture import check, load_config, max_positions, sees, text_config
 from megatrain.conversion import published
 from megatrain.errors import ConfigError
 from megatrain.head import HeadKind, probe_head
-from megatrain.meta import build_without_storage, check_library
+from megatrain.meta import build_without_storage
 from megatrain.optim import listed, match
-from megatrain.recording import Probe, Recorder, probe, untouched
+from megatrain.probing import Probe, probe, untouched
+from megatrain.recording import Recorder
 from megatrain.router import RouterLoss, find_router_loss
 from megatrain.structure import index_attributes, structures
 from megatrain.vision import Sight, look, part_names, shade
@@ -104,12 +106,12 @@ class Decoder:
         self.config: Any = getattr(model, "config", None)
         self.precision = precision
         self.dtype = PRECISIONS[precision]
-        _refuse(model, self.config)
+        refuse(model, self.config)
         alterations.refuse(model)
-        self.base_name, self.base = _base(model)
-        self.layers_name = _layer_list(model, self.base, self.config)
+        self.base_name, self.base = find_base(model)
+        self.layers_name = find_layers(model, self.base, self.config)
         self.layers = list(cast("nn.ModuleList", self.base.get_submodule(self.layers_name)))
-        _refuse_lists_of_experts(model, self.layers)
+        refuse_lists_of_experts(model, self.layers)
         alterations.refuse_repeated(self.layers, self.layers_name)
         self.layout: Layout | None = None
         self.values: dict[str, Tensor] = {}
@@ -161,7 +163,7 @@ class Decoder:
         """From a Hugging Face configuration, a dict of one (`model_type` named), or the folder or hub id of a model."""
         config = load_config(config, trust_remote_code)
         check(config)
-        _check_rope(config)
+        check_rope(config)
         model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
         return cls(model, freeze=freeze, precision=precision, frozen_dtypes=frozen_dtypes)
 
@@ -466,78 +468,3 @@ class Decoder:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
-
-
-def _refuse(model: nn.Module, config: Any) -> None:
-    """Refusals that need only the configuration."""
-    check_library()
-    name = type(model).__name__
-    if config is None or not hasattr(model, "get_input_embeddings"):
-        raise ConfigError(f"{name} has no Hugging Face config, so megatrain cannot tell its layers")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{name} is an encoder-decoder; only decoders can be trained")
-    refuse_parts(config, name)
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{name} is quantized; full-precision training needs an unquantized checkpoint")
-    if (getattr(config, "layerdrop", 0) or 0) > 0:
-        raise ConfigError(f"layerdrop is {config.layerdrop}: layers that are skipped at random are not supported")
-    attention = getattr(config, "_attn_implementation", None)
-    if attention not in (None, "sdpa", "eager", documents.NAME):
-        raise ConfigError(f"attention implementation {attention!r} is not supported: use sdpa or eager")
-    if getattr(config, "_experts_implementation", None) == "batched_mm":
-        raise ConfigError("experts implementation batched_mm gathers weights into activations: use grouped_mm or eager")
-
-
-def _refuse_lists_of_experts(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Refuses experts that are modules of their own: one that no token chose has no gradient in torch, which then
-    leaves it as it is, while a fused tensor's rows have a gradient of 0."""
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.ModuleList) and "expert" in name.rpartition(".")[2] and len(module) > 1:
-                raise ConfigError(
-                    f"{type(model).__name__} keeps its experts as a list of modules ({name}), each of which has a "
-                    "gradient only where a token chose it; use the installed transformers' own code, which fuses them"
-                )
-
-
-def _check_rope(config: Any) -> None:
-    """Refuses a rotary scaling that the installed transformers does not know."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = getattr(text_config(config), "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope or "type" in rope else [v for v in rope.values() if isinstance(v, dict)]
-    for kind in kinds:
-        name = kind.get("rope_type", kind.get("type", "default"))
-        if name not in ROPE_INIT_FUNCTIONS and name != "default":
-            known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
-            raise ConfigError(f"rope_type {name!r} is not known to the installed transformers, which knows {known}")
-
-
-def _base(model: nn.Module) -> tuple[str, nn.Module]:
-    """The module that holds the layers, and the parts that see images where there are some, and its name."""
-    base: Any = (
-        cast("Any", model).get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", None)
-    )
-    if sees(getattr(model, "config", None)):
-        base = next((m for m in model.children() if any(part is base for part in m.modules())), base)
-    if not isinstance(base, nn.Module) or base is model:
-        embedding = cast("Any", model).get_input_embeddings()
-        base = next((m for m in model.children() if any(part is embedding for part in m.modules())), None)
-    if not isinstance(base, nn.Module) or base is cast("Any", model).get_input_embeddings():
-        raise ConfigError(f"{type(model).__name__} has no base model beneath its head")
-    return next(name for name, module in model.named_modules() if module is base), base
-
-
-def _layer_list(model: nn.Module, base: nn.Module, config: Any) -> str:
-    """The name of the list of decoder layers inside the base."""
-    depth = getattr(text_config(config), "num_hidden_layers", None)
-    within = ""
-    if sees(config) and (decoder := cast("Any", model).get_decoder()) is not base:
-        within = next(name for name, module in base.named_modules() if module is decoder) + "."
-    lists = [(name, m) for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    lists = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
-    matching = [(n, m) for n, m in lists if n.startswith(within) and (depth is None or len(m) == depth)]
-    if not matching:
-        raise ConfigError(f"{type(base).__name__} has no list of {depth} decoder layers")
-    name, _ = max(matching, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return str(name)

@@ -324,7 +324,7 @@ class Recorder:
         side: dict[str, list[Any]] = {name: [] for name in self.side}
 
         def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
-            looked_up.append(None if _same(ids, input_ids) else ids)
+            looked_up.append(None if is_same(ids, input_ids) else ids)
             return torch.zeros((), dtype=self.dtype).expand(*ids.shape, weight.shape[1])
 
         hooks = [
@@ -361,149 +361,7 @@ def on_meta(module: nn.Module) -> nn.Module:
     return twin
 
 
-def untouched(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], width: int, dtype: torch.dtype
-) -> list[str]:
-    """Names of the parameters of a layer that its forward never looks at; none where it cannot run without values."""
-    names = {id(p): name for name, p in layer.named_parameters()}
-    touched: set[int] = set()
-
-    def answer(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        touched.add(id(weight))
-        return F.embedding(ids, weight, padding)
-
-    def move(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    hidden = torch.empty(1, 2, width, dtype=dtype, device="meta")
-    try:
-        with torch.no_grad(), EmbeddingCalls(answer, lambda tensor: touched.add(id(tensor))):
-            on_meta(layer)(hidden, *tree_map(move, args), **tree_map(move, kwargs))
-    except (RuntimeError, NotImplementedError):
-        return []
-    return [name for identity, name in names.items() if identity not in touched]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """What one run of a base on stubs tells about it."""
-
-    record: Record
-    before: frozenset[int]
-    """`id` of every tensor of the recorder's base that is used before the first layer."""
-    after: frozenset[int]
-    """The same after the last layer."""
-    side: tuple[str, ...]
-    """Modules that run before the layers without seeing the hidden states, such as rotary tables."""
-    tail: tuple[str, ...]
-    """Modules after the last layer, each applied to the output of the one before."""
-    tables: tuple[tuple[int, int | None], ...]
-    """An embedding call each: `id` of its weight in the recorder's base, and the row that gets no gradient."""
-    plain_embedding: bool
-    """Whether the first layer gets the rows of the one embedding as they are."""
-
-
-def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
-    """Runs the recorder's base to its end on `input_ids` (1, 2) and checks that it can be streamed.
-
-    Raises ConfigError, naming the reason, when layers are not a plain chain.
-    """
-    base, name = recorder.base, type(recorder.base).__name__
-    recorder.begin(to_the_end=True)
-    base.train()  # so that a dropout after the embedding shows
-    own = {id(t) for t in (*base.parameters(), *base.buffers())}
-    used: dict[str, set[int]] = {"before": set(), "between": set(), "after": set()}
-    looked_up: list[Tensor | None] = []
-    rows: list[Tensor] = []
-    tables: list[tuple[int, int | None]] = []
-    calls: list[tuple[str, str, Any, Any]] = []  # (phase, module, first input, output)
-
-    def phase() -> str:
-        if not recorder._calls:
-            return "before"
-        return "after" if len(recorder._calls) == recorder.num_layers else "between"
-
-    def seen(tensor: Tensor) -> None:
-        if id(tensor) in own:
-            used[phase()].add(id(tensor))
-
-    def answer(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-        used[phase()].add(id(weight))
-        tables.append((id(weight), padding_idx))
-        looked_up.append(None if _same(ids, input_ids) else ids)
-        rows.append(torch.zeros(*ids.shape, weight.shape[1], dtype=recorder.dtype, requires_grad=True))
-        return rows[-1]
-
-    hooks = [
-        module.register_forward_hook(
-            lambda _, args, kwargs, out, path=path: calls.append(
-                (phase(), path, args[0] if args else next(iter(kwargs.values()), None), out)
-            ),
-            with_kwargs=True,
-        )
-        for path, module in base.named_modules()
-        if path and not isinstance(module, (Stub, nn.ModuleList))
-    ]
-    for parameter in base.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    try:
-        with torch.enable_grad(), EmbeddingCalls(answer, seen):
-            output = base(**recorder.call(input_ids, None, None))
-    finally:
-        base.eval()
-        for parameter in base.parameters():
-            parameter.requires_grad_(False)
-        for hook in hooks:
-            hook.remove()
-    if len(recorder._calls) != recorder.num_layers:
-        raise ConfigError(f"{name} ran {len(recorder._calls)} of its {recorder.num_layers} layers")
-    _check_chain(recorder, name, used["between"])
-    side = tuple(dict.fromkeys(path for at, path, _, out in calls if at == "before" and not _requires_grad(out)))
-    side = tuple(path for path in side if not any(path.startswith(f"{other}.") for other in side))
-    return Probe(
-        record=Record([a for a, _ in recorder._calls], [k for _, k in recorder._calls], looked_up, {}),
-        before=frozenset(used["before"]),
-        after=frozenset(used["after"]),
-        side=side,
-        tail=_tail(recorder, name, [c for c in calls if c[0] == "after"], output),
-        tables=tuple(tables),
-        plain_embedding=len(rows) == 1 and looked_up == [None] and _same(rows[0], recorder._hidden[0]),
-    )
-
-
-def _check_chain(recorder: Recorder, name: str, between: set[int]) -> None:
-    """Refuses what a stream of independent layers would not reproduce."""
-    if between or any(not _same(a, b) for a, b in zip(recorder._hidden, recorder._hidden[1:], strict=False)):
-        raise ConfigError(f"{name} changes the hidden states between its layers, so they cannot be streamed")
-    check_arguments(recorder, name)
-
-
-def check_arguments(recorder: Recorder, name: str) -> None:
-    """Refuses layers that were called with more than hidden states and what no weight has made."""
-    for index, (args, kwargs) in enumerate(recorder._calls):
-        for key, value in [*enumerate(args, 1), *kwargs.items()]:
-            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(value)[0]):
-                raise ConfigError(f"{name} passes layer {index} a second input computed from embeddings ({key})")
-            if isinstance(value, (dict, list)):
-                raise ConfigError(f"{name} passes state from layer to layer ({key}), so layers cannot be streamed")
-
-
-def _tail(recorder: Recorder, name: str, calls: list[tuple[str, str, Any, Any]], output: Any) -> tuple[str, ...]:
-    """The chain of modules that leads from the last layer to the base's output."""
-    chain: list[str] = []
-    hidden, holders = recorder._hidden[-1], ("", recorder.layers.rpartition(".")[0])
-    for _, path, first, out in calls:
-        inside = path.rpartition(".")[0] in holders
-        if isinstance(first, Tensor) and isinstance(out, Tensor) and _same(first, hidden) and inside:
-            chain.append(path)
-            hidden = out
-    last = output[0] if isinstance(output, tuple) else output.last_hidden_state
-    if not _same(last, hidden):
-        raise ConfigError(f"{name} does more after its last layer than to call modules, so its head cannot be cut off")
-    return tuple(chain)
-
-
-def _same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
     """Whether two tensors are the same values by identity of their memory."""
     return (
         isinstance(a, Tensor)
@@ -512,7 +370,3 @@ def _same(a: Any, b: Any) -> bool:
         and a.stride() == b.stride()
         and a.data_ptr() == b.data_ptr()
     )
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_flatten(value)[0])

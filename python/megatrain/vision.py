@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.activations import FusedAttention
 from megatrain.errors import ConfigError
-from megatrain.recording import EmbeddingCalls, Recorder, check_arguments, copy_without, replace_module
+from megatrain.probing import check_arguments
+from megatrain.recording import EmbeddingCalls, Recorder, copy_without, replace_module
 
 INPUTS = (
     "pixel_values",

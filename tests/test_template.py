@@ -151,7 +151,6 @@ def test_a_layer_with_ever_new_graphs_is_an_error_and_never_eager(monkeypatch: p
             return x + self.calls if self.calls % 2 else x - self.calls
 
     monkeypatch.setattr(one_graph, "RECOMPILES", 12)
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
     module = Counting()
     compiled = OneGraph(module, "Counting")
 
@@ -159,6 +158,9 @@ def test_a_layer_with_ever_new_graphs_is_an_error_and_never_eager(monkeypatch: p
         for module.calls in range(20):
             compiled(torch.ones(3))
 
-    with pytest.raises(ConfigError, match=r"Counting cannot be compiled as one graph: .*FailOnRecompileLimitHit"):
+    with (
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        pytest.raises(ConfigError, match=r"Counting cannot be compiled as one graph: .*FailOnRecompileLimitHit"),
+    ):
         run()
     assert 8 < module.calls <= 12, "torch's own limit is 8"

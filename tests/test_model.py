@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import megatrain
 from families import of_kind
@@ -15,8 +16,8 @@ from megatrain.meta import build_without_storage
 from megatrain.model import Decoder
 from megatrain.optim import listed
 from megatrain.request import measure, plan_request
-from reference import SIZES, batches, build, check_training, config, engine, error
-from test_equivalence import ROPE
+from reference import SIZES, batches, build, check_training, config, engine
+from test_equivalence import scaled
 
 
 def decoder(kind: str = "llama", **changes: Any) -> Decoder:
@@ -50,12 +51,12 @@ def test_building_allocates_no_parameters_and_real_buffers() -> None:
     assert cut.num_parameters > 1 << 34
 
 
-@pytest.mark.parametrize("rope", [None, *ROPE])
+@pytest.mark.parametrize("rope", [None, *ROPE_INIT_FUNCTIONS])
 def test_buffers_equal_a_normally_built_models_whatever_was_in_memory_before(rope: str | None) -> None:
-    changes = {"rope_parameters": {"rope_theta": 1e4, **ROPE[rope]}} if rope else {}
+    model = scaled(rope) if rope else build()
     junk = [torch.full((1 << 12,), float("nan")) for _ in range(256)]
     del junk
-    ours, stock = dict(decoder(**changes).model.named_buffers()), dict(build(**changes).named_buffers())
+    ours, stock = dict(Decoder.from_config(model.config).model.named_buffers()), dict(model.named_buffers())
     assert set(ours) == set(stock)
     assert all(torch.equal(ours[name], stock[name]) for name in stock)
 
@@ -95,24 +96,9 @@ def test_a_head_of_its_own_kind_runs_the_models_own_forward() -> None:
     check_training(model, [batches(2, seed=s) for s in range(2)], plan={"loss_chunk": 16})
 
 
-@pytest.mark.parametrize("rope", ROPE)
-def test_log_probabilities_beyond_the_original_length_equal_stock_transformers(rope: str) -> None:
-    longest = 32 if rope == "dynamic" else 128
-    model = build(rope_parameters={"rope_theta": 1e4, **ROPE[rope], "factor": 4.0}, max_position_embeddings=longest)
-    ids = torch.randint(0, 256, (1, 128), generator=torch.Generator().manual_seed(0))
-    (found,) = engine(model).logprobs([{"input_ids": ids}])
-    with torch.no_grad():
-        wanted = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    assert torch.allclose(found, wanted, atol=1e-5)
-    plain = build(max_position_embeddings=128)
-    with torch.no_grad():
-        unscaled = plain(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    assert error(found, unscaled) > 1e-4
-
-
 def test_positions_count_rotary_scaling() -> None:
     assert max_positions(config()) == 64
-    assert max_positions(config(rope_parameters={"rope_theta": 1e4, **ROPE["dynamic"]})) == 128
+    assert max_positions(scaled("dynamic").config) == 128
 
 
 def test_parameters_that_the_forward_never_uses_stay_as_torch_leaves_them() -> None:

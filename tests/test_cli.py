@@ -209,3 +209,22 @@ def test_settings_may_follow_an_option(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "good.yaml").write_text(GOOD)
     assert main(["train", str(tmp_path / "good.yaml"), "--dry-run", "train.lrr=1"]) == 2
     assert "train.lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["plan", "tiny"], ["plan", "tiny", "--json"], ["doctor"]])
+def test_an_answer_that_cannot_be_written_is_no_bug_of_ours(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatrain", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"megatrain {words[0]}: standard output cannot be written: No space left on device\n",
+    )
+
+
+def test_outputs_that_are_closed_get_nothing() -> None:
+    program = "import sys; from megatrain.cli import main; sys.exit(main())"
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"exec {sys.executable} -c '{program}' plan tiny {closed}"
+        assert subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0, closed

@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM to a run in a process of its own: the first saves the last finished step, the second ends it."""
+"""Signals to a run in a process of its own: the first saves the last finished step, the second ends it. And a reader of
+its output that leaves, with a signal or without."""
 
 import os
 import signal
@@ -47,7 +48,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"{words!r} was never said: {''.join(seen)}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_finishes_the_step_saves_and_leaves_with_3(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
         wait_for(process, "step 3/")
@@ -61,6 +62,55 @@ def test_the_first_signal_finishes_the_step_saves_and_leaves_with_3(tmp_path: Pa
     newest = checkpoint.latest_complete(run)
     assert newest == run / "checkpoints" / f"step-{last}"
     assert checkpoint.verify(newest) == []
+
+
+def test_interrupted_together_with_the_reader_of_its_output_it_saves_all_the_same(tmp_path: Path) -> None:
+    # What Ctrl-C does to `megatrain train … 2>&1 | tee log`: both are sent SIGINT, and tee is gone at once.
+    with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
+        wait_for(process, "step 3/")
+        assert process.stdout is not None
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 3
+    run = tmp_path / "run"
+    assert read_status(run)["state"] == "stopped"
+    assert checkpoint.latest_complete(run) == run / "checkpoints" / f"step-{read_metrics(run)[-1]['step']}"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run_and_the_log_has_every_line(tmp_path: Path) -> None:
+    with running(tmp_path, train={"steps": 30, "batch_size": 4, "lr": 1e-3}) as process:
+        wait_for(process, "step 1/")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+    run = tmp_path / "run"
+    assert read_status(run)["state"] == "done"
+    said = (run / "log.txt").read_text()
+    assert said.count("standard output cannot be written (Broken pipe); the run goes on") == 1
+    assert "step 30/30" in said
+
+
+def test_hangups_save_however_many_and_where_they_are_ignored_the_run_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
+        wait_for(process, "step 3/")
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.02)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 3, out
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; children inherit it
+    try:
+        ignoring = tmp_path / "ignoring"
+        ignoring.mkdir()
+        with running(ignoring, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
+            wait_for(process, "step 1/")
+            process.send_signal(signal.SIGHUP)
+            wait_for(process, "step 200/")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=60)
+            assert "stopped by SIGTERM" in out
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_while_loading_stops_at_once_and_leaves_nothing(tmp_path: Path) -> None:

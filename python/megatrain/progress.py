@@ -4,8 +4,8 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from megatrain.metrics import StepRecord, dumps, duration
 
@@ -37,13 +37,47 @@ def on_a_terminal() -> Callable[[str, int, int], None] | None:
     return functools.partial(moving_line, stream) if stream is not None and stream.isatty() else None
 
 
+class _Outlet:
+    """Standard output or error, which a run may lose and go on: whoever read the pipe has left, the terminal was
+    closed, or the disk that it goes to is full. The run's own log has every line."""
+
+    def __init__(self, stream: IO[str], name: str) -> None:
+        self._stream, self._name = stream, name
+        self._lost = False
+
+    def write(self, text: str) -> int:
+        with self._bearing():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._bearing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _bearing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._lost:
+                self._lost = True  # before it is said: that may go the same way
+                log.warning(
+                    "%s cannot be written (%s); the run goes on, and log.txt has every line",
+                    self._name,
+                    error.strerror or error,
+                )
+
+
 class Display:
     """Shows steps, evaluations and samples. Its log handler keeps messages and the bar apart."""
 
     def __init__(self, mode: Mode = "none", out: IO[str] | None = None, err: IO[str] | None = None) -> None:
         self.mode = mode
-        self.out = out or sys.stdout
-        self.err = err or sys.stderr
+        self.out = cast("IO[str]", _Outlet(out or sys.stdout, "standard output"))
+        self.err = cast("IO[str]", _Outlet(err or sys.stderr, "standard error"))
         self._progress: Progress | None = None
         self._task: Any = None
         self._total = 0

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from megatrain.cli import output
 from megatrain.cli import parser as arguments
 
 DONE, BUG, REFUSED, STOPPED, BROKEN = 0, 1, 2, 3, 4
@@ -28,6 +29,7 @@ _OF_THE_SYSTEM = (
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    _open_missing()
     parser = arguments.build()
     args, rest = parser.parse_known_args(argv)
     # argparse takes all positionals in one go: settings that follow an option are left over.
@@ -61,7 +63,9 @@ def _guarded(args: argparse.Namespace) -> int:
     try:
         from megatrain.cli import verbs
 
-        return verbs.run(args)
+        code = verbs.run(args)
+        output.flush()
+        return code
     except RunStopped as error:
         return _refuse(args, str(error), BROKEN)
     except (
@@ -75,7 +79,7 @@ def _guarded(args: argparse.Namespace) -> int:
     except errors.MegatrainError as error:
         return _refuse(args, str(error), BROKEN)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left; so do we
+        output.discard(sys.stdout)  # the reader has left; so do we
         return DONE
     except StopRequested as error:
         return _refuse(args, f"stopped by {error} before a step was taken; nothing was left to save", STOPPED)
@@ -93,7 +97,8 @@ def _guarded(args: argparse.Namespace) -> int:
 
 def _refuse(args: argparse.Namespace, message: str, code: int) -> int:
     paragraph = " ".join(message.split("\n")) if "\n\n" not in message and "\n " not in message else message
-    sys.stderr.write(f"megatrain {args.verb}: {paragraph}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"megatrain {args.verb}: {paragraph}\n")
     return code
 
 
@@ -103,16 +108,28 @@ def _bug(args: argparse.Namespace) -> int:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(f"megatrain {' '.join(sys.argv[1:])}\n\n{text}")
     last = text.strip().splitlines()[-1]
-    sys.stderr.write(
-        f"megatrain {args.verb}: this is a bug of ours, not of your request: {last}. "
-        f"The traceback is in {Path(name)}; please report it with that file.\n"
-    )
+    with contextlib.suppress(OSError):
+        sys.stderr.write(
+            f"megatrain {args.verb}: this is a bug of ours, not of your request: {last}. "
+            f"The traceback is in {Path(name)}; please report it with that file.\n"
+        )
     return BUG
+
+
+def _open_missing() -> None:
+    """Standard output or error that was closed (`>&-`) goes nowhere, instead of into the next file that is opened."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_WRONLY)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
             continue
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        output.discard(stream)

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM: the first asks the run to stop, the second ends the process at once with 130 or 143.
+"""SIGINT, SIGTERM and SIGHUP: the first asks the run to stop, a second ends the process at once with 130 or 143.
+
+SIGHUP, which a terminal that is closed sends (often twice: from the kernel and from the shell), never ends it at once,
+and where it is ignored (`nohup`) it stays so.
 
 The second must work while the main thread is deep inside native code, where Python-level handlers do not run. So a
 thread reads the signal numbers that the interpreter's C handler writes to a pipe (`signal.set_wakeup_fd`).
@@ -13,19 +16,20 @@ from collections.abc import Iterator
 
 from megatrain.stop import Stop
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def stopping(stop: Stop) -> Iterator[None]:
-    """Routes both signals to `stop` while inside. Only on the main thread; elsewhere it does nothing."""
+    """Routes the signals to `stop` while inside. Only on the main thread; elsewhere it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, stop.on_signal) for number in _SIGNALS}
+    routed = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop.on_signal) for number in routed}
     watcher = threading.Thread(target=_watch, args=(reader,), name="megatrain-signals", daemon=True)
     watcher.start()
     try:
@@ -49,7 +53,7 @@ def _watch(reader: int) -> None:
         if not numbers:
             return
         for number in numbers:
-            if number not in _SIGNALS:
+            if number not in _SIGNALS or (seen and number == signal.SIGHUP):
                 continue
             seen += 1
             name = signal.Signals(number).name

@@ -5,14 +5,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.cli import output
 from megatrain.cli.output import json_line, line, table
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.stop import Stop
 
 if TYPE_CHECKING:
     from megatrain import bench
     from megatrain.config import Config
     from megatrain.machine import Machine
+    from megatrain.trainer import Result
 
 DONE, REFUSED, STOPPED = 0, 2, 3
 
@@ -46,7 +48,6 @@ def _train(args: argparse.Namespace) -> int:
     from megatrain import run_folder
     from megatrain.cli.signals import stopping
     from megatrain.config import Config
-    from megatrain.metrics import without_progress
     from megatrain.progress import Display, mode_for
 
     config = Config.load(args.config, args.settings)
@@ -66,6 +67,19 @@ def _train(args: argparse.Namespace) -> int:
         from megatrain.trainer import Trainer
 
         result = Trainer(config, stop=stop, display=display).fit()
+    try:
+        _tell_end(config, result, args.json)
+        output.flush()
+    except (OSError, StorageError):  # the run has ended all the same, and its folder tells how
+        output.discard(sys.stdout)
+    return STOPPED if result.stopped else DONE
+
+
+def _tell_end(config: "Config", result: "Result", json: bool) -> None:
+    from megatrain import run_folder
+    from megatrain.metrics import without_progress
+
+    assert config.output.dir is not None
     early = not result.stopped and result.step < result.total_steps
     warning = ""
     if not result.stopped and result.loss is not None:
@@ -82,7 +96,7 @@ def _train(args: argparse.Namespace) -> int:
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "export": str(result.export) if result.export else None,
     }
-    if args.json:
+    if json:
         json_line(answer)
     elif result.stopped:
         line(f"stopped by {result.stopped} after step {result.step} of {result.total_steps}")
@@ -98,7 +112,6 @@ def _train(args: argparse.Namespace) -> int:
         if warning:
             line(f"warning: {warning}")
         line(f"checkpoint {result.checkpoint}" + (f", export {result.export}" if result.export else ""))
-    return STOPPED if result.stopped else DONE
 
 
 def _refuse_early(config: "Config") -> None:

@@ -141,3 +141,23 @@ def test_too_little_disk_is_said_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"needs .* TiB .* are free"):
         folder.need(1 << 60, "a checkpoint")
     folder.close()
+
+
+def test_on_a_full_disk_metrics_name_it_once_and_nothing_else_fails(tmp_path: Path) -> None:
+    program = (
+        "import logging, resource, sys; from pathlib import Path; from megatrain.errors import StorageError; "
+        "from megatrain.metrics import StepRecord; from megatrain.run_folder import RunFolder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # every write fails, as on a full disk
+        f"folder = RunFolder(Path({str(tmp_path / 'run')!r}))\n"
+        "folder.begin_log()\n"
+        "logging.getLogger('megatrain').info('a line')\n"
+        "folder.begin_metrics(0)\n"
+        "try:\n"
+        "    folder.write_metrics({'step': 1})\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+        "folder.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path / 'run' / 'metrics.jsonl'} cannot be written: File too large\n"

@@ -62,6 +62,11 @@ def check(path: Path) -> None:
             )
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the library's name
+        """A full disk ends the run where metrics do not fit; the log does without, and prints no traceback."""
+
+
 class RunFolder:
     """Opens (and makes) a run's folder and holds its lock until `close`. Raises ConfigError when another has it, and
     when it is no run's but holds what a run would replace."""
@@ -87,9 +92,10 @@ class RunFolder:
             raise ConfigError(
                 f"output.dir is {str(path)!r}, which {owner} is using; wait for it, stop it, or name another folder"
             ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()}")
-        self._lock.flush()
+        with contextlib.suppress(OSError):  # on a full disk it is held namelessly; what is needed is reckoned later
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()}")
+            self._lock.flush()
         self._metrics: IO[str] | None = None
         self._handler: logging.Handler | None = None
         self._status_before = _bytes(path / "status.json")
@@ -107,7 +113,7 @@ class RunFolder:
 
     def begin_log(self) -> None:
         """Sends the package's log to `log.txt`, appended: messages, and the lines of steps, which it says quietly."""
-        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        handler = _LogFile(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG)
         log.addHandler(handler)
@@ -223,17 +229,20 @@ class RunFolder:
                     folder.rmdir()
 
     def close(self) -> None:
-        """Closes files and gives up the lock."""
+        """Closes files and gives up the lock. What a full disk had no room for was told when it was written."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):
+                self._metrics.close()
             self._metrics = None
         self._end_log()
-        self._lock.close()
+        with contextlib.suppress(OSError):
+            self._lock.close()
 
     def _end_log(self) -> None:
         if self._handler is not None:
             log.removeHandler(self._handler)
-            self._handler.close()
+            with contextlib.suppress(OSError):
+                self._handler.close()
             self._handler = None
 
 

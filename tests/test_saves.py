@@ -407,3 +407,10 @@ def test_a_slow_disk_does_not_hold_up_the_next_step_and_an_interrupt_of_it_leave
         assert checkpoint.verify(place / "step-3") == []
         """
     assert program(disk, tmp_path, body) == "True\n"
+
+
+@pytest.mark.parametrize("every", [None, 100])
+def test_a_run_that_saves_only_at_its_end_says_so(tmp_path: Path, every: int | None) -> None:
+    fit(settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": every, "export": "never"}))
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert ("output.save_every is not set" in said) == (every is None)

@@ -124,6 +124,8 @@ class Trainer:
         log.info("%s in %s on %s: %s", parameters, settled.precision, settled.device, sizes)
         log.info("%d steps of up to %d micro-batches of %d x %d", parts.total_steps, settled.micro_batches, rows, seq)
         log.info("numerics key: %s", ", ".join(f"{key} {value}" for key, value in parts.engine.numerics().items()))
+        if self.config.output.save_every is None:
+            log.info("output.save_every is not set: only the end or a stop (Ctrl-C) saves, and a kill costs all before")
 
     def _assemble(self, folder: RunFolder, origin: Origin | None) -> "Parts":
         from megatrain.assembly import assemble

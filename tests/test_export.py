@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from megatrain import checkpoint, shards
 from megatrain.errors import CheckpointError, ConfigError, StorageError
-from megatrain.export import export_checkpoint, save_pretrained
+from megatrain.export import export_checkpoint, folder_bytes, save_pretrained
 from megatrain.generate import encode, find_model, generate, sample
 from megatrain.model import Decoder
 from memory_core import MemoryCore, engine
@@ -345,3 +345,12 @@ def test_decoder_and_double_agree_on_what_is_stored() -> None:
     out = torch.empty(5)
     core.read(ref.unit, ref.tensor, "master", out)
     assert torch.equal(out, values)
+
+
+def test_a_tokenizer_that_is_copied_is_reckoned_by_its_files_and_not_as_one_of_any_size(tmp_path: Path) -> None:
+    made = tokenizer()
+    made.save_pretrained(tmp_path)
+    files = sum(path.stat().st_size for path in tmp_path.iterdir())
+    without = folder_bytes([], None, None)
+    assert folder_bytes([], made, tmp_path) == folder_bytes([], None, tmp_path) == without + files
+    assert folder_bytes([], made, None) >= without + (16 << 20)

@@ -234,10 +234,12 @@ def folder_bytes(
     """What a folder with these tensors takes on disk, a little more rather than less."""
     described = sum(256 + len(entry.name) for entry in entries) * 2  # in a header, and in the index
     total = sum(entry.nbytes for entry in entries) + described + _JSON_BYTES
+    found: list[Path] = []
     if tokenizer_dir is not None:
-        found = (path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern))
+        found = [path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern)]
         total += sum(path.stat().st_size for path in found)
-    return total + (_TOKENIZER_BYTES if tokenizer is not None else 0)
+    saved = tokenizer is not None and not any(path.name.startswith("tokenizer") for path in found)
+    return total + (_TOKENIZER_BYTES if saved else 0)
 
 
 def write_index(folder: Path, files: list[Shard]) -> list[Path]:

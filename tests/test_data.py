@@ -94,7 +94,7 @@ def test_fields_name_other_keys(tmp_path):
     ("content", "message"),
     [
         (b"", r"a\.jsonl is empty"),
-        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2 is not JSON: Expecting value at column"),
+        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2 is not JSON: Expecting value at column 10"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2 is not UTF-8"),
         (b'{"text": "a"}\n["b"]\n', r"a\.jsonl:2 holds a list; expected an object"),
         (b'{"body": "a"}\n', r"a\.jsonl:1 has the keys body; expected text, messages, or prompt and completion"),

@@ -72,18 +72,31 @@ def build() -> argparse.ArgumentParser:
         metavar="N|best|last",
         help="which checkpoint of a run (default: its export, else the last)",
     )
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token")
-    generate.add_argument("--top-p", type=float, default=0.95, metavar="P")
-    generate.add_argument("--seed", type=int, default=0, metavar="N")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens (default %(default)s)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default %(default)s)"
+    )
+    generate.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="likeliest tokens drawn from (default %(default)s)"
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default %(default)s)")
     generate.add_argument("--raw", action="store_true", help="continue the text even when there is a chat template")
 
     export = _verb(verbs, "export", "write a Hugging Face folder: weights, config, tokenizer, template")
     export.add_argument("run", metavar="RUN")
     export.add_argument("out", metavar="OUT")
     export.add_argument("--step", default=None, metavar="N|best|last", help="which checkpoint (default last)")
-    export.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
-    export.add_argument("--layout", choices=("source", "library"), default="source")
+    export.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights (default: the source's)"
+    )
+    export.add_argument(
+        "--layout",
+        choices=("source", "library"),
+        default="source",
+        help="names and shapes of the source's files (default), or transformers' own",
+    )
 
     report = _verb(verbs, "report", "one self-contained HTML page of a run")
     report.add_argument("run", metavar="RUN")

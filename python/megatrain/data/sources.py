@@ -171,7 +171,7 @@ def _read_lines(file: str) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(stream, start=1):
             if line.isspace():
                 continue
-            text = _decode(line, f"{file}:{number}")
+            text = _decode(line, f"{file}:{number}").rstrip("\r\n")  # else a column may be one of the next line
             try:
                 value = json.loads(text)
             except (json.JSONDecodeError, RecursionError) as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.run_folder import read_metrics
+from run_support import last_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICKSTART_RATIO = 0.65
@@ -41,18 +42,9 @@ def end(process: subprocess.Popen[str], run: Path, code: int) -> None:
         raise SystemExit(f"exit code {process.returncode}, not {code}:\n{run.with_suffix('.said').read_text()[-3000:]}")
 
 
-def steps(run: Path) -> int:
-    """The last step that the run's metrics hold."""
-    try:
-        rows = read_metrics(run)
-    except (OSError, ValueError):
-        return 0
-    return int(rows[-1]["step"]) if rows else 0
-
-
 def interrupt_after(process: subprocess.Popen[str], run: Path, step: int) -> None:
     """Ctrl-C once the run has come to `step`."""
-    while steps(run) < step:
+    while last_step(run) < step:
         if process.poll() is not None:
             end(process, run, signal.SIGINT)  # says what went wrong
         time.sleep(0.2)
@@ -78,7 +70,7 @@ def quickstart(folder: Path) -> dict[str, Any]:
     first = start("quickstart.yaml", run)
     interrupt_after(first, run, 300)
     end(first, run, 3)
-    stopped = steps(run)
+    stopped = last_step(run)
     end(start("quickstart.yaml", run), run, 0)
     rows = read_metrics(run)
     last = statistics.fmean(row["loss"] for row in rows[-20:])

@@ -5,11 +5,30 @@ import sys
 import textwrap
 from pathlib import Path
 
+_PRIVATE = """
+def private():
+    fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
+"""
+
+
+def output_of(program: str) -> str:
+    """What a program prints in a process of its own, where `private()` is its private memory in bytes."""
+    result = subprocess.run(
+        [sys.executable, "-c", _PRIVATE + textwrap.dedent(program)],
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
 
 def while_loading(folder: Path) -> tuple[int, int, set[str]]:
     """Most bytes that a process had beyond what it had before, bytes of the largest tensor of the model, and the names
     of what was read; in a process of its own, of two threads."""
-    program = textwrap.dedent(
+    said = output_of(
         f"""
         import threading
         import torch
@@ -17,10 +36,6 @@ def while_loading(folder: Path) -> tuple[int, int, set[str]]:
         from megatrain.weights import load, open_weights, resolve
 
         torch.set_num_threads(1)
-
-        def private():
-            fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
-            return int(fields["RssAnon"].split()[0]) * 1024
 
         class Core:
             peak, lock = 0, threading.Lock()
@@ -39,13 +54,5 @@ def while_loading(folder: Path) -> tuple[int, int, set[str]]:
         print(core.peak - before, largest, *found)
         """
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    peak, largest, *names = result.stdout.split()
+    peak, largest, *names = said.split()
     return int(peak), int(largest), set(names)

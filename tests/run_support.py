@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatrain.run_folder import read_metrics
+
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -16,6 +18,15 @@ MODEL = {
 }
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven small engines carry every layer back and forth".split()
+
+
+def last_step(run: Path) -> int:
+    """The last step that a run's metrics hold, which another process may be writing; 0 where there are none."""
+    try:
+        rows = read_metrics(run)
+    except (OSError, ValueError):
+        return 0
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def write_rows(path: Path, count: int = 60) -> Path:

@@ -20,8 +20,11 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megatrain import checkpoint
 from megatrain.run_folder import read_metrics
+from run_support import last_step
 
 STEPS, SAVE_EVERY = 60, 5
 PLACEMENTS: tuple[dict[str, Any], ...] = (
@@ -82,26 +85,17 @@ def finish(path: Path) -> None:
         raise SystemExit(path.with_suffix(".log").read_text()[-3000:])
 
 
-def steps_of(run: Path) -> int:
-    """The last step that the metrics hold."""
-    try:
-        rows = read_metrics(run)
-    except (OSError, ValueError):
-        return 0
-    return int(rows[-1]["step"]) if rows else 0
-
-
 def kill_after(path: Path, run: Path, step: int, seconds: float) -> int:
     """Kills it `seconds` after it has finished `step`; the step it had come to."""
     process = start(path)
-    while steps_of(run) < step:
+    while last_step(run) < step:
         if process.poll() is not None:
             raise SystemExit(path.with_suffix(".log").read_text()[-3000:])
         time.sleep(0.002)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return steps_of(run)
+    return last_step(run)
 
 
 def numbers(run: Path) -> list[tuple[Any, ...]]:

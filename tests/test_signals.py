@@ -121,6 +121,22 @@ def test_hangups_save_however_many_and_where_they_are_ignored_the_run_goes_on(tm
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_hangup_after_all_is_saved_does_not_change_the_exit_code() -> None:
+    program = """
+import os, signal, sys
+from megatrain.cli.signals import stopping
+from megatrain.stop import Stop
+stop = Stop()
+with stopping(stop):
+    os.kill(os.getpid(), signal.SIGHUP)
+    while not stop.requested:
+        pass
+os.kill(os.getpid(), signal.SIGHUP)
+sys.exit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 3
+
+
 def test_a_signal_while_loading_stops_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     with running(tmp_path, model={"config": {**settings(tmp_path)["model"]["config"], **SLOW}}) as process:
         wait_for(process, "tokenizing")

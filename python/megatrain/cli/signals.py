@@ -36,7 +36,9 @@ def stopping(stop: Stop) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # what has saved is about to leave with 3, which the second hangup of a closed terminal must not change
+            leaving = stop.requested and number == signal.SIGHUP
+            signal.signal(number, signal.SIG_IGN if leaving else handler)
         signal.set_wakeup_fd(before_fd)
         os.close(writer)
         watcher.join(timeout=1)

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+# Below `nohup`, or in the background of a shell script, these are ignored, and so they would be in what tests start.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -48,14 +48,6 @@ def wait_for(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"{words!r} was never said: {''.join(seen)}")
 
 
-@pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """Hangups count, as on a terminal: below `nohup` the processes that tests start would inherit that they do not."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_finishes_the_step_saves_and_leaves_with_3(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:

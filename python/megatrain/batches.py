@@ -192,7 +192,7 @@ class Preparer:
 
         On an H100 whatever was queued behind these copies after uploads had begun, an event included, ran only once the
         uploads paused, which at 3B and 32k tokens was 60 ms later: it seems to be queued where the last copy was, on
-        the engine that the uploads then keep busy. Behind a kernel it is queued where kernels are."""
+        the engine that the uploads then keep busy. That a kernel between them ends this has not been measured yet."""
         if self._device.type == "cuda":
             torch.ones(1, device=self._device)
 

@@ -30,6 +30,8 @@ lint: $(VENV)/.development ## formatting, lints and types of both languages
 	$(PYTHON) -m ruff format --check python tests benches
 	$(PYTHON) -m ruff check python tests benches
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy.stubtest megatrain._core --mypy-config-file pyproject.toml
+	$(PYTHON) -m pytest -q tests/test_layers.py
 
 test: test-rust test-python ## every test that needs no card
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain import bench
+from megatrain.cli import bench
 from megatrain.cli import parser as cli
-from megatrain.cli.verbs import bench_request
+from megatrain.cli.commands import bench_request
 
 
 def kernels(path: Path) -> list[tuple[float, float]]:

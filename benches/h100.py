@@ -90,9 +90,10 @@ def run_here(name: str, words: list[str], profiled: bool) -> dict[str, Any] | No
     import torch
     from busy import share
 
-    from megatrain import MegatrainError, bench
+    from megatrain import MegatrainError
+    from megatrain.cli import bench
     from megatrain.cli import parser as cli
-    from megatrain.cli.verbs import bench_request
+    from megatrain.cli.commands import bench_request
 
     started = time.perf_counter()
     try:

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatrain.run_folder import read_metrics
-from run_support import last_step
+from megatrain.training.run_dir import read_metrics
+from support.runs import last_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICKSTART_RATIO = 0.65

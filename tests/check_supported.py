@@ -26,22 +26,24 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatrain import supported
-from megatrain.supported import GLIBC, MACHINE, PACKAGES, PYTHON, dotted, numbers
-from run_support import settings
+from megatrain import compat
+from megatrain.compat import GLIBC, MACHINE, PACKAGES, PYTHON, dotted, numbers
+from support.runs import settings
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 # What a version breaks first: the native module, exactness, models, files, the command line.
 SHORT = (
-    "test_native", "test_native_engine", "test_dlpack", "test_equivalence", "test_plans_do_not_show", "test_model",
-    "test_checkpoint", "test_resume_engine", "test_cli", "test_doctor", "test_supported", "test_data", "test_chat",
-    "test_tokenizer", "test_export", "test_config", "test_trainer", "test_resume", "test_signals",
+    "engine/test_native", "engine/test_native_engine", "engine/test_dlpack", "promises/test_equivalence",
+    "promises/test_plans_do_not_show", "models/test_decoder", "checkpoint/test_checkpoint", "promises/test_resume_bits",
+    "cli/test_commands", "cli/test_doctor", "promises/test_supported", "data/test_dataset", "data/test_chat",
+    "data/test_train_tokenizer", "checkpoint/test_export", "config/test_config", "training/test_trainer",
+    "training/test_resume", "cli/test_signals",
 )  # fmt: skip
 INSTALLED = (
-    "test_packaging.py::test_the_installed_package_is_typed_and_has_its_command",
-    "test_packaging.py::test_the_native_module_links_no_cuda_library",
-    "test_packaging.py::test_the_native_module_needs_no_newer_c_library_than_the_readme_says",
+    "promises/test_packaging.py::test_the_installed_package_is_typed_and_has_its_command",
+    "promises/test_packaging.py::test_the_native_module_links_no_cuda_library",
+    "promises/test_packaging.py::test_the_native_module_needs_no_newer_c_library_than_the_readme_says",
 )
 LOADS = """
 import sys
@@ -167,9 +169,9 @@ def run_row(row: Row, wheel: Path, folder: Path, args: argparse.Namespace) -> st
     if row.releases == "newest":
         must_be_the_newest(versions, exactly=row.python == dotted(PYTHON.newest))
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    files = [TESTS / f"{name}.py" for name in SHORT] if args.short else sorted(TESTS.glob("test_*.py"))
+    files = [TESTS / f"{name}.py" for name in SHORT] if args.short else sorted(TESTS.rglob("test_*.py"))
     # The rest of test_packaging needs Cargo, not another Python.
-    chosen = [str(path) for path in files if path.name != "test_packaging.py"]
+    chosen = [str(path) for path in files if path.name != "promises/test_packaging.py"]
     chosen += [str(TESTS / test) for test in INSTALLED]
     command = [python, "-m", "pytest", "--quiet", "-n", args.jobs, "-p", "no:cacheprovider", *chosen]
     summary = call(*command, cwd=ROOT, timeout=3600, **environment).strip().splitlines()[-1]
@@ -198,7 +200,7 @@ def must_be_the_newest(versions: dict[str, str], *, exactly: bool) -> None:
     """No release is newer than the table says; exactly the table's where this Python has not been left behind."""
     for name, span in PACKAGES.items():
         found = versions[name]
-        if supported.untried(found, span) or (exactly and numbers(found)[: len(span.newest)] < span.newest):
+        if compat.untried(found, span) or (exactly and numbers(found)[: len(span.newest)] < span.newest):
             raise Failed(f"{name} {found} was installed; the newest of the table is {dotted(span.newest)}")
 
 

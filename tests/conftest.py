@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from support.interrupts import Interrupted
+
 # Below `nohup`, or in the background of a shell script, these are ignored, and so they would be in what tests start.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) == signal.SIG_IGN:
@@ -29,16 +31,12 @@ def one_thread() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A test that the table of architectures is made of and that does not run has failed: its row would not be true."""
-    from architectures import TESTS, test_of
+    from support.architectures import TESTS, test_of
 
     report: Any = yield
     if report.outcome == "skipped" and test_of(item) in TESTS:
         report.outcome = "failed"
     return report
-
-
-class Interrupted(Exception):
-    """What the signal handler of `interrupt_after` raises."""
 
 
 @pytest.fixture

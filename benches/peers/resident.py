@@ -12,7 +12,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatrain.shapes import SHAPES
+from megatrain.models.presets import SHAPES
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatrain.shapes import SHAPES
+from megatrain.models.presets import SHAPES
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ The names are imported when they are first used, so that `import megatrain` need
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatrain.supported import check_platform
+from megatrain.compat import check_platform
 
 check_platform()
 
@@ -23,19 +23,19 @@ from megatrain.errors import (  # noqa: E402
 
 if TYPE_CHECKING:
     from megatrain.config import Config as Config
-    from megatrain.engine import Engine as Engine
-    from megatrain.engine import StepOutput as StepOutput
-    from megatrain.model import Decoder as Decoder
-    from megatrain.optim import AdamW as AdamW
-    from megatrain.trainer import Trainer as Trainer
+    from megatrain.engine.engine import Engine as Engine
+    from megatrain.engine.engine import StepOutput as StepOutput
+    from megatrain.engine.optimizer import AdamW as AdamW
+    from megatrain.models.decoder import Decoder as Decoder
+    from megatrain.training.trainer import Trainer as Trainer
 
 _LAZY = {
-    "AdamW": "optim",
+    "AdamW": "engine.optimizer",
     "Config": "config",
-    "Decoder": "model",
-    "Engine": "engine",
-    "StepOutput": "engine",
-    "Trainer": "trainer",
+    "Decoder": "models.decoder",
+    "Engine": "engine.engine",
+    "StepOutput": "engine.transactions",
+    "Trainer": "training.trainer",
 }
 
 __all__ = [

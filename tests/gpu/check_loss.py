@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megatrain import loss, loss_kernel
-from megatrain.loss import IGNORE, chunked_loss, default_chunk
+from megatrain.engine import loss, loss_triton
+from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
@@ -124,9 +124,9 @@ def main() -> int:
         result["kernel"] = {}
         for block in (1024, 2048, 4096, 8192, 16384):
             for warps in (4, 8, 16, 32):
-                loss_kernel._BLOCK, loss_kernel._NUM_WARPS = block, warps
+                loss_triton._BLOCK, loss_triton._NUM_WARPS = block, warps
                 time = milliseconds(
-                    lambda: loss_kernel.cross_entropy(logits32, targets[:chunk], None, terms, IGNORE, torch.bfloat16)
+                    lambda: loss_triton.cross_entropy(logits32, targets[:chunk], None, terms, IGNORE, torch.bfloat16)
                 )
                 result["kernel"][f"{block}/{warps}"] = round(time * rows / chunk, 2)
         pieces = {}

@@ -22,9 +22,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatrain import checkpoint
-from megatrain.run_folder import read_metrics
-from run_support import last_step
+from megatrain.checkpoint import checkpoint
+from megatrain.training.run_dir import read_metrics
+from support.runs import last_step
 
 STEPS, SAVE_EVERY = 60, 5
 PLACEMENTS: tuple[dict[str, Any], ...] = (

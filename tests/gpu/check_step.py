@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megatrain
-from megatrain.step import Pass
+from megatrain.engine.step import Pass
 
 
 def build(layers: int, tied: bool = True, vocab: int = 151936) -> torch.nn.Module:

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatrain
-from megatrain import documents
-from megatrain.step import Pass
+from megatrain.engine.step import Pass
+from megatrain.models import packing as documents
 
 WINDOWS, SEQ, HEADS, KV_HEADS, WIDTH = 8, 4096, 16, 2, 128
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -224,12 +224,12 @@ def alone(batch: dict[str, Tensor], rows: list[list[int]]) -> list[dict[str, Ten
 def numbers(kind: str) -> bool:
     """Loss and gradients of one step on packed rows, on the same documents apart, and of fp32 PyTorch."""
     batches = [batch_of(rows, seed) for seed, rows in enumerate(ROWS)]
-    apart = [piece for batch, rows in zip(batches, ROWS, strict=True) for piece in alone(batch, rows)]
-    apart = [piece for piece in apart if piece["input_ids"].shape[1] > 1]
+    document_buckets = [piece for batch, rows in zip(batches, ROWS, strict=True) for piece in alone(batch, rows)]
+    document_buckets = [piece for piece in document_buckets if piece["input_ids"].shape[1] > 1]
     reference = small(kind).float().cuda()
-    tokens = sum(int((piece["labels"][:, 1:] != -100).sum()) for piece in apart)
+    tokens = sum(int((piece["labels"][:, 1:] != -100).sum()) for piece in document_buckets)
     loss = 0.0
-    for piece in apart:
+    for piece in document_buckets:
         logits = reference(input_ids=piece["input_ids"].cuda()).logits[:, :-1]
         part = F.cross_entropy(logits.flatten(0, 1), piece["labels"][:, 1:].flatten().cuda(), reduction="sum") / tokens
         part.backward()
@@ -241,7 +241,7 @@ def numbers(kind: str) -> bool:
     plain: dict[str, Any] = {"plan": {"compile": False}}  # what is compiled, `graphs` runs
     ways: dict[str, tuple[list[dict[str, Tensor]], dict[str, Any]]] = {
         "packed": (batches, {} if kind == "mistral" else plain),
-        "apart": (apart, plain),
+        "apart": (document_buckets, plain),
         "deterministic": (batches, plain | {"deterministic": True}),
         "again": (batches, plain | {"deterministic": True}),
     }

@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import megatrain
-from reference import error, run_reference
-from seeing import CHIEF, SEEING, see, seeing_steps
+from support.reference import error, run_reference
+from support.vision import CHIEF, SEEING, see, seeing_steps
 
 PLANS: tuple[dict[str, Any], ...] = ({}, {"activation": "recompute", "compile": False})
 LR, DECAY, MAX_NORM = 3e-4, 0.1, 0.5

@@ -58,12 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _guarded(args: argparse.Namespace) -> int:
     from megatrain import errors
-    from megatrain.stop import RunStopped, StopRequested
+    from megatrain.training.stop import RunStopped, StopRequested
 
     try:
-        from megatrain.cli import verbs
+        from megatrain.cli import commands
 
-        code = verbs.run(args)
+        code = commands.run(args)
         output.flush()
         return code
     except RunStopped as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from megatrain.errors import StorageError
-from megatrain.metrics import dumps
+from megatrain.training.metrics import dumps
 
 
 def json_line(document: Any) -> None:

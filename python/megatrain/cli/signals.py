@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from megatrain.stop import Stop
+from megatrain.training.stop import Stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

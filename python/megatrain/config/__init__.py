@@ -7,9 +7,9 @@
 `sections` holds the settings and their defaults, `check` their contradictions, `build` the errors about keys and types.
 """
 
-from megatrain.config.resume import Change, diff, earlier
-from megatrain.config.schema import Config
-from megatrain.config.sections import (
+from megatrain.config.config import Config
+from megatrain.config.diff import Change, diff, earlier
+from megatrain.config.schema import (
     DataConfig,
     EvalConfig,
     GroupConfig,
@@ -24,7 +24,7 @@ from megatrain.config.sections import (
     TokenizerTraining,
     TrainConfig,
 )
-from megatrain.config.values import Duration, format_size, parse_size
+from megatrain.units import Duration, format_size, parse_size
 
 __all__ = [
     "Change",

@@ -1,155 +1,416 @@
-"""`Config`: all settings of a run, read from YAML, a mapping or keywords, checked as a whole."""
+"""The settings, section by section: what each means, its default, and the range it may take.
+
+This is the only place for defaults. What one section alone can refuse is refused on construction; contradictions
+between sections are in `validation.py`.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from os import PathLike
-from pathlib import Path
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from megatrain.config import raw as raw_config
-from megatrain.config import yaml12
-from megatrain.config.build import build, plain
-from megatrain.config.check import check
-from megatrain.config.positions import shorten
-from megatrain.config.sections import (
-    DEFAULT_BATCH_TOKENS,
-    DataConfig,
-    EvalConfig,
-    MemoryConfig,
-    ModelConfig,
-    OutputConfig,
-    PlanConfig,
-    SourceConfig,
-    TrainConfig,
-)
 from megatrain.errors import ConfigError
+from megatrain.units import Duration
+
+Size = Annotated[int, "size"]
+"""Bytes; in YAML a number with a unit, such as 12GiB."""
+
+DEFAULT_EPOCHS = 1.0
+DEFAULT_BATCH_TOKENS = 65536
+
+
+def _at_least(section: str, owner: Any, **limits: float) -> None:
+    for name, least in limits.items():
+        value = getattr(owner, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{section}.{name} is {value}; it must be at least {least}")
+
+
+def _finite(section: str, owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{section}.{name} is {value}; it must be a finite number")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Everything that is asked of a run. Construction raises ConfigError for what is wrong or contradictory."""
+class TokenizerTraining:
+    """A tokenizer trained on the training data, instead of one that exists."""
 
-    model: ModelConfig
-    """What is trained."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    """What it is trained on."""
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    """How it is trained."""
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    """When held-out loss is measured."""
-    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
-    """How much of each memory may be used."""
-    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
-    """Numbers that the planner derives."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where layers are computed; `auto`: CUDA if there is a usable card."""
-    output: OutputConfig = dataclasses.field(default_factory=OutputConfig)
-    """Where a run leaves what."""
+    train: Literal["bpe"]
+    """The kind: byte-level byte-pair encoding."""
+    vocab_size: int
+    """Number of tokens, the 256 bytes and the special ones included."""
 
     def __post_init__(self) -> None:
-        train, data = self.train, self.data
-        if train.batch_tokens is None and train.batch_size is None:
-            # The default follows seq_len; what was asked for is checked instead.
-            windows = max(1, DEFAULT_BATCH_TOKENS // data.seq_len)
-            tokens = windows * data.seq_len if data.packing else DEFAULT_BATCH_TOKENS
-            object.__setattr__(self, "train", dataclasses.replace(train, batch_tokens=tokens))
-        object.__setattr__(self, "data", _held_out(data))
-        check(self)
+        _at_least("model.tokenizer", self, vocab_size=260)
 
-    @classmethod
-    def load(cls, path: str | PathLike[str], overrides: Iterable[str] = ()) -> "Config":
-        """Reads a YAML file, then applies `section.key=value` words.
 
-        Paths in the file are relative to it, those in `overrides` to the working directory.
-        """
-        tree = raw_config.override(raw_config.read(Path(path)), overrides, Path.cwd())
-        config: Config = build(cls, _spread(tree), "", cls)
-        return config
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What is trained."""
 
-    @classmethod
-    def from_dict(
-        cls, mapping: Mapping[str, Any], overrides: Iterable[str] = (), base: str | PathLike[str] | None = None
-    ) -> "Config":
-        """The same from a mapping; its paths are relative to `base` (default: the working directory)."""
-        tree = raw_config.located(raw_config.normal(mapping), Path.cwd() if base is None else Path(base))
-        config: Config = build(cls, _spread(raw_config.override(tree, overrides, Path.cwd())), "", cls)
-        return config
+    path: str | None = None
+    """A local folder, a `.gguf` file, or a Hugging Face hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random`: only the architecture is taken from `path`. A model from `config` is always random."""
+    config: dict[str, Any] | None = None
+    """An architecture written out, with the keys of a Hugging Face `config.json`; in place of `path`."""
+    tokenizer: str | TokenizerTraining | None = None
+    """A folder or hub id, or `{train: bpe, vocab_size: N}`; null: the one beside the model."""
+    chat_template: str | None = None
+    """A Jinja file, or the template itself; null: the tokenizer's."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model or tokenizer may run."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (shell style) of parameter names that are not trained."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Implementation of attention, by its name in transformers."""
 
-    @classmethod
-    def of(cls, config: "Config | Mapping[str, Any] | str | PathLike[str]") -> "Config":
-        """What is given as a Config: itself, a mapping, or the path of a YAML file."""
-        if isinstance(config, Config):
-            return config
-        if isinstance(config, Mapping):
-            return cls.from_dict(config)
-        if not isinstance(config, (str, PathLike)):
-            raise ConfigError(f"a configuration is a path, a mapping or a Config, not {config!r}")
-        return cls.load(config)
+    def __post_init__(self) -> None:
+        if self.config is not None:
+            if self.path is not None:
+                raise ConfigError("model.path and model.config are both given; a model comes from one of the two")
+            if self.init == "pretrained":
+                object.__setattr__(self, "init", "random")
+            if not isinstance(self.config.get("model_type"), str):
+                raise ConfigError("model.config has no model_type; write the architecture's name, such as llama")
+            for name in ("revision", "trust_remote_code"):
+                if getattr(self, name):
+                    raise ConfigError(f"model.{name} has no effect on a model from model.config; remove one of the two")
+        elif self.path is None:
+            raise ConfigError("model names nothing to train: set model.path (a folder or hub id) or model.config")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The effective settings as plain values; `from_dict` gives an equal Config back."""
-        tree: dict[str, Any] = plain(self)
-        return tree
 
-    def settled(self, precision: str) -> "Config":
-        """The same once it is known that compute is in `precision`, bf16 or fp32: with the precision of gradients that
-        follows from it, where none was asked for."""
-        train = dataclasses.replace(self.train, grad_precision=self.train.sent_in(precision))
-        return dataclasses.replace(self, train=train)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """Where rows come from."""
 
-    def to_yaml(self) -> str:
-        """The effective settings as YAML; reading it gives an equal Config back."""
-        return yaml12.dump(self.to_dict())
+    path: str
+    """A file (.jsonl, .json, .txt, .parquet), a folder, a pattern such as `data/*.jsonl`, or `python:stdlib`."""
+    format: Literal["auto", "text", "chat", "completion"] = "auto"
+    """What a row is; `auto` goes by its keys: `text`, `messages` or `conversations`, `prompt` with `completion`."""
+    weight: float = 1.0
+    """How many times an epoch takes each row; 0.5 takes another half each epoch."""
+    split: float | str | None = None
+    """A fraction of the rows, by their content: for evaluation from one end, for training from the other; of a single
+    text its end and its beginning, parted where a line ends. Or the name of a split, which is that of files
+    (`train-00001.jsonl`) or of a folder."""
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Our name of a field to the file's: `{text: body}`; also `role` and `content` inside messages."""
 
-    def require(self, *keys: Literal["data", "output"]) -> None:
-        """Raises ConfigError when what a verb needs is not set: training `data`, or the `output` folder."""
-        if "data" in keys:
-            if not self.data.train:
-                raise ConfigError("data.train is not set; name a file, a folder or python:stdlib")
-            if self.model.config is not None and self.model.tokenizer is None:
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("the path of a data source is empty")
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
+        if isinstance(self.split, float) and not 0 < self.split < 1:
+            raise ConfigError(f"split of {self.path} is {self.split}; a fraction lies between 0 and 1")
+        known = ("text", "messages", "prompt", "completion", "role", "content")
+        for name in self.fields:
+            if name not in known:
+                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(known)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What it is trained on."""
+
+    train: tuple[SourceConfig, ...] = ()
+    """Training data; several sources are mixed by weight."""
+    eval: tuple[SourceConfig, ...] = ()
+    """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out."""
+    seq_len: int = 4096
+    """Longest sequence, in tokens; with packing the length of every window. Default: 4096, or the positions of a model
+    (written out, or in a local folder) that has fewer."""
+    packing: bool = True
+    """Whether several rows share a window. They never see each other."""
+    long_rows: Literal["split", "truncate", "drop", "error"] = "split"
+    """What happens to a row longer than `seq_len`."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens of a conversation are learnt: all assistant turns, the last, or everything. Text: everything."""
+    shuffle: bool = True
+    """Whether each epoch has its own order."""
+    workers: int | Literal["auto"] = "auto"
+    """Threads that tokenize; `auto`: one a permitted core."""
+    cache: str | None = None
+    """Folder of tokenized data; null: the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, seq_len=2)
+        if self.workers != "auto":
+            _at_least("data", self, workers=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate changes."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; `wsd` is constant, then falls over the last part."""
+    warmup: float = 0.03
+    """Below 1: part of all steps. From 1 on: that many steps. Step k of W has lr·k/W."""
+    min_lr: float = 0.0
+    """The rate that decay ends at."""
+    decay: float = 0.2
+    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls."""
+
+    def __post_init__(self) -> None:
+        _finite("train.schedule", self, "warmup", "min_lr", "decay")
+        _at_least("train.schedule", self, warmup=0, min_lr=0, decay=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """Parameters with hyper-parameters of their own; what is null is that of `train`."""
+
+    params: tuple[str, ...]
+    """Patterns (shell style) of parameter names; the first group that matches a parameter has it."""
+    lr: float | None = None
+    """Learning rate, before the schedule."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the two moments."""
+    eps: float | None = None
+    """Term added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay."""
+
+    def __post_init__(self) -> None:
+        if not self.params:
+            raise ConfigError("a group of train.groups has no pattern in params")
+        _optimizer("train.groups", self)
+
+
+def _optimizer(section: str, owner: Any) -> None:
+    _finite(section, owner, "lr", "eps", "weight_decay")
+    _at_least(section, owner, lr=0, eps=0, weight_decay=0)
+    for beta in owner.betas or ():
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{section}.betas holds {beta}; each must be at least 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How it is trained."""
+
+    steps: int | None = None
+    """Optimizer steps; instead of `epochs`."""
+    epochs: float | None = None
+    """Passes over the training data. Default: 1, unless `steps` is given."""
+    batch_tokens: int | None = None
+    """Tokens of a step; with packing a multiple of `seq_len`. Default: about 65536, unless `batch_size` is given."""
+    batch_size: int | None = None
+    """Rows of an optimizer step (with packing: windows); instead of `batch_tokens`."""
+    lr: float = 1.0e-5
+    """Learning rate."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """How the learning rate changes; `schedule: linear` is short for its name."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    eps: float = 1.0e-8
+    """AdamW's term added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns (shell style) of parameter names without weight decay."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with hyper-parameters of their own."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; null: not clipped."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition function in the loss."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of weights and activations in compute. `auto`: bf16 on CUDA with native bf16, fp32 on the CPU."""
+    grad_precision: Literal["bf16", "fp32"] | None = None
+    """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32; a run's `config.yaml` says
+    which."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Of AdamW's moments. Only fp32 is supported yet."""
+    update: Literal["just_in_time", "immediate"] = "just_in_time"
+    """When weights change: once the gradient norm is known, or as gradients land (only without clipping)."""
+    deterministic: bool = False
+    """Bit-equal runs on CUDA, at some cost in speed."""
+    seed: int = 0
+    """Of data order and initial weights."""
+    max_nonfinite: int = 5
+    """Steps with non-finite gradients in a row after which the run stops itself."""
+    check_every: int | None = None
+    """Steps between two comparisons of the weights on the device with those on the host. Not supported yet: null."""
+
+    def __post_init__(self) -> None:
+        for one, other in (("steps", "epochs"), ("batch_tokens", "batch_size")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ConfigError(
-                    "model.tokenizer is not set, and a model from model.config has none; name a folder or hub id, "
-                    "or write {train: bpe, vocab_size: 4096}"
+                    f"train.{one} ({getattr(self, one)}) and train.{other} ({getattr(self, other)}) are both given; "
+                    "keep one of the two"
                 )
-        if "output" in keys and self.output.dir is None:
-            raise ConfigError("output.dir is not set; name the folder for checkpoints, logs and the export")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"train.epochs is {self.epochs}; it must be above 0")
+        _at_least("train", self, steps=1, batch_tokens=1, batch_size=1, seed=0, max_nonfinite=0, check_every=1)
+        _optimizer("train", self)
+        _finite("train", self, "max_grad_norm", "label_smoothing", "z_loss")
+        _at_least("train", self, label_smoothing=0, z_loss=0)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"train.max_grad_norm is {self.max_grad_norm}; it must be above 0. For no clipping write null"
+            )
+        if self.label_smoothing >= 1:
+            raise ConfigError(f"train.label_smoothing is {self.label_smoothing}; it must be below 1")
+        if self.schedule.min_lr > self.lr:
+            raise ConfigError(f"train.schedule.min_lr ({self.schedule.min_lr}) is above train.lr ({self.lr}); lower it")
+        if self.grad_precision is None and self.precision != "auto":  # else it follows the device, like the precision
+            object.__setattr__(self, "grad_precision", self.precision)
+        elif self.precision == "fp32" and self.grad_precision == "bf16":
+            raise ConfigError(
+                "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
+            )
+
+    def sent_in(self, precision: str) -> Literal["bf16", "fp32"]:
+        """In which gradients leave for the host where compute is in `precision`, bf16 or fp32."""
+        return "fp32" if precision == "fp32" else self.grad_precision or "bf16"
 
 
-def _spread(tree: dict[str, Any]) -> dict[str, Any]:
-    """`data.eval: 0.05` holds that part of every training source out; `data.seq_len` is what the model has."""
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("eval"), float) and isinstance(data.get("train"), list):
-        fraction = data["eval"]
-        sources = []
-        for source in data["train"]:
-            if not isinstance(source, dict):
-                continue
-            if isinstance(source.get("split"), str):
-                raise ConfigError(
-                    f"data.eval: {fraction} cannot hold rows of split {source['split']!r} of {source.get('path')} out; "
-                    "name another split of it in data.eval"
-                )
-            sources.append({name: value for name, value in source.items() if name != "weight"} | {"split": fraction})
-        data["eval"] = sources
-    if "model" not in tree:
-        raise ConfigError("model is missing; write `model: PATH` with a folder or hub id")
-    shorten(tree)
-    return tree
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesConfig:
+    """Text generated now and then, to look at."""
+
+    every: int | None = None
+    """Steps between two rounds; null: none."""
+    prompts: tuple[str, ...] = ()
+    """What is continued."""
+    max_new_tokens: int = 64
+    """Longest continuation, in tokens."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval.samples", self, every=1, max_new_tokens=1)
+        if (self.every is None) != (not self.prompts):
+            given, missing = ("prompts", "every") if self.prompts else ("every", "prompts")
+            raise ConfigError(f"eval.samples.{given} has no effect without eval.samples.{missing}; set both or neither")
 
 
-def _held_out(data: DataConfig) -> DataConfig:
-    """A fraction of a path that `eval` takes is left out of the training source with the same path."""
-    train: list[SourceConfig] = []
-    for source in data.train:
-        taken = [other.split for other in data.eval if other.path == source.path and isinstance(other.split, float)]
-        if taken:
-            rest = 1.0 - max(taken)
-            if source.split is None:
-                source = dataclasses.replace(source, split=rest)
-            elif isinstance(source.split, float) and source.split > rest + 1e-9:
-                raise ConfigError(
-                    f"data.train and data.eval share rows of {source.path}: split {source.split} and split "
-                    f"{max(taken)} are more than 1 together; lower one of them"
-                )
-        train.append(source)
-    return dataclasses.replace(data, train=tuple(train))
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """When held-out loss is measured, and what follows from it."""
+
+    every: int | None = None
+    """Steps between two evaluations; null: only before the first step and after the last."""
+    at_start: bool = True
+    """Whether to evaluate before the first step."""
+    max_batches: int | None = None
+    """Evaluation stops after so many batches, each the size of a training step; null: all of the data."""
+    keep_best: bool = False
+    """Whether the checkpoint of the lowest held-out loss is kept beside the newest ones."""
+    early_stop: int | None = None
+    """Evaluations without a lower loss after which the run ends; null: never."""
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
+    """Text generated now and then."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval", self, every=1, max_batches=1, early_stop=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NvmeConfig:
+    """A place on a fast disk for what host memory cannot hold."""
+
+    path: str
+    """A folder."""
+    size: Size
+    """Bytes that may be used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """How much of each memory may be used."""
+
+    gpu: Size | Literal["auto"] = "auto"
+    """Device memory; `auto`: what is free."""
+    host: Size | Literal["auto"] = "auto"
+    """Host memory; `auto`: what the machine or its control group leaves."""
+    nvme: NvmeConfig | None = None
+    """Disk. Not supported yet."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpu", "host"):
+            if getattr(self, name) != "auto":
+                _at_least("memory", self, **{name: 1})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Numbers that the planner derives; each can be given instead. null: derived."""
+
+    micro_batch: int | None = None
+    """Rows (with packing: windows) computed at a time."""
+    slots: int | None = None
+    """Device buffers that decoder layers' weights pass through."""
+    slabs: int | None = None
+    """Host buffers that gradients land in."""
+    group: int | None = None
+    """Micro-batches that pass through a layer before the next one is loaded. null: all of a step, so that weights cross
+    the link once."""
+    keep: int | None = None
+    """Layers whose activations are kept on the device; the others are recomputed."""
+    activation: Literal["keep", "offload", "recompute"] | None = None
+    """What becomes of activations: kept by all layers; or, of those that `keep` does not count, sent to the host
+    (`offload`) or recomputed."""
+    inputs: Literal["device", "host"] | None = None
+    """Where the inputs of layers that are not kept wait for backward. null: on the device while they fit."""
+    stage_buffers: int | None = None
+    """Device buffers that activations and inputs pass through on their way to the host and back."""
+    state_on_device: int | None = None
+    """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
+    order."""
+    updates_on_device: int | None = None
+    """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
+    others are updated by the host meanwhile. null: as many as make a step shortest."""
+    parts: int | None = None
+    """RunComponents in which embedding and head are landed, updated and sent, and a layer's state visits the device."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time."""
+    compile: bool | None = None
+    """Whether layers are compiled: on CUDA only, and there by default. Changes rounding, so a run that goes on keeps
+    what it began with."""
+    threads: int | None = None
+    """Threads of the host's optimizer. null: as many as leave room for those that compute."""
+    synchronous: bool = False
+    """For debugging: one operation at a time."""
+    poison: bool = False
+    """For debugging: buffers are filled with NaN before they are used again."""
+    huge_pages: bool = True
+    """Whether host memory is asked for in huge pages."""
+
+    def __post_init__(self) -> None:
+        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
+        _at_least("plan", self, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """Where a run leaves what, and how often."""
+
+    dir: str | None = None
+    """The run's folder. Needed to train."""
+    resume: str = "auto"
+    """`auto`: go on from the folder's last checkpoint if there is one; `required`: only so; `never`: only into an
+    empty folder; or the path of another run or checkpoint."""
+    save_every: int | Duration | None = None
+    """Steps or wall time (`30min`) between two checkpoints; null: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    export: Literal["auto", "bf16", "fp32", "never"] = "auto"
+    """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
+    log_every: int = 1
+    """Steps between two lines."""
+    tensorboard: bool = False
+    """Whether metrics are written for TensorBoard too. Not supported yet."""
+
+    def __post_init__(self) -> None:
+        _at_least("output", self, keep=1, log_every=1)
+        if isinstance(self.save_every, int):
+            _at_least("output", self, save_every=1)

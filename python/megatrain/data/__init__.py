@@ -8,7 +8,7 @@
 `cache` keeps tokens on disk, `view` shows rows and batches as the model sees them.
 """
 
+from megatrain.data.dataset import Dataset, prepare
 from megatrain.data.loader import IGNORED, Loader, StepBatch
-from megatrain.data.prepare import Dataset, prepare
 
 __all__ = ["IGNORED", "Dataset", "Loader", "StepBatch", "prepare"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.data.encode import Encoded
+from megatrain.data.tokenization import Encoded
 from megatrain.errors import StorageError
 
 _log = logging.getLogger(__name__)

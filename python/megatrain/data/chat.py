@@ -202,7 +202,12 @@ def _closing(render: Render, messages: Sequence[Message], last: int, text: str, 
 
 
 def supervised_tokens(
-    ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, turns: Sequence[Turn], text: str, special: frozenset[int]
+    ids: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    turns: Sequence[Turn],
+    text: str,
+    special: frozenset[int],
 ) -> tuple[np.ndarray, int]:
     """The mask over tokens, and how many turns end without an end-of-turn token.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatrain.config import Config
 from megatrain.data import shuffle
-from megatrain.data.prepare import Dataset, Part
+from megatrain.data.dataset import Dataset, Part
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What is written to disk and read back: checkpoints, and the Hugging Face folder of an export."""

@@ -1,0 +1,262 @@
+"""Timed steps on random weights and random tokens of a public shape; nothing is downloaded. One JSON line.
+
+    megatrain bench --model qwen2.5-3b --batch 32 --seq 1024 --gpu-memory 12GiB --update immediate
+
+The timed steps are one interval of wall time: it begins when everything before it has ended (updates drained, device
+idle) and ends when the last step's updates are done too. Nothing that a run would pay for is left out of it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.config import Config, ModelConfig
+from megatrain.engine.engine import Engine
+from megatrain.engine.inputs import StepInputs
+from megatrain.errors import ConfigError, StorageError
+from megatrain.models.presets import SHAPES
+from megatrain.planning import planner
+from megatrain.system import hardware as facts
+from megatrain.training import metrics
+from megatrain.training.run_dir import is_run
+from megatrain.training.setup import ModelSetup, build_engine, prepare_model
+
+log = logging.getLogger("megatrain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is timed."""
+
+    model: str
+    """A public shape, a `config.json` or the folder of one, or a configuration or a run, for its model section."""
+    batch: int
+    """Rows a step."""
+    seq: int
+    """Tokens a row."""
+    steps: int = 10
+    """Timed steps."""
+    warmup: int = 2
+    """Steps before them."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sections of a configuration: train, memory, plan, device."""
+    trace: Path | None = None
+    """Where a trace of one more step goes."""
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Runs the steps and returns what was measured. Raises ConfigError or DoesNotFit before anything is allocated."""
+    with opened(request) as bench:
+        return measure(bench)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine for a request, with random weights; see `opened`."""
+
+    request: Request
+    config: Config
+    model_setup: ModelSetup
+    run_plan: planner.RunPlan
+    engine: Engine
+    free_before: int | None
+    """Device memory that was free before there was an engine."""
+
+    def step(self, number: int) -> StepInputs:
+        """A step's micro-batches, checked and ready: made before a clock starts, as a loader does in a real run."""
+        vocab, rows = self.engine.decoder.num_embeddings, self.run_plan.micro_batch[0]
+        return self.engine.prepare(batches(self.request, vocab, number, rows))
+
+
+@contextlib.contextmanager
+def opened(request: Request) -> Iterator[Bench]:
+    """The engine that a request asks for, closed at the end. Raises as `run`."""
+    if request.steps < 1 or request.warmup < 0:
+        raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
+    config = _config(request)
+    machine = facts.read()
+    model_setup = prepare_model(config, machine, plan_only=True)
+    run_plan = planner.plan_run(
+        config, model_setup.decoder, device=model_setup.device, machine=machine, rows=request.batch
+    )
+    if request.trace is not None:
+        run_plan = dataclasses.replace(run_plan, options=run_plan.options | {"trace": True})
+    free_before = _free_device_bytes(run_plan.device)
+    engine = build_engine(model_setup, run_plan)
+    try:
+        yield Bench(request, config, model_setup, run_plan, engine, free_before)
+    finally:
+        engine.close()
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Warm-up and timed steps of an engine, and the trace of one more step where that was asked for."""
+    timed = _timed(bench)
+    answer = _answer(bench, timed)
+    answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.run_plan.device, bench.free_before))
+    if bench.run_plan.device == "cuda":
+        answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
+    if bench.request.trace is not None:
+        _trace(bench)
+    return answer
+
+
+def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of `step`: (rows, seq) int64 random ids, every one of them supervised."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, vocab, (request.batch, request.seq), generator=generator)
+    return [{"input_ids": part, "labels": part} for part in torch.split(ids, rows)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Timed:
+    seconds: float
+    losses: list[float]
+    norms: list[float]
+    lanes: dict[str, float]
+    bound: str
+    """What bounded most of the steps."""
+
+
+def _timed(bench: Bench) -> _Timed:
+    request, engine = bench.request, bench.engine
+    prepared = [bench.step(number) for number in range(request.warmup + request.steps)]
+    for step in range(request.warmup):
+        engine.step(prepared[step])
+    settle_down(engine)
+    losses, norms = [], []
+    lanes: dict[str, float] = {}
+    bounds: collections.Counter[str] = collections.Counter()
+    start = time.perf_counter()
+    for step in range(request.warmup, request.warmup + request.steps):
+        out = engine.step(prepared[step])
+        losses.append(out.loss)
+        norms.append(out.grad_norm)
+        stats = engine.stats()
+        bounds[stats.bound] += 1
+        for lane, seconds in stats.lanes.items():
+            lanes[lane] = lanes.get(lane, 0.0) + seconds
+    settle_down(engine)
+    seconds = time.perf_counter() - start
+    each = {lane: total / request.steps for lane, total in lanes.items()}
+    return _Timed(seconds, losses, norms, each, bounds.most_common(1)[0][0])
+
+
+def settle_down(engine: Engine) -> None:
+    """Waits for updates, copies and kernels."""
+    engine.drain()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
+    request, config, run_plan, engine = bench.request, bench.config, bench.run_plan, bench.engine
+    step_s = timed.seconds / request.steps
+    tokens = request.batch * request.seq
+    flops = bench.model_setup.count.flops_per_token(request.seq) * tokens
+    planned = engine.plan
+    units = planned["units"]
+    return {
+        "model": request.model,
+        "device": run_plan.machine.gpu.name if run_plan.device == "cuda" and run_plan.machine.gpu else "cpu",
+        "precision": run_plan.precision,
+        "update": config.train.update,
+        "max_grad_norm": config.train.max_grad_norm,
+        "batch": request.batch,
+        "seq": request.seq,
+        "micro_batch": run_plan.micro_batch[0],
+        "steps": request.steps,
+        "step_s": round(step_s, 5),
+        "tokens_s": round(tokens / step_s, 1),
+        "model_tflops": round(flops / step_s / 1e12, 3),
+        "lanes_s": {lane: round(seconds, 5) for lane, seconds in timed.lanes.items()},
+        "bound": timed.bound,
+        "loss": timed.losses[-1],
+        "first_loss": timed.losses[0],
+        "grad_norm": timed.norms[-1],
+        "parameters": bench.model_setup.decoder.num_parameters,
+        "host_peak_gib": _gib(metrics.host_peak_bytes()),
+        "host_anonymous_gib": _gib(metrics.host_anonymous_bytes()),
+        "plan": {
+            **{key: planned.get(key) for key in ("slots", "slabs", "group", "micro_batches", "totals", "estimate")},
+            "state_on_device": sum(unit["state"] == "device" for unit in units),
+            "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in units),
+            "activations": {
+                kind: sum(unit["activation"] == kind for unit in units) for kind in ("keep", "offload", "recompute")
+            },
+            "inputs_on_host": sum(unit["input"] == "host" for unit in units),
+        },
+        "torch": torch.__version__,
+    }
+
+
+def _config(request: Request) -> Config:
+    sections = {key: dict(value) if isinstance(value, dict) else value for key, value in request.settings.items()}
+    train = sections.setdefault("train", {})
+    train |= {"batch_size": request.batch, "steps": request.steps + request.warmup}
+    return Config.from_dict({"model": _model(request.model), "data": {"seq_len": request.seq}, **sections})
+
+
+def _model(name: str) -> dict[str, Any]:
+    """The model section for `--model`, to be drawn at random."""
+    path = Path(name)
+    if not path.exists() and name.lower() in SHAPES:
+        return {"config": SHAPES[name.lower()].config()}
+    if path.is_dir() and is_run(path):
+        path = path / "config.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        model: dict[str, Any] = Config.load(path).to_dict()["model"]
+        return model | {"init": "random"}
+    return {"config": _read(path)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The keys of a `config.json`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        keys: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--model is {str(path)!r}: neither a public shape ({', '.join(SHAPES)}), nor a readable config.json, "
+            "nor a configuration (CONFIG.yaml) or run, whose model section it would take"
+        ) from None
+    ModelConfig(config=keys)
+    return keys
+
+
+def _free_device_bytes(device: str) -> int | None:
+    if device != "cuda":
+        return None
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _gpu_peak(device: str, free_before: int | None) -> int:
+    """What the device lost since before the engine, caches of torch and context of the libraries included."""
+    if device != "cuda" or free_before is None:
+        return 0
+    return max(0, free_before - int(torch.cuda.mem_get_info()[0]))
+
+
+def _gib(size: int) -> float:
+    return round(size / facts.GIB, 3)
+
+
+def _trace(bench: Bench) -> None:
+    path = bench.request.trace
+    assert path is not None
+    bench.engine.step(bench.step(bench.request.warmup + bench.request.steps))
+    settle_down(bench.engine)
+    try:
+        path.write_text(bench.engine.core.trace(), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--trace {path} cannot be written: {error.strerror}") from None

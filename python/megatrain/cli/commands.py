@@ -1,0 +1,453 @@
+"""One function a verb: reads its arguments, calls the module that does the work, shows the answer."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.cli import output
+from megatrain.cli.output import json_line, line, table
+from megatrain.errors import ConfigError, StorageError
+from megatrain.training.stop import Stop
+
+if TYPE_CHECKING:
+    from megatrain.cli import bench
+    from megatrain.config import Config
+    from megatrain.system.hardware import Machine
+    from megatrain.training.trainer import Result
+
+DONE, REFUSED, STOPPED = 0, 2, 3
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the verb in `args`; returns its exit code."""
+    import os
+
+    if not sys.stderr.isatty():
+        # Bars of the libraries beneath, which elsewhere would fill a log; ours knows by itself.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if args.verb in ("train", "bench", "eval") and processes not in ("", "1"):
+        raise ConfigError(f"WORLD_SIZE is {processes}: more than one process is not supported yet; start a single one")
+    verb = {
+        "train": _train,
+        "plan": _plan,
+        "probe": _probe,
+        "doctor": _doctor,
+        "data": _data,
+        "bench": _bench,
+        "eval": _eval,
+        "generate": _generate,
+        "export": _export,
+        "report": _report,
+    }[args.verb]
+    return verb(args)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatrain.cli.signals import stopping
+    from megatrain.config import Config
+    from megatrain.training import run_dir
+    from megatrain.training.progress import Display, mode_for
+
+    config = Config.load(args.config, args.settings)
+    config.require("data", "output")
+    _refuse_early(config)
+    assert config.output.dir is not None
+    run_dir.check(Path(config.output.dir))
+    display = Display(mode_for(sys.stdout, args.json))
+    if args.dry_run:
+        from megatrain.cli.dry_run import dry_run
+
+        with display:
+            dry_run(config, args.json)
+        return DONE
+    stop = Stop()
+    with stopping(stop):
+        from megatrain.training.trainer import Trainer
+
+        result = Trainer(config, stop=stop, display=display).fit()
+    try:
+        _tell_end(config, result, args.json)
+        output.flush()
+    except (OSError, StorageError):  # the run has ended all the same, and its folder tells how
+        output.discard(sys.stdout)
+    return STOPPED if result.stopped else DONE
+
+
+def _tell_end(config: "Config", result: "Result", json: bool) -> None:
+    from megatrain.training import run_dir
+    from megatrain.training.metrics import without_progress
+
+    assert config.output.dir is not None
+    early = not result.stopped and result.step < result.total_steps
+    warning = ""
+    if not result.stopped and result.loss is not None:
+        losses = [record["loss"] for record in run_dir.read_metrics(Path(config.output.dir)) if "loss" in record]
+        warning = without_progress(losses)
+    answer = {
+        "step": result.step,
+        "total_steps": result.total_steps,
+        "loss": result.loss,
+        "eval_loss": result.eval_loss,
+        "stopped": result.stopped or None,
+        "early_stop": early,
+        "warning": warning or None,
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "export": str(result.export) if result.export else None,
+    }
+    if json:
+        json_line(answer)
+    elif result.stopped:
+        line(f"stopped by {result.stopped} after step {result.step} of {result.total_steps}")
+        line(f"saved in {result.checkpoint}" if result.checkpoint else "no step was taken, so there is nothing to save")
+        line("the same command goes on from there")
+    else:
+        held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+        loss = f"loss {result.loss:.4f}" if result.loss is not None else "no step was left to do"
+        steps = f"{result.step} steps"
+        if early:
+            steps = f"stopped early after {result.step} of {result.total_steps} steps (eval.early_stop)"
+        line(f"done: {steps}, {loss}{held_out}")
+        if warning:
+            line(f"warning: {warning}")
+        line(f"checkpoint {result.checkpoint}" + (f", export {result.export}" if result.export else ""))
+
+
+def _refuse_early(config: "Config") -> None:
+    """What can be refused without torch is refused before it is loaded."""
+    from megatrain.config import paths
+    from megatrain.planning import planner
+    from megatrain.system import hardware as facts
+
+    paths.check(config)
+    machine = facts.read()
+    device = planner.choose_device(config, machine)
+    planner.choose_precision(config, device, machine)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatrain.planning import planner
+    from megatrain.system import hardware as facts
+    from megatrain.training.forecast import without_data
+
+    config = _planned(args.target, args.settings)
+    machine = facts.read(Path.cwd()) if args.machine is None else _described(Path(args.machine))
+    device = planner.choose_device(config, machine)
+    planner.choose_precision(config, device, machine)
+    report = without_data(config, machine)
+    if args.json:
+        json_line(report.to_dict())
+    else:
+        from megatrain.cli import tables
+
+        tables.plan(report)
+    return DONE
+
+
+def _planned(target: str, settings: list[str]) -> "Config":
+    """A configuration file, the name of a public shape, or a model's folder or id."""
+    from megatrain.config import Config
+    from megatrain.models.presets import SHAPES
+
+    if target.endswith((".yaml", ".yml")):
+        return Config.load(target, settings)
+    if target.lower() in SHAPES and not Path(target).exists():
+        return Config.from_dict({"model": {"config": SHAPES[target.lower()].config()}}, settings)
+    if "/" not in target and not target.startswith("python:") and not Path(target).exists():
+        raise ConfigError(
+            f"{target!r} is no file or folder here and no known shape ({', '.join(SHAPES)}); a model on the hub is "
+            "named OWNER/NAME"
+        )
+    return Config.from_dict({"model": {"path": target}}, settings)
+
+
+def _described(path: Path) -> "Machine":
+    from megatrain.config import yaml12
+    from megatrain.system import hardware as facts
+
+    try:
+        return facts.from_description(yaml12.load(path.read_text(encoding="utf-8"), str(path)), str(path))
+    except OSError as error:
+        raise ConfigError(f"--machine {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--machine: {error}") from None
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from megatrain.config import paths
+    from megatrain.planning import calibrate
+    from megatrain.system import hardware as facts
+
+    if args.out:
+        paths.check_writable(Path(args.out), "--out")
+    machine = facts.read(Path.cwd())
+    device = "cuda" if machine.gpu is not None else "cpu"
+    measured = calibrate.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
+    found = measured.rates
+    kept = calibrate.keep(machine, device, found, measured.busy)
+    if args.out:
+        calibrate.write_description(machine, found, Path(args.out))
+    if args.json:
+        description = facts.describe(machine) | {"rates": found}
+        json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
+    else:
+        table(("rate", ">value", "unit"), [(key, f"{value:.3g}", calibrate.UNITS[key]) for key, value in found.items()])
+        line(f"kept in {kept}" if kept else "not kept")
+        if measured.busy:
+            line(f"busy: {measured.busy}, so plans expect too little of this machine; probe again when it is idle")
+    return DONE
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        if not Path(args.run).is_dir():
+            raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
+        return _verify(args)
+    from megatrain.cli import doctor
+
+    findings = doctor.examine()
+    if args.json:
+        json_line(
+            {
+                "usable": doctor.usable(findings),
+                "findings": [
+                    {"what": one.what, "status": one.status, "value": one.value, "advice": one.advice}
+                    for one in findings
+                ],
+            }
+        )
+    else:
+        table(("", "what", "found", "what to do"), [(one.status, one.what, one.value, one.advice) for one in findings])
+        line("ready" if doctor.usable(findings) else "not ready: see the lines marked missing")
+    return DONE if doctor.usable(findings) else REFUSED
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megatrain.checkpoint import checkpoint
+    from megatrain.errors import CheckpointError
+
+    run = Path(args.run)
+    folders = [run] if (run / "manifest.json").is_file() else checkpoint.list_checkpoints(run)
+    if not folders:
+        raise ConfigError(f"{run} holds no checkpoint; give the folder of a run (output.dir) or one checkpoint")
+    found = {str(folder): checkpoint.verify(folder) for folder in folders}
+    if args.json:
+        json_line({"checkpoints": found, "whole": not any(found.values())})
+    else:
+        for folder, problems in found.items():
+            line(f"{folder}: " + ("; ".join(problems) if problems else "whole"))
+    if any(found.values()):
+        damaged = [folder for folder, problems in found.items() if problems]
+        raise CheckpointError(
+            f"{len(damaged)} of {len(found)} checkpoints are damaged: {', '.join(damaged)}; remove them"
+        )
+    return DONE
+
+
+def _data(args: argparse.Namespace) -> int:
+    from megatrain.config import Config, paths
+
+    config = Config.load(args.config, args.settings)
+    config.require("data")
+    if args.rows < 0:
+        raise ConfigError(f"--rows is {args.rows}; give how many rows to show, 0 or more")
+    if args.eval and not config.data.eval:
+        raise ConfigError("--eval shows held-out rows, and data.eval is not set")
+    paths.check(config)
+    from megatrain.cli.dry_run import data
+
+    data(config, num_rows=args.rows, held_out=args.eval, json=args.json)
+    return DONE
+
+
+def _bench(args: argparse.Namespace) -> int:
+    request = bench_request(args)
+    if sys.stderr.isatty():
+        _say(
+            f"steps: {request.warmup} to warm up, then {request.steps} timed, each of {request.batch} x {request.seq} "
+            f"tokens, model {request.model}; then one line of JSON"
+        )
+    from megatrain.cli import bench
+
+    json_line(bench.run(request))
+    return DONE
+
+
+def bench_request(args: argparse.Namespace) -> "bench.Request":
+    """What the arguments of `megatrain bench` ask for. Raises ConfigError."""
+    from megatrain.config import paths, yaml12
+
+    plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
+    for word in args.plan:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096")
+        plan[key] = yaml12.load(text, f"--set {key}")
+    if args.trace:
+        paths.check_writable(Path(args.trace), "--trace")
+    settings: dict[str, Any] = {
+        "train": {
+            "update": args.update,
+            "max_grad_norm": args.max_grad_norm,
+            "precision": args.precision,
+            "lr": args.lr,
+            "seed": args.seed,
+        },
+        "memory": {"gpu": args.gpu_memory or "auto", "host": args.host_memory or "auto"},
+        "plan": {key: value for key, value in plan.items() if value is not None},
+        "device": args.device,
+    }
+    from megatrain.cli.bench import Request
+
+    return Request(
+        model=args.model,
+        batch=args.batch,
+        seq=args.seq,
+        steps=args.steps,
+        warmup=args.warmup,
+        settings=settings,
+        trace=Path(args.trace) if args.trace else None,
+    )
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from megatrain.cli.signals import stopping
+    from megatrain.config import Config
+    from megatrain.training.run_dir import is_run
+
+    target, resume = Path(args.target), None
+    if target.is_dir():
+        if not is_run(target):
+            raise ConfigError(f"{target} is a folder but no run; give a configuration or a run's folder (output.dir)")
+        from megatrain.training.sampling import find_model
+
+        config = Config.load(target / "config.yaml", args.settings)
+        resume = find_model(target, _step(target, args.step) or "last")
+    else:
+        if args.step is not None:
+            raise ConfigError(f"--step chooses a checkpoint of a run, and {target} is a configuration; leave it out")
+        config = Config.load(target, args.settings)
+    config.require("data")
+    if not config.data.eval:
+        raise ConfigError("data.eval is not set; name held-out data, such as data.eval: 0.05")
+    _refuse_early(config)
+    stop = Stop()
+    with stopping(stop), stop.interruptible():
+        from megatrain.training.setup import assemble
+        from megatrain.training.trainer import evaluate
+
+        parts = assemble(config, folder=None, resume=resume)
+        try:
+            loss, tokens = evaluate(parts.engine, parts.eval_loader)
+        finally:
+            parts.close()
+    weights = _weights(config, resume)
+    answer = {
+        "eval_loss": loss,
+        "tokens": tokens,
+        "weights": weights,
+        "checkpoint": str(resume) if resume else None,
+    }
+    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens, of {weights}")
+    trained = config.output.dir
+    if resume is None and trained is not None and is_run(Path(trained)):
+        _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")
+    return DONE
+
+
+def _weights(config: "Config", checkpoint: Path | None) -> str:
+    """Which weights an evaluation was of, for people."""
+    if checkpoint is not None:
+        return f"the checkpoint {checkpoint}"
+    if config.model.path is None or config.model.init != "pretrained":
+        return f"an untrained model, drawn at random (train.seed {config.train.seed})"
+    return f"the model {config.model.path}"
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatrain.training.sampling import generate
+
+    pieces = generate(
+        args.source,
+        args.prompt,
+        step=_step(Path(args.source), args.step),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        raw=args.raw,
+    )
+    if args.json:
+        json_line({"prompt": args.prompt, "text": "".join(pieces)})
+        return DONE
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    line()
+    return DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatrain.config import paths
+
+    paths.check_unused(Path(args.out), "OUT")
+    if not Path(args.run).is_dir():
+        raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
+    from megatrain.checkpoint import checkpoint
+    from megatrain.checkpoint.export import export_checkpoint
+
+    run = Path(args.run)
+    if args.step is not None and (run / "manifest.json").is_file():
+        raise ConfigError(f"{run} is one checkpoint, not a run, so it has no step {args.step}; leave --step out")
+    step = _step(run, args.step)
+    if (run / "manifest.json").is_file():
+        source = run
+    elif step not in (None, "last"):
+        source = run / "checkpoints" / f"step-{step}"
+    else:
+        newest = checkpoint.latest_complete(run)
+        if newest is None:
+            raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
+        source = newest
+    export_checkpoint(source, args.out, dtype=args.dtype, layout=args.layout)
+    json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
+    return DONE
+
+
+def _step(run: Path, wanted: str | None) -> str | None:
+    """`--step` with `best` looked up: the step of the lowest held-out loss."""
+    from megatrain.training.run_dir import read_status
+
+    if wanted is None or wanted == "last" or wanted.isdecimal():
+        return wanted
+    if wanted != "best":
+        raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
+    best = read_status(run).get("best_step")
+    if not best or not (run / "checkpoints" / f"step-{best}").is_dir():
+        raise ConfigError(
+            f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
+        )
+    return str(best)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatrain.cli import report
+    from megatrain.config import paths
+    from megatrain.training.run_dir import replace
+
+    run = Path(args.run)
+    out = Path(args.out) if args.out else run / "report.html"
+    if args.out:
+        paths.check_writable(out, "--out")
+    page = report.page(run)
+    try:
+        replace(out, page)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; name another file with --out") from None
+    json_line({"report": str(out)}) if args.json else line(str(out))
+    return DONE
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -1,0 +1,132 @@
+"""Settings that are each fine and contradict each other, and those that are not supported yet. All refused by name."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatrain.config.config import Config
+    from megatrain.config.schema import TrainConfig
+
+
+def check(config: "Config") -> None:
+    """Raises ConfigError for the first contradiction found."""
+    _supported(config)
+    _model(config)
+    _batch(config)
+    _train(config)
+    _eval(config)
+
+
+def _supported(config: "Config") -> None:
+    if config.memory.nvme is not None:
+        raise ConfigError(
+            "memory.nvme is not supported yet; remove it, and see `megatrain plan` for what host memory needs"
+        )
+    if config.train.moments != "fp32":
+        raise ConfigError(f"train.moments: {config.train.moments} is not supported yet; write fp32")
+    if config.train.check_every is not None:
+        raise ConfigError(
+            f"train.check_every: {config.train.check_every} is not supported yet: weights on the device are not "
+            "compared with those on the host; leave it null"
+        )
+    if config.output.tensorboard:
+        raise ConfigError(
+            "output.tensorboard is not supported yet: metrics are in metrics.jsonl of the run's folder, and "
+            "`megatrain report` makes a page of them; leave it false"
+        )
+
+
+def _model(config: "Config") -> None:
+    model = config.model
+    if model.revision is not None and model.path is not None and Path(model.path).exists():
+        raise ConfigError(f"model.revision has no effect on model.path {model.path}, a local folder; remove it")
+
+
+def _batch(config: "Config") -> None:
+    train, data, plan = config.train, config.data, config.plan
+    if data.packing and train.batch_tokens is not None:
+        if train.batch_tokens < data.seq_len:
+            raise ConfigError(
+                f"train.batch_tokens ({train.batch_tokens}) is less than data.seq_len ({data.seq_len}), one window; "
+                "raise the one or lower the other"
+            )
+        if train.batch_tokens % data.seq_len:
+            below = train.batch_tokens // data.seq_len * data.seq_len
+            raise ConfigError(
+                f"train.batch_tokens ({train.batch_tokens}) is not a multiple of data.seq_len ({data.seq_len}); "
+                f"with packing a step is whole windows: write {below} or {below + data.seq_len}"
+            )
+    if plan.micro_batch is not None:
+        rows = train.batch_size
+        what = f"train.batch_size ({rows})"
+        if rows is None and train.batch_tokens is not None and data.packing:
+            rows = train.batch_tokens // data.seq_len
+            what = (
+                f"the {rows} windows of a step (train.batch_tokens {train.batch_tokens} / data.seq_len {data.seq_len})"
+            )
+        if rows is not None and plan.micro_batch > rows:
+            raise ConfigError(f"plan.micro_batch ({plan.micro_batch}) is more than {what}")
+
+
+def _train(config: "Config") -> None:
+    train = config.train
+    if train.update == "immediate" and train.max_grad_norm is not None:
+        raise ConfigError(
+            f"train.update: immediate cannot clip, since it updates before the norm is known, and "
+            f"train.max_grad_norm is {train.max_grad_norm} (1.0 is its default); write max_grad_norm: null, or "
+            "update: just_in_time"
+        )
+    warmup = train.schedule.warmup
+    if train.steps is not None and warmup >= 1 and warmup > train.steps:
+        raise ConfigError(
+            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, train.steps ({train.steps})"
+        )
+    _schedule(train)
+
+
+def _schedule(train: "TrainConfig") -> None:
+    """What a schedule of this shape would not look at."""
+    schedule = train.schedule
+    if schedule.name == "constant" and schedule.min_lr:
+        raise ConfigError(
+            f"train.schedule.min_lr ({schedule.min_lr:g}) has no effect on a constant schedule, which never falls; "
+            "remove it, or name another schedule"
+        )
+    default = type(schedule)().decay
+    if schedule.name != "wsd" and schedule.decay != default:
+        raise ConfigError(
+            f"train.schedule.decay ({schedule.decay:g}) has no effect on a {schedule.name} schedule; remove it, or "
+            "write name: wsd"
+        )
+    moves = schedule.name != "constant" or schedule.warmup > 0
+    for index, group in enumerate(train.groups):
+        if train.lr == 0 and group.lr and moves:
+            raise ConfigError(
+                f"train.lr is 0 and train.groups.{index}.lr is {group.lr:g}: the schedule moves a group in proportion "
+                f"to train.lr, so it would stay as it is. Write train.lr: {group.lr:g} and freeze what is not trained "
+                "(model.freeze)"
+            )
+
+
+def _eval(config: "Config") -> None:
+    held_out, when = config.data.eval, config.eval
+    if not held_out:
+        for name in ("every", "max_batches", "early_stop"):
+            if getattr(when, name) is not None:
+                raise ConfigError(
+                    f"eval.{name} has no effect without data.eval; name held-out data, such as data.eval: 0.05"
+                )
+        if when.keep_best:
+            raise ConfigError("eval.keep_best needs data.eval to tell which checkpoint is best; name held-out data")
+        return
+    if when.every is None:
+        if when.early_stop is not None:
+            raise ConfigError(
+                "eval.early_stop has no effect without eval.every: nothing is evaluated in between; set it"
+            )
+        if when.keep_best:
+            raise ConfigError(
+                "eval.keep_best has no effect without eval.every: nothing is evaluated in between; set it"
+            )

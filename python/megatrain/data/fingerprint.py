@@ -1,0 +1,62 @@
+"""What a run is made from, by content: its data and its tokenizer.
+
+Every checkpoint holds these fingerprints. Paths alone would let a run go on with a file that is another one by now.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import SourceConfig
+from megatrain.data.readers import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE = "The quick brown fox\n\tjumps 1234567 times; naïve café, 日本語 \U0001f98a <|x|> don't  stop\r\n"
+"""Tells apart tokenizers of one vocabulary that merge in another order."""
+
+
+def of_source(source: Source) -> dict[str, Any]:
+    """The fingerprint of one source's files; of the standard library's text also which Python it came with."""
+    found: dict[str, Any] = {"sha256": source.digest()}
+    if source.config.path.startswith("python:"):
+        found["python"] = platform.python_version()
+    return found
+
+
+def of_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """The fingerprint of what text becomes. The library's own spelling of a tokenizer is not in it, since it changes
+    with the library's version."""
+    vocabulary = [
+        sorted(tokenizer.get_vocab().items()),
+        {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
+        tokenizer(_PROBE, add_special_tokens=True)["input_ids"],
+    ]
+    return {"tokens": _sha256(vocabulary), "template": _sha256(tokenizer.chat_template)}
+
+
+def changed_sources(
+    key: str,  # data.train or data.eval
+    before: Sequence[dict[str, Any]],  # fingerprints, as a checkpoint has them
+    settings: Iterable[SourceConfig],  # of the same sources, now
+    step: int,  # of that checkpoint
+) -> list[str]:
+    """The sources whose content is another one, a sentence each. Reads their files. Raises ConfigError when there is
+    nothing to read."""
+    changes = []
+    for index, (old, setting) in enumerate(zip(before, settings, strict=True)):
+        now = of_source(Source(setting))
+        if now["sha256"] == old["sha256"]:
+            continue
+        what = setting.path
+        if "python" in now:
+            what += f" of Python {old.get('python')} → {now['python']}"
+        changes.append(f"{key}[{index}]: its content changed since step {step}: {what}")
+    return changes
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,210 @@
+"""Rows and batches as the model sees them, for people: every token, and whether it is learnt."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.data.dataset import Dataset, Part
+from megatrain.data.loader import IGNORED, StepBatch
+from megatrain.data.packing import num_supervised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenView:
+    """One token."""
+
+    id: int
+    text: str
+    """What it stands for; the vocabulary's own spelling where it is a part of a character."""
+    supervised: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowView:
+    """One row, whole or as one of the parts it was cut into."""
+
+    row: int
+    where: str
+    part: int
+    """Which of `parts`, from 1."""
+    parts: int
+    """How many sequences the row was cut into; 1 for one that was dropped."""
+    num_tokens: int
+    """Of the whole row."""
+    num_supervised: int
+    """Of `tokens`; the first token of a sequence never counts."""
+    dropped: str | None
+    """Why it is not trained on."""
+    tokens: tuple[TokenView, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """A data set in numbers."""
+
+    num_rows: int
+    num_tokens: int
+    """Tokens given to the model in one pass."""
+    num_supervised: int
+    num_sequences: int
+    num_pieces: int
+    """Rows, and parts of rows that were cut, dropped ones included: what `rows` goes through."""
+    seq_len: int
+    padding: float
+    """With packing: the part of all windows that holds no token."""
+    lengths: dict[str, int]
+    """Tokens of a row: min, median, p95, max."""
+    dropped: tuple[tuple[str, int, str], ...]
+    """(reason, rows, place of one)."""
+    notes: tuple[str, ...]
+    cached: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def summary(dataset: Dataset) -> Summary:
+    """Counts over the whole data set."""
+    lengths = np.concatenate([part.tokens.lengths for part in dataset.parts])
+    supervised = sum(
+        int(num_supervised(part.tokens.supervised, part.pieces.start, part.pieces.length).sum())
+        for part in dataset.parts
+    )
+    room = dataset.num_sequences * dataset.seq_len
+    return Summary(
+        num_rows=dataset.num_rows,
+        num_tokens=dataset.num_tokens,
+        num_supervised=supervised,
+        num_sequences=dataset.num_sequences,
+        num_pieces=sum(len(part.pieces.row) + len(_dropped(part)) for part in dataset.parts),
+        seq_len=dataset.seq_len,
+        padding=1 - dataset.num_tokens / room if dataset.packing else 0.0,
+        lengths={
+            "min": int(lengths.min()),
+            "median": int(np.median(lengths)),
+            "p95": int(np.percentile(lengths, 95)),
+            "max": int(lengths.max()),
+        },
+        dropped=tuple(dataset.dropped()),
+        notes=tuple(dataset.notes()),
+        cached=dataset.cached,
+    )
+
+
+def rows(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase", limit: int | None = None) -> Iterator[RowView]:
+    """Rows in the order of the files: one that was split comes part by part, one that was dropped with the reason.
+    `limit` counts parts."""
+    return itertools.islice(_pieces(dataset, tokenizer), limit)
+
+
+def _pieces(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase") -> Iterator[RowView]:
+    spell = _Speller(tokenizer)
+    for part in dataset.parts:
+        reasons = _reasons(part)
+        for row in range(len(part.tokens)):
+            low, high = np.searchsorted(part.pieces.row, [row, row + 1]).tolist()
+            spans = [
+                (start, start + length)
+                for start, length in zip(
+                    part.pieces.start[low:high].tolist(), part.pieces.length[low:high].tolist(), strict=True
+                )
+            ]
+            reason = None if spans else reasons[row]
+            start, stop = part.tokens.offsets[row : row + 2].tolist()
+            for number, (first, last) in enumerate(spans or [(start, stop)], start=1):
+                ids = part.tokens.tokens[first:last].tolist()
+                learnt = part.tokens.supervised[first:last].tolist()
+                tokens = tuple(
+                    TokenView(token, spell(token), bool(flag) and at > 0)
+                    for at, (token, flag) in enumerate(zip(ids, learnt, strict=True))
+                )
+                yield RowView(
+                    row=part.first_row + row,
+                    where=dataset.where(part.first_row + row),
+                    part=number,
+                    parts=max(1, len(spans)),
+                    num_tokens=stop - start,
+                    num_supervised=sum(token.supervised for token in tokens),
+                    dropped=reason,
+                    tokens=tokens,
+                )
+
+
+def batch(step: StepBatch, tokenizer: "PreTrainedTokenizerBase") -> list[list[TokenView]]:
+    """The first micro-batch of a step, a list of tokens for each of its sequences, padding left out."""
+    spell = _Speller(tokenizer)
+    first = step.micro_batches[0]
+    ids, labels = first["input_ids"].tolist(), first["labels"].tolist()
+    if "attention_mask" in first:
+        real = first["attention_mask"].tolist()
+    else:
+        real = [_real(line, positions) for line, positions in zip(ids, first["position_ids"].tolist(), strict=True)]
+    return [
+        [
+            TokenView(token, spell(token), label != IGNORED)
+            for token, label, keep in zip(ids[line], labels[line], real[line], strict=True)
+            if keep
+        ]
+        for line in range(len(ids))
+    ]
+
+
+def _real(ids: list[int], positions: list[int]) -> list[int]:
+    """1 for each token of a window; padding is a last part of one repeated id."""
+    last = len(positions) - 1 - positions[::-1].index(0)
+    padding = len(set(ids[last:])) == 1 and len(ids) - last > 1
+    return [1] * last + [0 if padding else 1] * (len(ids) - last)
+
+
+class _Speller:
+    """Token ids as text, one at a time."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        if token not in self._known:
+            raw = self._tokenizer.convert_ids_to_tokens(token)
+            text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if not isinstance(raw, str):
+                text = f"<{token}>"
+            elif not isinstance(text, str) or not text or "\ufffd" in text:
+                text = raw
+            elif raw.startswith("▁") and not text.startswith(" "):
+                text = f" {text}"
+            self._known[token] = text
+        return self._known[token]
+
+
+def _dropped(part: Part) -> np.ndarray:
+    """(dropped rows,) int64, in order."""
+    return np.setdiff1d(np.arange(len(part.tokens)), part.pieces.row)
+
+
+def _reasons(part: Part) -> dict[int, str]:
+    """Why each row without a piece was dropped."""
+    lengths = part.tokens.lengths
+    dropped = _dropped(part)
+    too_long = {reason.reason for reason in part.pieces.dropped if reason.reason.startswith("longer")}
+    limit = int(next(iter(too_long)).split()[2]) if too_long else None
+    reasons: dict[int, str] = {}
+    for row in dropped.tolist():
+        if not lengths[row]:
+            reasons[row] = "empty"
+        elif limit is not None and lengths[row] > limit:
+            reasons[row] = next(iter(too_long))
+        else:
+            reasons[row] = "no supervised token"
+    return reasons

@@ -1,0 +1,456 @@
+"""The two ends of a model on the device: what runs before the first layer, and what runs after the last one."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatrain.engine.device_memory import Region
+from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
+from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
+from megatrain.errors import ConfigError
+from megatrain.models.decoder import Decoder
+from megatrain.models.lm_head import HeadShell
+from megatrain.models.recorder import (
+    NO_MASK,
+    EmbeddingCalls,
+    Replay,
+    copy_without,
+    forward_until_layers,
+    replace_module,
+    stopping_layers,
+)
+from megatrain.models.vision import recompute_blocks
+
+if TYPE_CHECKING:
+    from megatrain.engine.inputs import MicroBatch
+
+_DENSE_ROWS = 0.9
+"""Fraction of supervised rows above which gathering them first is not worth its copies."""
+
+LossFn = Callable[[Tensor, Callable[[Tensor], Tensor], dict[str, Any]], Tensor]
+"""`fn(hidden, head, batch)` -> sum of losses; hidden (batch, seq, width), `head(hidden)` the model's logits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """How a step's loss is formed."""
+
+    scale: float
+    """Gradients are those of scale times the sum of losses."""
+    chunk: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_fn: LossFn | None = None
+
+
+def accumulate(targets: Sequence[Tensor], grads: Sequence[Tensor | None], first: bool) -> None:
+    """Starts (`first`) or continues the sums in `targets`; None adds nothing."""
+    pairs = [(t, g) for t, g in zip(targets, grads, strict=True) if g is not None]
+    if first:
+        for target, grad in zip(targets, grads, strict=True):
+            if grad is None:
+                target.zero_()
+    if pairs:
+        into, what = [t for t, _ in pairs], [g for _, g in pairs]
+        if first:
+            torch._foreach_copy_(into, what)
+        else:
+            torch._foreach_add_(into, what)
+
+
+class EmbedTemplate:
+    """The model's own forward up to its first layer."""
+
+    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region) -> None:
+        self.decoder = decoder
+        real = decoder.base.get_submodule(decoder.layers_name)
+        assert isinstance(real, nn.ModuleList)
+        self._base = copy_without(decoder.base, real)
+        replace_module(self._base, decoder.layers_name, stopping_layers(real))
+        if decoder.vision_spec is not None:
+            recompute_blocks(self._base.get_submodule(part) for part in decoder.vision_spec.parts)
+        self._build_no_masks(self._base.get_submodule(decoder.layers_name.rpartition(".")[0]))
+        self._features: tuple[Tensor, ...] = ()
+        self._replays: dict[str, Replay] = {}
+        for name in decoder.probe.side:
+            self._replays[name] = Replay(self._base.get_submodule(name), [])
+            replace_module(self._base, name, self._replays[name])
+        move_shared_buffers(self._base, region.device)
+        prefix = f"{decoder.base_name}." if decoder.base_name else ""
+        names = {n.removeprefix(prefix): i for n, i in decoder.local_names(0).items()}
+        self.bound = BoundTensors(places_of(self._base, names), layout, region)
+        self.layout = layout
+        self._tables = {index for index, _ in decoder.tables}
+        self.others = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
+        """Trained tensors that are not embedding tables."""
+
+    def _build_no_masks(self, language: nn.Module) -> None:
+        """Keeps the language part from making attention masks, which were recorded."""
+        outer: Any = copy.copy(self._base.config)
+        inner: Any = outer if language is self._base else copy.copy(language.config)
+        for name, value in vars(outer).items():
+            if value is language.config and outer is not inner:
+                setattr(outer, name, inner)
+        inner._attn_implementation_internal = NO_MASK
+        language.config, self._base.config = inner, outer
+        if outer is not inner:
+            language.register_forward_pre_hook(self._note_features, with_kwargs=True)
+
+    def _note_features(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._features = tuple(kwargs.get("deepstack_visual_embeds") or ())
+
+    def train(self, training: bool) -> None:
+        """Switches dropout on or off."""
+        if self._base.training != training:
+            self._base.train(training)
+
+    @torch.no_grad()
+    def forward(self, micro: "MicroBatch") -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden states (batch, seq, width) that reach the first layer, and features of images (T, width) that are
+        added behind the first layers, one by one; the weights must be bound."""
+        if self.decoder.probe.plain_embedding and not micro.images:
+            return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]]), ()
+        return self._run(micro, lambda ids, weight, _: F.embedding(ids, weight))
+
+    def backward(
+        self,
+        micro: "MicroBatch",
+        grad: Tensor,  # of the hidden states
+        of_features: Sequence[Tensor],  # a gradient for each of the features that `forward` returned
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the rows of each embedding call (flat, a row each), and of `others`."""
+        if self.decoder.probe.plain_embedding and not micro.images:
+            return [grad.reshape(-1, grad.shape[-1])], [None] * len(self.others)
+        rows: list[Tensor] = []
+
+        def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
+            rows.append(F.embedding(ids, weight.detach()).requires_grad_())
+            return rows[-1]
+
+        others = [self.bound.tensors[i] for i in self.others]
+        with torch.enable_grad():
+            hidden, features = self._run(micro, answer)
+        # features that no trained weight made have no gradient to pass on
+        pairs = [(f, g) for f, g in zip(features, of_features, strict=True) if f.requires_grad]
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            (hidden, *(f for f, _ in pairs)), (*rows, *others), (grad, *(g for _, g in pairs)), allow_unused=True
+        )
+        of_rows = [g.reshape(-1, g.shape[-1]) if g is not None else None for g in grads[: len(rows)]]
+        return of_rows, list(grads[len(rows) :])
+
+    def _run(
+        self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert micro.record is not None
+        for name, replay in self._replays.items():
+            replay.outputs = list(micro.record.side[name])
+        positions = micro.position_ids if micro.record.positions is None else micro.record.positions
+        call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, positions, micro.images)
+        tables = {id(self.bound.tensors[index]) for index in self._tables}
+
+        def of_tokens(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+            # a table of the vision part has few rows, each with a gradient: it is a weight like the others
+            return answer(ids, weight, padding) if id(weight) in tables else F.embedding(ids, weight, padding)
+
+        self._features = ()
+        with EmbeddingCalls(of_tokens):
+            hidden = forward_until_layers(self._base, self.decoder.layers_name, call)
+        features, self._features = self._features, ()
+        return hidden, features
+
+
+class RowSums:
+    """Gradient of one embedding table over a step: fp32 sums of the rows that the step looked up, and no others."""
+
+    def __init__(self, rows: Tensor, padding: int) -> None:
+        """`rows` (U,) are the rows looked up, on the device; `padding` the one among them without gradient, or -1."""
+        self.rows = rows
+        self._padding = padding
+        self._sums: Tensor | None = None
+
+    def add(self, where: Tensor, grad: Tensor) -> None:
+        """Adds a micro-batch: `grad` (T, width) of the rows `where` (T,), counted in `rows`."""
+        part = torch.ops.aten.embedding_dense_backward(grad.float(), where, self.rows.shape[0], self._padding, False)
+        self._sums = part if self._sums is None else self._sums.add_(part)
+
+    def write(self, grad: Tensor) -> None:
+        """`grad` (V, width) becomes these sums, zero elsewhere."""
+        assert self._sums is not None
+        grad.zero_()
+        grad.index_copy_(0, self.rows, self._sums.to(grad.dtype))
+        self._sums = None
+
+    def add_to(self, grad: Tensor) -> None:
+        """These sums are added to `grad` (V, width)."""
+        assert self._sums is not None
+        # the rows are distinct, so no two additions meet
+        grad.index_copy_(0, self.rows, grad.index_select(0, self.rows) + self._sums.to(grad.dtype))
+        self._sums = None
+
+
+class HeadTemplate:
+    """Final norm and language-model head, and the loss on them."""
+
+    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region, embed: UnitLayout) -> None:
+        self.decoder = decoder
+        self.layout = layout
+        self.kind = decoder.head
+        real = decoder.base.get_submodule(decoder.layers_name)
+        base = copy_without(decoder.base, real)
+        self._tail = [base.get_submodule(name) for name in decoder.probe.tail]
+        self._shell = HeadShell(decoder.model, decoder.base_name)
+        for module in (*self._tail, self._shell.model):
+            move_shared_buffers(module, region.device)
+        prefix = f"{decoder.base_name}." if decoder.base_name else ""
+        places: list[tuple[nn.Module, str] | None] = [None] * len(layout.slices)
+        for name, index in decoder.local_names(decoder.num_layers + 1).items():
+            root = base if name.startswith(prefix) and prefix else self._shell.model
+            owner, _, leaf = (name.removeprefix(prefix) if root is base else name).rpartition(".")
+            places[index] = (root.get_submodule(owner), leaf)
+        self.bound = BoundTensors(places, layout, region)
+        self._region = region
+        self._embed_slice = None
+        self._tied: nn.Parameter | None = None
+        names = decoder.local_names(decoder.num_layers + 1)
+        if decoder.tied:
+            assert self.kind.weight is not None
+            self._embed_slice = embed.slices[decoder.tensors[self.kind.weight].tensor]
+            view = region.view(self._embed_slice.byte, self._embed_slice.shape, self._embed_slice.dtype)
+            self._tied = nn.Parameter(view, requires_grad=self._embed_slice.trainable)
+            for alias in decoder.aliases:
+                owner, _, leaf = alias.rpartition(".")
+                self._shell.model.get_submodule(owner)._parameters[leaf] = self._tied
+        self._weight = names.get(self.kind.weight) if self.kind.weight and not decoder.tied else None
+        self._bias = names.get(self.kind.bias) if self.kind.bias else None
+        own = {self._weight, self._bias} if self.kind.plain else set()
+        trained = [i for i, cut in enumerate(layout.slices) if cut.trainable]
+        self.tail_indices = [i for i in trained if i not in own and self._in_tail(i, names, prefix)]
+        """Trained tensors of the modules before the head proper."""
+        self.head_indices = [i for i in trained if i not in self.tail_indices]
+
+    def _in_tail(self, index: int, names: dict[str, int], prefix: str) -> bool:
+        name = next(n for n, i in names.items() if i == index)
+        return bool(prefix) and name.startswith(prefix)
+
+    def bind(self, image: int, tied_image: int | None) -> None:
+        """Makes the weights views of the head's image, and a tied one a view of the embed unit's."""
+        self.bound.bind(image)
+        if self._tied is not None and tied_image is not None and self._embed_slice is not None:
+            cut = self._embed_slice
+            view = self._region.view(tied_image + cut.byte, cut.shape, cut.dtype)
+            self._tied.data = view if view.dtype == self.decoder.dtype else view.to(self.decoder.dtype)
+
+    def train(self, training: bool) -> None:
+        """Switches dropout on or off."""
+        for module in (*self._tail, self._shell.model):
+            module.train(training)
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H) weight of a plain head."""
+        if self._tied is not None:
+            return self._tied
+        assert self._weight is not None
+        return self.bound.tensors[self._weight]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,) bias of a plain head."""
+        return self.bound.tensors[self._bias] if self._bias is not None else None
+
+    def tail(self, hidden: Tensor) -> Tensor:
+        """What the head proper is applied to."""
+        for module in self._tail:
+            hidden = module(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits of hidden states behind the final norm, with its scale and cap."""
+        if not self.kind.plain:
+            return self._shell(hidden)
+        logits = F.linear(hidden, self.weight, self.bias)
+        if self.kind.logit_scale != 1.0:
+            logits = logits * self.kind.logit_scale
+        if self.kind.softcap is not None:
+            logits = self.kind.softcap * torch.tanh(logits / self.kind.softcap)
+        return logits
+
+    def train_step(
+        self,
+        hidden: Tensor,  # (batch, seq, width), what the last layer returned
+        micro: "MicroBatch",
+        options: LossOptions,
+        sums: list[Tensor | None],  # a tensor of the unit each: where its gradient is summed
+        tied_sum: Tensor | None,  # (V, width): where the head's use of a tied weight is summed
+        first: bool,  # whether the sums start here
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of losses (0-d) and the gradient of `hidden`; all other gradients are added to their sums."""
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            behind = self.tail(leaf)
+        if options.loss_fn is not None:
+            loss, grad_behind = self._custom(behind.detach(), micro, options, sums, tied_sum, first)
+        elif self.kind.plain:
+            loss, grad_behind = self._plain(behind.detach(), micro, options, sums, tied_sum, first)
+        else:
+            loss, grad_behind = self._own(behind.detach(), micro, options, sums, first)
+        inputs = (leaf, *(self.bound.tensors[i] for i in self.tail_indices))
+        grads = torch.autograd.grad(behind, inputs, grad_behind, allow_unused=True)
+        targets = [t for i in self.tail_indices if (t := sums[i]) is not None]
+        accumulate(targets, grads[1:], first)
+        assert grads[0] is not None
+        return loss, grads[0]
+
+    def _plain(
+        self,
+        behind: Tensor,
+        micro: "MicroBatch",
+        options: LossOptions,
+        sums: list[Tensor | None],
+        tied_sum: Tensor | None,
+        first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        flat = behind.reshape(-1, behind.shape[-1])
+        targets, rows = micro.targets, micro.rows
+        gather = rows.shape[0] < _DENSE_ROWS * flat.shape[0]
+        if gather:
+            flat, targets = flat.index_select(0, rows), targets.index_select(0, rows)
+        weight_sum = tied_sum if self._tied is not None else sums[self._weight] if self._weight is not None else None
+        bias_sum = sums[self._bias] if self._bias is not None else None
+        if first:
+            for total in (weight_sum, bias_sum):
+                if total is not None:
+                    total.zero_()
+        bias = self.bias
+        result = chunked_loss(
+            flat,
+            targets,
+            self.weight.detach(),
+            bias.detach() if bias is not None else None,
+            scale=options.scale,
+            chunk=options.chunk,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+            logit_scale=self.kind.logit_scale,
+            softcap=self.kind.softcap,
+            grad_weight=weight_sum,
+            grad_bias=bias_sum,
+        )
+        grad = result.grad_hidden
+        assert grad is not None
+        if gather:
+            whole = torch.zeros_like(behind).reshape(-1, behind.shape[-1])
+            grad = whole.index_copy_(0, rows, grad)
+        return result.loss_sum, grad.view_as(behind)
+
+    def _parameters(self, sums: list[Tensor | None], tied_sum: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """What the head proper trains, and where each gradient is summed."""
+        pairs = [(self.bound.tensors[i], total) for i in self.head_indices if (total := sums[i]) is not None]
+        if self._tied is not None and tied_sum is not None:
+            pairs.append((self._tied, tied_sum))
+        return [p for p, _ in pairs], [t for _, t in pairs]
+
+    def _own(
+        self, behind: Tensor, micro: "MicroBatch", options: LossOptions, sums: list[Tensor | None], first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """A head that is no plain matmul: its own forward and autograd, in chunks of tokens."""
+        parameters, totals = self._parameters(sums, None)
+        flat = behind.reshape(-1, behind.shape[-1])
+        grad = torch.empty_like(flat)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=flat.device)
+        chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
+        for start in range(0, flat.shape[0], chunk):
+            part = flat[start : start + chunk].detach().requires_grad_()
+            with torch.enable_grad():
+                losses = token_losses(self.logits(part.unsqueeze(0))[0], micro.targets[start : start + chunk], options)
+                total = losses.sum() * options.scale
+            grads = torch.autograd.grad(total, (part, *parameters), allow_unused=True)
+            loss_sum += losses.detach().sum(dtype=torch.float64)
+            accumulate([grad[start : start + chunk]], grads[:1], True)
+            accumulate(totals, grads[1:], first and start == 0)
+        return loss_sum, grad.view_as(behind)
+
+    def _custom(
+        self,
+        behind: Tensor,
+        micro: "MicroBatch",
+        options: LossOptions,
+        sums: list[Tensor | None],
+        tied_sum: Tensor | None,
+        first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """A loss of the caller's."""
+        assert options.loss_fn is not None
+        parameters, totals = self._parameters(sums, tied_sum)
+        leaf = behind.requires_grad_()
+        with torch.enable_grad():
+            loss = options.loss_fn(leaf, self.logits, micro.batch)
+            _check_loss(loss, leaf.device)
+            total = loss * options.scale
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
+        accumulate(totals, grads[1:], first)
+        grad = grads[0]
+        return loss.detach().double(), grad if grad is not None else torch.zeros_like(behind)
+
+    @torch.no_grad()
+    def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:
+        """Sum of losses (0-d) and log-probabilities of the targets (batch * seq,), 0 where not supervised."""
+        behind = self.tail(hidden)
+        flat = behind.reshape(-1, behind.shape[-1])
+        if self.kind.plain:
+            result = chunked_loss(
+                flat,
+                micro.targets,
+                self.weight,
+                self.bias,
+                chunk=options.chunk,
+                logit_scale=self.kind.logit_scale,
+                softcap=self.kind.softcap,
+                need_grad=False,
+                need_logprobs=True,
+            )
+            assert result.logprobs is not None
+            return result.loss_sum, result.logprobs
+        chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
+        parts = [
+            token_losses(self.logits(flat[s : s + chunk].unsqueeze(0))[0], micro.targets[s : s + chunk], options)
+            for s in range(0, flat.shape[0], chunk)
+        ]
+        losses = torch.cat(parts)
+        return losses.sum(dtype=torch.float64), -losses
+
+
+def _check_loss(loss: Any, device: torch.device) -> None:
+    """Raises ConfigError when a loss function of the caller's has returned what no gradient can be taken of."""
+    wrong = ""
+    if not isinstance(loss, Tensor):
+        wrong = f"{type(loss).__name__} {loss!r}" if loss is not None else "None"
+    elif loss.ndim != 0:
+        wrong = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.is_floating_point():
+        wrong = f"a tensor of {loss.dtype}"
+    elif loss.device != device:
+        wrong = f"a tensor on {loss.device}, while the model computes on {device}"
+    elif not loss.requires_grad:
+        wrong = "a tensor without a gradient (was it detached, or formed under no_grad?)"
+    if wrong:
+        raise ConfigError(
+            f"loss_fn returned {wrong}; it must return the sum of the micro-batch's losses: a 0-d floating tensor "
+            "formed from `hidden` or `head(hidden)`"
+        )
+
+
+def token_losses(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """(N,) losses of logits (N, V), 0 where not supervised."""
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    losses = F.cross_entropy(
+        logits, targets, ignore_index=IGNORE, reduction="none", label_smoothing=options.label_smoothing
+    )
+    if options.z_loss:
+        losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORE)
+    return losses

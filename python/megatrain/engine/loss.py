@@ -1,0 +1,309 @@
+"""Cross-entropy of the head in token chunks, with its own backward: the full logits never exist.
+
+For every chunk of rows: logits in fp32 (a bf16 head multiplies bf16 operands and keeps the fp32 sums), one pass that
+turns them into their own gradient in place, then the two matmuls of the backward. Peak memory is one chunk of logits,
+whatever the number of tokens. `chunked_loss` is the training path, `token_logprobs` the one that only scores.
+"""
+
+import importlib.util
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+IGNORE = -100
+"""Target of a row that is not supervised, as in Hugging Face."""
+
+_CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
+_CHUNK_ROWS = {"cuda": (256, 8192), "cpu": (64, 2048)}
+_CHUNK_ROUND = {"cuda": 256, "cpu": 32}
+_TILE_ROWS = 2048
+"""Rows of a bf16 head that are widened to fp32 at a time where no matmul with fp32 output exists."""
+
+
+class LossResult(NamedTuple):
+    """What a head's loss comes to."""
+
+    loss_sum: Tensor
+    """0-d, fp64: sum over supervised rows, not scaled."""
+    grad_hidden: Tensor | None
+    """(N, H), dtype of `hidden`: gradient of `scale * loss_sum`."""
+    logprobs: Tensor | None
+    """(N,), fp32 or better: log-probability of each target, 0 where not supervised; only when asked for."""
+
+
+def default_chunk(vocab: int, device: str) -> int:
+    """Rows of logits that exist at a time. A rule of vocabulary and kind of device alone, since it is part of the
+    numerics key: it must not follow free memory or measured rates."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    low, high = _CHUNK_ROWS[kind]
+    rows = _CHUNK_BYTES[kind] // (4 * vocab) // _CHUNK_ROUND[kind] * _CHUNK_ROUND[kind]
+    return max(low, min(high, rows))
+
+
+def workspace_bytes(rows: int, vocab: int, hidden: int, chunk: int, dtype: torch.dtype, device: str) -> int:
+    """Upper bound of what `chunked_loss` allocates beyond its arguments, its result `grad_hidden` included."""
+    chunk = min(chunk, max(rows, 1))
+    total = rows * hidden * dtype.itemsize + chunk * vocab * max(4, dtype.itemsize) + rows * 16
+    if device.startswith("cuda"):
+        # the eager path rounds the gradient of the logits into a second buffer; the kernel does it in place
+        return total if dtype == torch.float32 or _kernel_available() else total + chunk * vocab * dtype.itemsize
+    if dtype.itemsize < 4:
+        total += _TILE_ROWS * hidden * 4 + 2 * chunk * hidden * 4
+    return total
+
+
+@torch.no_grad()
+def chunked_loss(
+    hidden: Tensor,  # (N, H), bf16, fp16, fp32 or fp64
+    targets: Tensor,  # (N,), int64, token ids already shifted; IGNORE where not supervised
+    weight: Tensor,  # (V, H), dtype of `hidden`
+    bias: Tensor | None = None,  # (V,)
+    *,
+    scale: float = 1.0,  # gradients are those of scale * loss_sum
+    chunk: int | None = None,  # rows of logits at a time; None: `default_chunk`
+    label_smoothing: float = 0.0,  # as torch.nn.functional.cross_entropy
+    z_loss: float = 0.0,  # coefficient of logsumexp(logits)**2
+    logit_scale: float = 1.0,  # logits are multiplied with it (Cohere, Granite)
+    softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
+    grad_weight: Tensor | None = None,  # (V, H), fp32 or the dtype of the arithmetic: += gradient of the weight
+    grad_bias: Tensor | None = None,  # (V,), likewise
+    grad_hidden: Tensor | None = None,  # (N, H): where to write it; may be `hidden` itself; None: allocated
+    need_grad: bool = True,  # False: no gradient at all, `grad_weight` and `grad_bias` are left alone
+    need_logprobs: bool = False,
+) -> LossResult:
+    """Sum of the cross-entropy over supervised rows, and its gradients.
+
+    Deterministic: chunks in order, fp64 sum of per-row losses over each chunk. Raises ValueError for shapes or types
+    that do not belong together.
+    """
+    _check(hidden, targets, weight, bias, grad_weight, grad_bias, label_smoothing, softcap)
+    rows, _ = hidden.shape
+    vocab = weight.shape[0]
+    arithmetic = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    chunk = min(chunk or default_chunk(vocab, hidden.device.type), max(rows, 1))
+    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    logprobs = torch.empty(rows, dtype=arithmetic, device=hidden.device) if need_logprobs else None
+    if need_grad and grad_hidden is None:
+        grad_hidden = torch.empty_like(hidden)
+    elif not need_grad:
+        grad_hidden = None
+    logits_buffer = torch.empty(chunk, vocab, dtype=arithmetic, device=hidden.device)
+    terms = _Terms(scale, label_smoothing, z_loss, logit_scale, softcap)
+    in_kernel = hidden.is_cuda and arithmetic == torch.float32 and _kernel_available()
+    for start in range(0, rows, chunk):
+        rows_h = hidden[start : start + chunk]
+        rows_t = targets[start : start + chunk]
+        logits = logits_buffer[: rows_h.shape[0]]
+        _matmul_logits(rows_h, weight, logits)
+        if in_kernel:
+            from megatrain.engine import loss_triton
+
+            losses, logp, dlogits = loss_triton.cross_entropy(
+                logits, rows_t, bias, terms, IGNORE, out_dtype=hidden.dtype if need_grad else None
+            )
+        else:
+            losses, logp, dlogits = _cross_entropy(logits, rows_t, bias, terms, need_grad)
+        loss_sum += losses.sum(dtype=torch.float64)
+        if logprobs is not None:
+            logprobs[start : start + chunk] = logp
+        if dlogits is None or grad_hidden is None:
+            continue
+        if dlogits.dtype != hidden.dtype and hidden.is_cuda:
+            dlogits = dlogits.to(hidden.dtype)
+        if grad_weight is not None:
+            _add_matmul(grad_weight, dlogits, rows_h)
+        if grad_bias is not None:
+            grad_bias += dlogits.sum(0, dtype=grad_bias.dtype)
+        # last, because the caller may let it overwrite `hidden`
+        _matmul_grad_hidden(dlogits, weight, grad_hidden[start : start + chunk])
+    return LossResult(loss_sum, grad_hidden, logprobs)
+
+
+def token_logprobs(
+    hidden: Tensor,  # (N, H)
+    targets: Tensor,  # (N,), int64; IGNORE gives 0
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None = None,  # (V,)
+    *,
+    chunk: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """(N,) log-probabilities of the targets, fp32 or better; 0 where the target is IGNORE."""
+    result = chunked_loss(
+        hidden,
+        targets,
+        weight,
+        bias,
+        chunk=chunk,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        need_grad=False,
+        need_logprobs=True,
+    )
+    assert result.logprobs is not None
+    return result.logprobs
+
+
+class _Terms(NamedTuple):
+    """Scalars of the loss; see `chunked_loss`."""
+
+    scale: float
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    softcap: float | None
+
+
+def _check(
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+    label_smoothing: float,
+    softcap: float | None,
+) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64 of shape ({hidden.shape[0]},), not {targets.dtype} {targets.shape}")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; they must agree")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape ({weight.shape[0]},), not {tuple(bias.shape)}")
+    if grad_weight is not None and grad_weight.shape != weight.shape:
+        raise ValueError(f"grad_weight must have shape {tuple(weight.shape)}, not {tuple(grad_weight.shape)}")
+    if grad_bias is not None and grad_bias.shape != weight.shape[:1]:
+        raise ValueError(f"grad_bias must have shape ({weight.shape[0]},), not {tuple(grad_bias.shape)}")
+    for name, out in (("grad_weight", grad_weight), ("grad_bias", grad_bias)):
+        if out is not None and out.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} is summed in fp32, so it cannot be {out.dtype}")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, not {softcap}")
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, bias: Tensor | None, terms: _Terms, need_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses (R,), log-probabilities (R,) and, in the storage of `logits` (R, V), the gradient. The reference of the
+    kernel, and what runs where there is none."""
+    vocab = logits.shape[1]
+    smoothing = terms.label_smoothing
+    supervised = targets != IGNORE
+    index = torch.where(supervised, targets, 0).unsqueeze(1)
+    if bias is not None:
+        logits += bias
+    if terms.logit_scale != 1.0:
+        logits *= terms.logit_scale
+    slope = None
+    if terms.softcap is not None:
+        logits.div_(terms.softcap).tanh_()
+        if need_grad:
+            slope = 1 - logits.square()  # of the cap, where the logits stand
+        logits.mul_(terms.softcap)
+    at_target = logits.gather(1, index).squeeze(1)
+    mean = logits.mean(1) if smoothing else None
+    top = logits.amax(1)
+    weights = logits.sub_(top.unsqueeze(1)).exp_()
+    total = weights.sum(1)
+    lse = top + total.log()
+    logp = torch.where(supervised, at_target - lse, 0)
+    losses = lse - at_target
+    if mean is not None:
+        losses = (1 - smoothing) * losses + smoothing * (lse - mean)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * lse.square()
+    losses = torch.where(supervised, losses, 0)
+    if not need_grad:
+        return losses, logp, None
+    row_scale = supervised.to(logits.dtype) * (terms.scale * terms.logit_scale)
+    weights *= (row_scale * (1 + 2 * terms.z_loss * lse) / total).unsqueeze(1)
+    if smoothing:
+        weights -= (row_scale * (smoothing / vocab)).unsqueeze(1)
+    # one entry a row, so no two additions meet and the order cannot matter
+    weights.scatter_(1, index, weights.gather(1, index) - (row_scale * (1 - smoothing)).unsqueeze(1))
+    if slope is not None:
+        weights *= slope
+    return losses, logp, weights
+
+
+def _matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (R, V) = hidden (R, H) @ weight (V, H)ᵀ, in the dtype of `out`."""
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif _mixed_matmul(hidden.device):
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        # widened tile by tile: a product in bf16 would put the loss on bf16's grid
+        wide = hidden.to(out.dtype)
+        for start in range(0, weight.shape[0], _TILE_ROWS):
+            tile = weight[start : start + _TILE_ROWS].to(out.dtype)
+            out[:, start : start + _TILE_ROWS] = wide @ tile.t()
+
+
+def _matmul_grad_hidden(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (R, H) = dlogits (R, V) @ weight (V, H)."""
+    if dlogits.dtype == weight.dtype:
+        torch.mm(dlogits, weight, out=out)
+        return
+    total = torch.zeros(out.shape, dtype=dlogits.dtype, device=out.device)
+    for start in range(0, weight.shape[0], _TILE_ROWS):
+        tile = weight[start : start + _TILE_ROWS].to(dlogits.dtype)
+        total.addmm_(dlogits[:, start : start + _TILE_ROWS], tile)
+    out.copy_(total)
+
+
+def _add_matmul(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+    """total (V, H) += dlogits (R, V)ᵀ @ hidden (R, H), summed in the dtype of `total`."""
+    if dlogits.dtype == hidden.dtype == total.dtype:
+        total.addmm_(dlogits.t(), hidden)
+    elif dlogits.dtype == hidden.dtype and total.dtype == torch.float32 and _mixed_matmul(hidden.device):
+        torch.addmm(total, dlogits.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        wide = hidden.to(total.dtype)
+        for start in range(0, total.shape[0], _TILE_ROWS):
+            tile = dlogits[:, start : start + _TILE_ROWS].to(total.dtype)
+            total[start : start + _TILE_ROWS].addmm_(tile.t(), wide)
+
+
+_MIXED_MATMUL: dict[str, bool] = {}
+
+
+def _mixed_matmul(device: torch.device) -> bool:
+    """Whether this torch multiplies bf16 operands into an fp32 result (and adds to one) on this kind of device."""
+    if device.type not in _MIXED_MATMUL:
+        _MIXED_MATMUL[device.type] = device.type == "cuda" and _try_mixed_matmul(device)
+    return _MIXED_MATMUL[device.type]
+
+
+def _try_mixed_matmul(device: torch.device) -> bool:
+    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.mm(one, one.t(), out_dtype=torch.float32, out=torch.empty_like(total))
+        torch.addmm(total, one.t(), one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        log.warning("this torch has no matmul of bf16 into fp32 (%s); the head is widened tile by tile", error)
+        return False
+    return True
+
+
+_KERNEL: list[bool] = []
+
+
+def _kernel_available() -> bool:
+    """Whether the fused kernel can be compiled here; said once when it cannot."""
+    if not _KERNEL:
+        found = importlib.util.find_spec("triton") is not None
+        if not found and torch.cuda.is_available():
+            log.warning("triton is not installed, so the loss runs without its fused kernel, more slowly")
+        _KERNEL.append(found)
+    return _KERNEL[0]

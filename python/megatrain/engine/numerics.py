@@ -1,0 +1,115 @@
+"""The numerics key: everything that changes rounding, and nothing that a plan may choose.
+
+Two runs of one key on one kind of device give the same bits (on CUDA with `deterministic: true`). It follows from
+configuration, model and kind of device by fixed rules, and is stored with every checkpoint. `arithmetic` is what a pass
+runs under, so that nothing of the caller's changes the bits.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatrain.engine.loss import default_chunk
+from megatrain.models import packing
+from megatrain.models.decoder import Decoder
+
+
+def key(
+    decoder: Decoder,
+    device: torch.device,
+    *,
+    micro_batch: tuple[int, int] | None,
+    micro_batches: int | None,
+    grad_precision: str,
+    loss_chunk: int | None,
+    compiled: bool,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step."""
+    import transformers
+
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "precision": decoder.precision,
+        "grad_precision": grad_precision,
+        "micro_batch": list(micro_batch) if micro_batch is not None else None,
+        "micro_batches": micro_batches,
+        "loss_chunk": loss_chunk or default_chunk(decoder.vocab_size, device.type),
+        "attention": attention(decoder, device.type, deterministic),
+        "packed_rows": decoder.packed_rows(device.type),
+        "experts": getattr(decoder.config, "_experts_implementation", None),
+        "compiled": compiled,
+        "deterministic": deterministic,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def attention(decoder: Decoder, device: str, deterministic: bool) -> str | None:
+    """How attention is computed where no row is packed, on a kind of device: transformers' name of it, and the kernels
+    that `arithmetic` holds it to."""
+    if decoder.attention != "sdpa" or device != "cuda" or not deterministic:
+        return decoder.attention
+    return "sdpa: flash or math" if _flash_takes(decoder) else "sdpa: math"
+
+
+def why_math(decoder: Decoder, masked: int | None) -> str | None:
+    """Why a deterministic pass on CUDA does not have flash compute all of its attention, in a sentence; None where it
+    has. `masked`: the first of its micro-batches with a dense mask."""
+    if decoder.attention != "sdpa":
+        return None
+    rest = "so torch's math kernel computes attention, slower and with a matrix of seq x seq for each head"
+    if not _flash_takes(decoder):
+        kind = str(decoder.dtype).removeprefix("torch.")
+        width = f" of {decoder.packing.width}" if decoder.packing.width else ""
+        return f"the flash kernels take no {kind} heads{width}, {rest}"
+    if masked is not None:
+        return f"micro-batch {masked} has a dense mask, which the flash kernels do not take, {rest}"
+    return None
+
+
+def _flash_takes(decoder: Decoder) -> bool:
+    return packing.takes_documents("cuda", decoder.dtype, decoder.packing.width)
+
+
+def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """What differs between two keys, a sentence each."""
+    return [
+        f"{name}: {stored.get(name)!r} -> {current.get(name)!r}"
+        for name in sorted({*stored, *current})
+        if not _agree(name, stored.get(name), current.get(name))
+    ]
+
+
+def _agree(name: str, stored: Any, current: Any) -> bool:
+    """Whether two values are the same; earlier versions did not name the kernels of attention."""
+    if name == "attention" and stored == "sdpa" and isinstance(current, str):
+        return current.partition(":")[0] == "sdpa"
+    return bool(stored == current)
+
+
+@contextlib.contextmanager
+def arithmetic(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Random state, arithmetic and determinism as a pass wants them, and as the caller had them afterwards."""
+    cuda = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
+        # the precision is the engine's own, and a layer is replayed under the one it was computed in
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if cuda:
+            # a matmul that is split over its inner dimension adds its parts in fp32 too
+            matmul = torch.backends.cuda.matmul
+            reduced = matmul.allow_bf16_reduced_precision_reduction
+            stack.callback(setattr, matmul, "allow_bf16_reduced_precision_reduction", reduced)
+            matmul.allow_bf16_reduced_precision_reduction = False
+        if deterministic and cuda:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(torch.use_deterministic_algorithms, before)
+            torch.use_deterministic_algorithms(True, warn_only=False)
+            stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
+        yield

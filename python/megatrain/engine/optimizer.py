@@ -1,0 +1,118 @@
+"""AdamW's settings: which tensor is updated with what. The arithmetic is the core's."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatrain.errors import ConfigError
+from megatrain.names import match
+
+CoreGroup = tuple[float, float, float, float, float]
+"""lr, beta1, beta2, eps, weight_decay: what the core takes for one group."""
+
+_KEYS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Settings of the parameters that `params` means."""
+
+    params: tuple[str, ...]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def core(self, lr_factor: float = 1.0) -> CoreGroup:
+        """As the core takes it, with the learning rate times `lr_factor`."""
+        return self.lr * lr_factor, self.betas[0], self.betas[1], self.eps, self.weight_decay
+
+
+class AdamW:
+    """Settings in torch.optim.AdamW's words and with its defaults; a group names its parameters by patterns.
+
+    `groups`: dicts with `params` (a pattern or a list of them) and any of `lr`, `betas`, `eps`, `weight_decay`; what a
+    group does not give it takes from here, and what no group means is in the default group.
+    Raises ConfigError for values out of range.
+    """
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        default = _checked("optimizer", (), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.groups: list[Group] = [default]
+        for number, given in enumerate(groups):
+            where = f"optimizer.groups[{number}]"
+            unknown = sorted(set(given) - {"params", *_KEYS})
+            if unknown:
+                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; a group takes params, {', '.join(_KEYS)}")
+            params = given.get("params")
+            params = (params,) if isinstance(params, str) else tuple(params or ())
+            if not params or not all(isinstance(p, str) for p in params):
+                raise ConfigError(f"{where}: params must be a pattern of parameter names or a list of them")
+            settings = {key: given.get(key, getattr(default, key)) for key in _KEYS}
+            self.groups.append(_checked(where, params, settings))
+        self._base_lr = default.lr
+        self._lr = default.lr
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the default group."""
+        return self._lr
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate; groups with their own keep their ratio to it, as under a schedule of torch's."""
+        try:
+            value = math.nan if isinstance(lr, bool | str) else float(lr)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"lr must be finite and not negative, not {lr!r}")
+        if self._base_lr == 0 and value != 0 and any(g.lr for g in self.groups[1:]):
+            raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
+        self._lr = value
+
+    def core_groups(self) -> list[CoreGroup]:
+        """Every group as the core takes it, the default one first."""
+        if self._base_lr == 0:
+            default = dataclasses.replace(self.groups[0], lr=self._lr)
+            return [default.core(), *(g.core() for g in self.groups[1:])]
+        factor = self._lr / self._base_lr
+        first = dataclasses.replace(self.groups[0], lr=self._lr).core()
+        return [first, *(g.core(factor) for g in self.groups[1:])]
+
+    def assign(self, names: Iterable[str]) -> dict[str, int]:
+        """Group of each trained parameter. Raises ConfigError for a pattern that means none, or two groups for one."""
+        assigned: dict[str, int] = {}
+        names = list(names)
+        for index, group in enumerate(self.groups[1:], 1):
+            for pattern in group.params:
+                hits = [n for n in names if match(pattern, n)]
+                if not hits:
+                    raise ConfigError(f"optimizer.groups[{index - 1}]: {pattern!r} matches no trained parameter")
+                for name in hits:
+                    if assigned.setdefault(name, index) != index:
+                        first = assigned[name] - 1
+                        raise ConfigError(f"optimizer.groups: {name} is in group {first} and in group {index - 1}")
+        return {name: assigned.get(name, 0) for name in names}
+
+
+def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> Group:
+    try:
+        lr, eps, decay = float(given["lr"]), float(given["eps"]), float(given["weight_decay"])
+        beta1, beta2 = (float(b) for b in given["betas"])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{where}: {name} must be finite and not negative, not {value}")
+    for value in (beta1, beta2):
+        if not 0.0 <= value < 1.0:
+            raise ConfigError(f"{where}: betas must be in [0, 1), not {(beta1, beta2)}")
+    return Group(params=params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)

@@ -1,0 +1,140 @@
+"""What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
+
+import contextlib
+import difflib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError
+from megatrain.units import is_count, parse_size
+
+UPDATES = ("just_in_time", "immediate")
+MEMORY_KEYS = ("gpu", "host")
+"""What `memory` of an engine may limit."""
+
+_SHOWN = 8
+"""Most names that a refusal lists."""
+
+
+def check(
+    *,
+    max_grad_norm: Any,
+    grad_precision: Any,
+    update: Any,
+    memory: Any,
+    plan: Any,
+    micro_batch: Any,
+    micro_batches: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    seed: Any,
+    precisions: Iterable[str],
+) -> None:
+    """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
+        )
+    if grad_precision not in precisions:
+        raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
+    if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
+        raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
+    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
+        raise ConfigError(f"z_loss must be finite and not negative, not {z_loss!r}")
+    if not is_count(seed, 0):
+        raise ConfigError(f"seed must be a whole number and not negative, not {seed!r}")
+    sizes = micro_batch if micro_batch is not None else (1, 1)
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(is_count(size, 1) for size in sizes):
+        raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
+    if micro_batches is not None and not is_count(micro_batches, 1):
+        raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
+    for name, given in (("memory", memory), ("plan", plan)):
+        mapping(name, given)
+    memory_limits(memory)
+    chunk = (plan or {}).get("loss_chunk")
+    if chunk is not None and not is_count(chunk, 1):
+        raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
+    if update not in UPDATES:
+        raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
+    if max_grad_norm is not None and not positive(max_grad_norm):
+        raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
+    if update == "immediate" and max_grad_norm is not None:
+        raise ConfigError(
+            f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
+            f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
+        )
+
+
+def mapping(name: str, given: Any) -> None:
+    """Raises ConfigError for what is neither a dict nor left out."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
+
+
+def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
+    """Bytes by `gpu` and `host`, where `memory` gives any. Raises ConfigError for another key or no size."""
+    limits = {}
+    for key, given in (memory or {}).items():
+        if key == "nvme" and given:
+            raise ConfigError("memory.nvme is not supported yet")
+        if key not in (*MEMORY_KEYS, "nvme"):
+            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
+        if given is None or given == "auto":
+            continue
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            raise ConfigError(f"memory.{key} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
+        try:
+            limits[key] = parse_size(given)
+        except ValueError as error:
+            raise ConfigError(f"memory.{key}: {error}") from None
+    return limits
+
+
+def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> None:
+    """Raises ConfigError when micro-batches are longer than the model's positions."""
+    if micro_batch is not None and positions is not None and micro_batch[1] > positions:
+        raise ConfigError(
+            f"micro_batch is {tuple(micro_batch)} and the model has positions for {positions} tokens; lower its second "
+            "number"
+        )
+
+
+def model_path(given: Any) -> str:
+    """A model's folder, file or hub id. Raises ConfigError for what is neither text nor a path."""
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"a model is named by a folder, a .gguf file or a hub id, not {given!r}")
+    return os.fspath(given)
+
+
+def folder(given: Any) -> Path:
+    """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
+    try:
+        path = Path(given)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{str(given)[:200]!r} cannot be a folder: {error}") from None
+    return path
+
+
+def positive(value: Any) -> bool:
+    """Whether `value` is a positive finite number; a 0-d tensor is one, a text that looks like one is not."""
+    try:
+        return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
+    known = list(known)
+    shown = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known are {shown}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

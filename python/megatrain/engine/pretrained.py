@@ -1,0 +1,53 @@
+"""A pretrained model as an engine takes it: without storage, with what reads its files into the store."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megatrain.errors import ConfigError
+from megatrain.models.decoder import Decoder
+from megatrain.models.hf_config import load_config
+from megatrain.system.terminal import on_a_terminal
+from megatrain.weights import loader, matching
+
+ProgressFn = Callable[[str, int, int], None]
+"""Called with what is done, bytes done, and bytes in all; from several threads in turn."""
+
+
+def open_pretrained(
+    path: str,
+    revision: str | None,
+    *,
+    precision: str,  # bf16 or fp32
+    freeze: Sequence[str],
+    attention: str,
+    trust_remote_code: bool,
+    progress: ProgressFn | Literal["auto"] | None,
+) -> tuple[Decoder, Callable[[Decoder, Any], None], Path]:
+    """The model, what fills a core with its weights, and the folder of its files, which are checked now. `progress`:
+    what is told how far the reading is; `auto`: a line on standard error where that is a terminal; None: nothing.
+    Raises ConfigError."""
+    if progress not in ("auto", None) and not callable(progress):
+        raise ConfigError(f"progress must be auto, None or a function of (what, done, total), not {progress!r}")
+    files = loader.resolve(path, revision)
+    source = loader.open_weights(files)
+    decoder = Decoder.from_config(
+        load_config(files.folder, trust_remote_code, **files.arguments()),
+        precision=precision,
+        freeze=freeze,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()},
+    )
+    matching.match(source, decoder)
+
+    def load(decoder: Decoder, core: Any) -> None:
+        told = on_a_terminal() if progress == "auto" else progress
+        loader.load(
+            source,
+            decoder,
+            core,
+            progress=None if told is None else lambda done, total: told("reading weights", done, total),
+        )
+
+    return decoder, load, files.folder

@@ -1,0 +1,314 @@
+"""What a model asks of the planner: sizes and work of every unit, measured on the meta device. Allocates nothing."""
+
+import dataclasses
+import inspect
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatrain.engine import compile_memory
+from megatrain.engine.loss import default_chunk, workspace_bytes
+from megatrain.engine.optimizer import AdamW, CoreGroup
+from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
+from megatrain.engine.template import LayerCall, RoutedCall
+from megatrain.errors import ConfigError
+from megatrain.models import per_document
+from megatrain.models.decoder import Decoder
+from megatrain.models.fused_attention import FusedAttention
+from megatrain.models.moe import RoutedLayer, gates_of
+from megatrain.models.recorder import on_meta
+from megatrain.models.types import CORE_DTYPES, PRECISIONS
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One layer with one micro-batch."""
+
+    kept_bytes: int
+    """What its backward needs beyond weights, its input and the shared masks and tables."""
+    flops: int
+    """Of the forward's matmuls, attention counted causally."""
+    running_bytes: int | None = None
+    """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
+
+
+_SHAPES = ("Attempting to broadcast a dimension", "must match the size of tensor", "shapes cannot be multiplied")
+"""What torch says of tensors that do not go together; the first where they have no data."""
+
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
+class _AsOnDevice(TorchFunctionMode):
+    """What meta would do otherwise than the device: attention is fused (its arithmetic is counted here), except with
+    dropout on the CPU, where dropout keeps its mask in the type of the activations."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.flops = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.dropout and self.device == "cpu":
+            given = inspect.signature(F.dropout).bind(*args, **(kwargs or {})).arguments
+            active = given.get("p", 0.5) > 0 and given.get("training", True)
+            return given["input"] * torch.empty_like(given["input"]) if active else given["input"]
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | (kwargs or {})
+        if named.get("dropout_p", 0.0) > 0 and self.device == "cpu":
+            return func(*args, **(kwargs or {}))
+        query, key, value = named["query"], named["key"], named["value"]
+        batch, heads, length, width = query.shape
+        self.flops += batch * heads * length * key.shape[2] * (width + value.shape[-1])
+        return FusedAttention.apply(query, key, value)
+
+
+def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
+    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
+    if compiled and decoder.structures[structure] in decoder.mixing_layers:
+        compiled = False  # with packed rows it runs as it is
+    if compiled:
+        known = _COMPILED.setdefault(decoder, {})
+        if (structure, rows, seq) not in known:
+            known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
+        return known[structure, rows, seq]
+    first = decoder.structures[structure]
+    module = on_meta(decoder.layers[first])
+    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+
+    def to_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(to_meta, record.args[first]), tree_map(to_meta, record.kwargs[first])
+    shared = (*_tensors(args), *_tensors(kwargs))
+    call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
+    gates = gates_of(decoder, first) if decoder.router is not None else []
+    if decoder.router is not None and gates:
+        routed = RoutedLayer(module, decoder.router, gates)
+        call = RoutedCall(routed, None, args, kwargs, decoder.recorder.tuple_output)
+    storages = frozenset(p.untyped_storage()._cdata for p in module.parameters())
+    turn = CheckpointedCall(call, None, storages, 0, lambda: None)
+    turn.use_stage(None, 0, 0, frozenset(t.untyped_storage()._cdata for t in shared))
+    hidden = torch.empty(rows, seq, decoder.hidden_size, dtype=decoder.dtype, device="meta")
+    attention, matmuls = _AsOnDevice(device), FlopCounterMode(display=False)
+    try:
+        with attention, matmuls:
+            output = turn.forward(hidden, "offload", input_on_host=False)
+    except (RuntimeError, NotImplementedError) as error:
+        if any(words in str(error) for words in _SHAPES):
+            name = type(module).__name__
+            raise ConfigError(f"{name} cannot be computed with the numbers of this configuration: {error}") from error
+        log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
+        return _estimate(decoder, module, rows, seq)
+    if getattr(output, "shape", None) != hidden.shape:
+        raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
+    kept = turn.staged_bytes
+    if first in decoder.mixing_layers:
+        kept = per_document.kept_bytes(kept, hidden.numel() * hidden.element_size())
+    return Measured(kept, matmuls.get_total_flops() + attention.flops)
+
+
+_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()
+
+
+def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, device: str) -> Measured:
+    """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
+    eager = measure(decoder, structure, rows, seq, device)
+    first = decoder.structures[structure]
+    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+    try:
+        found = compile_memory.cut(
+            on_meta(decoder.layers[first]),
+            record.args[first],
+            record.kwargs[first],
+            (rows, seq, decoder.hidden_size),
+            decoder.dtype,
+            decoder.recorder.tuple_output,
+        )
+    except Exception as error:
+        # whatever tracing may raise for a layer whose work depends on values, the count of the plain layer is an answer
+        reason = str(error).partition("\n")[0]
+        log.info("%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, reason)
+        return eager
+    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and gates_of(decoder, first) else 0
+    return Measured(found.kept + router, eager.flops, max(found.forward, found.kept + found.backward))
+
+
+def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
+    """For layers whose work depends on values (routing in a loop): as if every expert chosen were a dense layer."""
+    tokens = rows * seq
+    config = decoder.text_config
+    chosen = getattr(config, "num_experts_per_tok", 1)
+    inner = getattr(config, "moe_intermediate_size", getattr(config, "intermediate_size", 0))
+    kept = tokens * decoder.dtype.itemsize * (10 * decoder.hidden_size + 4 * chosen * (inner + decoder.hidden_size))
+    if decoder.router is not None:
+        kept += decoder.router.kept_bytes(tokens)
+    dense = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
+    return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))
+
+
+def plan_request(
+    decoder: Decoder,
+    *,
+    micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
+    micro_batches: int,  # most micro-batches of one step
+    grad_precision: str,
+    update: str,
+    budget: dict[str, int],  # bytes: device, host
+    device: str,  # cuda or cpu
+    optimizer: AdamW | None = None,
+    requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
+    rates: dict[str, float] | None = None,  # measured rates of the machine
+    loss_chunk: int | None = None,
+) -> dict[str, Any]:
+    """The request of `megatrain._core.plan`, as a dict."""
+    rows, seq = micro_batch
+    group = (requests or {}).get("group")
+    if decoder.router is not None and group is not None and group < micro_batches:
+        raise ConfigError(
+            f"plan.group is {group} of {micro_batches} micro-batches: the router's auxiliary loss is taken over all "
+            "tokens of a step, so backward begins when all have been forward; leave plan.group out, or set "
+            "output_router_logits to false"
+        )
+    if decoder.precision == "fp32":
+        grad_precision = "fp32"
+    if grad_precision not in PRECISIONS:
+        raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
+    compiled = bool((requests or {}).get("compile", device == "cuda"))
+    measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
+    groups = _groups(decoder, optimizer or AdamW())
+    tokens = rows * seq
+    aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
+    head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
+    units = []
+    for unit in decoder.units:
+        work = measured[unit.structure] if unit.structure is not None else Measured(0, 0)
+        units.append(
+            {
+                "name": unit.name,
+                "role": unit.role,
+                "tensors": [
+                    {
+                        "name": t.name,
+                        "shape": list(t.shape),
+                        "dtype": CORE_DTYPES[t.dtype],
+                        "role": t.role,
+                        "group": groups.get(t.name, 0),
+                    }
+                    for t in unit.tensors
+                ],
+                "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
+                "input_bytes": aligned_input if unit.role == "layer" else 0,
+                "flops": head_flops if unit.role == "head" else work.flops,
+            }
+        )
+    chunk = loss_chunk or default_chunk(decoder.vocab_size, device)
+    return {
+        "units": units,
+        "tied": decoder.tied,
+        "precision": decoder.precision,
+        "grad_precision": grad_precision,
+        "update": update,
+        "micro_batches": micro_batches,
+        **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
+        "context_bytes": CONTEXT_BYTES if device == "cuda" else 0,
+        "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
+        "budget": dict(budget),
+        "device": device,
+        "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+        "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
+    }
+
+
+def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
+    """Groups as the core takes them, and which are idle. What sees images has the same settings once more: in a step
+    without an image (not `seen`) it has no gradient, so torch leaves it as it is."""
+    groups = optimizer.core_groups()
+    if decoder.vision_spec is None:
+        return groups, []
+    return groups * 2, [] if seen else [*range(len(groups), 2 * len(groups))]
+
+
+def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
+    """The number, among those of `core_groups`, of each trained tensor's group."""
+    groups = optimizer.assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
+    if decoder.vision_spec is None:
+        return groups
+    return {name: n + len(optimizer.groups) * decoder.sees_with(name) for name, n in groups.items()}
+
+
+CONTEXT_BYTES = 640 << 20
+"""Device memory that the CUDA context and the workspaces of its libraries take; measured on an H100."""
+
+FRAGMENTATION = 0.05
+"""What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""
+
+REQUESTS = (
+    "slots",
+    "slabs",
+    "group",
+    "activation",
+    "keep",
+    "inputs",
+    "state_on_device",
+    "updates_on_device",
+    "stage_buffers",
+    "parts",
+    "accumulate",
+)
+"""Numbers of a plan that may be given instead of derived."""
+
+RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
+"""Measured rates that the planner reads."""
+
+
+def _workspace(
+    decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
+) -> dict[str, int]:
+    """Upper bounds of what torch allocates on the device at one time for work in progress: beside everything that is
+    kept, and when all of that is gone."""
+    size = decoder.dtype.itemsize
+    hidden = tokens * decoder.hidden_size * size
+    weights = max(
+        sum(torch.Size(t.shape).numel() for t in unit.tensors) * size for unit in decoder.units if unit.role == "layer"
+    )
+    # a layer's activations, its gradients, and a few tensors of its widest part
+    running = [
+        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
+        for m in measured
+    ]
+    beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
+    loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    step_tokens = tokens * micro_batches
+    embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
+    front = grads = deepstack = 0
+    if decoder.vision_spec is not None:
+        # as if every token were an image's: how many are is not known before the first step
+        trained = [t for t in decoder.units[0].tensors if t.role == "trainable" and decoder.sees_with(t.name)]
+        front = int(tokens * decoder.vision_spec.running_bytes)
+        grads = int(tokens * decoder.vision_spec.kept_bytes) if trained else 0
+        grads += sum(torch.Size(t.shape).numel() for t in trained) * size
+        deepstack = decoder.vision_spec.deepstack * hidden
+    # between two layers every micro-batch has one gradient or one set of hidden states
+    passing = (micro_batches + 1) * hidden + micro_batches * deepstack
+    return {
+        "workspace_bytes": max(beside, loss, front) + passing,
+        "late_workspace_bytes": max(*running, embed + front + grads) + passing,
+    }
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    from torch.utils._pytree import tree_flatten
+
+    return [value for value in tree_flatten(tree)[0] if isinstance(value, Tensor)]

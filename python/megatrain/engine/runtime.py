@@ -1,0 +1,337 @@
+"""The planned core of a model: made when it is first needed, filled, and given templates over its memory."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from megatrain import _core
+from megatrain.engine import options as arguments
+from megatrain.engine.device_memory import Region
+from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
+from megatrain.engine.inputs import StepInputs
+from megatrain.engine.optimizer import AdamW, CoreGroup
+from megatrain.engine.profile import REQUESTS, core_groups, plan_request
+from megatrain.engine.step import StepTemplates
+from megatrain.engine.template import GradientViews, LayerTemplate, unit_layouts
+from megatrain.errors import ConfigError, EngineBroken
+from megatrain.models.decoder import Decoder
+from megatrain.models.types import PRECISIONS
+from megatrain.system import hardware
+from megatrain.weights import initialize
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[Decoder, Any], None]
+"""Fills the store: called once with the decoder and the core."""
+
+_OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "compile"})
+"""What `plan` of an engine may give."""
+_DEFAULT_SEQ = 4096
+
+
+class Runtime:
+    """A core, the plan it was made by, and the templates over its regions.
+
+    With sizes given, all of it is made at once. Without, at first use, and again for anything larger.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: AdamW,
+        core_device: _core.Device,
+        device: torch.device,
+        *,
+        update: str,
+        grad_precision: str,
+        memory: Mapping[str, Any] | None,
+        plan: Mapping[str, Any] | None,
+        micro_batch: tuple[int, int] | None,
+        micro_batches: int | None,
+        load: Load | None,
+        rates: Mapping[str, float] | None,
+        seed: int,
+    ) -> None:
+        unknown = sorted(set(plan or {}) - PLAN_KEYS)
+        if unknown:
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; known are {', '.join(sorted(PLAN_KEYS))}")
+        self._decoder, self._optimizer = decoder, optimizer
+        self._core_device, self.device = core_device, device
+        self._update = update
+        self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
+        self._limits = arguments.memory_limits(memory)
+        self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
+        """Numbers of the plan and switches that were asked for."""
+        self._rates = dict(rates or {})
+        self._load, self._seed = load, seed
+        self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
+        if self.compiled and self.device.type != "cuda":
+            raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
+        self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        self._sized = micro_batch is not None and micro_batches is not None
+        self._core: Any = None
+        self._workshop: StepTemplates | None = None
+        self._plan: dict[str, Any] = {}
+        self._closed = False
+        self.undefined = ""
+        """Why the state is no state of training, where a load was cut off."""
+        self._emptied = False
+        """Whether values were taken out of the model; they are gone when setting up fails after that."""
+        if micro_batch is not None and micro_batches is not None:
+            self._start(micro_batch, micro_batches, self._fill)
+
+    @property
+    def core(self) -> Any:
+        """The native engine; planned, allocated and filled here where it is not yet."""
+        if self._core is None:
+            seq = min(self._decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
+            self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
+        return self._core
+
+    @property
+    def workshop(self) -> StepTemplates:
+        """Templates and views over the core's memory."""
+        assert self.core is not None  # which makes them
+        assert self._workshop is not None
+        return self._workshop
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan in force."""
+        assert self.core is not None  # which makes it
+        return self._plan
+
+    def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
+        """What the planner is asked; see `request.plan_request`."""
+        return plan_request(
+            self._decoder,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            grad_precision=self.grad_precision,
+            update=self._update,
+            budget=self._budget(),
+            device=self.device.type,
+            optimizer=self._optimizer,
+            requests=self.settings,
+            rates=self._rates,
+            loss_chunk=self.settings.get("loss_chunk"),
+        )
+
+    def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
+        """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
+        return core_groups(self._decoder, self._optimizer, seen)
+
+    def ready(self, prepared: StepInputs, between_passes: bool) -> Any:
+        """The core, planned at least for these micro-batches. `between_passes`: no gradients wait for their update."""
+        largest, count = prepared.largest, len(prepared.micro_batches)
+        if self._core is None:
+            self._start(self.micro_batch or largest, self.micro_batches or count, self._fill)
+        assert self.micro_batch is not None
+        assert self.micro_batches is not None
+        more_tokens = largest[0] * largest[1] > self.micro_batch[0] * self.micro_batch[1]
+        if not self._sized and between_passes and (more_tokens or count > self.micro_batches):
+            self._plan_again(largest if more_tokens else self.micro_batch, max(count, self.micro_batches))
+            return self._core
+        if count > self.micro_batches:
+            raise ConfigError(
+                f"{count} micro-batches, but the engine was planned for {self.micro_batches} a step; create it with "
+                f"micro_batches={count}"
+            )
+        planned_memory = self.workshop.stage is not None or self.device.type == "cuda"
+        if planned_memory and more_tokens:
+            raise ConfigError(
+                f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
+                f"{self.micro_batch[0]} by {self.micro_batch[1]}; create it with the largest micro_batch"
+            )
+        return self._core
+
+    def plan_sums(self) -> None:
+        """Plans a store for gradients of several passes, where sizes were not given and nothing forbids it."""
+        if self._sized or self.settings.get("accumulate") or self._update == "immediate":
+            return
+        self.settings["accumulate"] = True
+        if self._core is not None:
+            assert self.micro_batch is not None
+            assert self.micro_batches is not None
+            self._plan_again(self.micro_batch, self.micro_batches)
+
+    def check(self) -> None:
+        """Raises EngineBroken when nothing can be asked any more, with the cause."""
+        if self._closed:
+            raise EngineBroken("the engine is closed")
+        if self.undefined:
+            raise EngineBroken(self.undefined)
+        if self._core is not None:
+            self._core.check()
+        elif self._emptied:
+            raise EngineBroken(
+                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+            )
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        core, self._core, self._workshop, self._closed = self._core, None, None, True
+        if core is not None:
+            core.close()
+
+    @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
+    def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
+        """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
+        self.check()
+        request = json.dumps(self.request(micro_batch, micro_batches))
+        options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        try:
+            planned = _core.plan(request)
+            core = _core.Engine(self._core_device, request, planned, json.dumps(options))
+        except ValueError as error:
+            raise ConfigError(f"this cannot be planned: {error}") from error
+        for warning in core.warnings():
+            log.warning("%s", warning)
+        try:
+            fill(core)
+            workshop = self._build(core, json.loads(planned))
+        except BaseException:
+            core.close()
+            raise
+        self._core, self._workshop, self._plan = core, workshop, json.loads(planned)
+        self.micro_batch, self.micro_batches = micro_batch, micro_batches
+
+    def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> None:
+        """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
+        before = self._core
+        before.drain()
+        log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
+        self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+        before.close()
+
+    def _budget(self) -> dict[str, int]:
+        facts = hardware.read(gpus=self.device.type == "cuda")
+        on_device = facts.gpu_budget() if self.device.type == "cuda" else facts.host_budget()
+        return {
+            "device": self._limits.get("gpu", on_device),
+            "host": self._limits.get("host", facts.host_budget()),
+        }
+
+    def _fill(self, core: Any) -> None:
+        """Puts the model's values into the store, each tensor given up as soon as it is there."""
+        decoder = self._decoder
+        values = decoder.values
+        if self._load is not None:
+            self._load(decoder, core)
+            values.clear()
+            return
+        if not any(not ref.is_buffer and name in values for name, ref in decoder.tensors.items()):
+            initialize.initialize(decoder, core, self._seed, device=self.device.type)
+            values.clear()
+            return
+        missing = [name for name in decoder.tensors if name not in values]
+        if missing:
+            raise ConfigError(f"{missing[0]} has no values (it is on the meta device) while other parameters have")
+        self._emptied = True
+        for name, ref in decoder.tensors.items():
+            value = values.pop(name).detach().cpu()
+            plane = "master" if ref.role == "trainable" else "weights"
+            if ref.role != "trainable":
+                value = value.to(ref.dtype)
+            try:
+                core.write(ref.unit, ref.tensor, plane, value.contiguous().flatten())
+            except ValueError as error:
+                raise ConfigError(f"the model's weights cannot be trained: {error}") from None
+
+    def _build(self, core: Any, plan: dict[str, Any]) -> StepTemplates:
+        """Templates and views over the core's regions."""
+        decoder = self._decoder
+        layouts = unit_layouts(decoder, json.loads(core.layout()))
+
+        def region(name: Any) -> Region | None:
+            buffer = core.region(name)
+            return Region(from_dlpack(buffer)) if len(buffer) else None
+
+        places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
+        assert places is not None
+        return StepTemplates(
+            decoder=decoder,
+            layouts=layouts,
+            weights=places,
+            stage=stage,
+            stage_bytes=int(plan.get("stage_bytes") or 0),
+            embed=EmbedTemplate(decoder, layouts[0], places),
+            layers=[
+                LayerTemplate(decoder, s, layouts[first + 1], places, self.compiled)
+                for s, first in enumerate(decoder.structures)
+            ],
+            head=HeadTemplate(decoder, layouts[-1], places, layouts[0]),
+            grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
+            sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
+            generator=_seeder(self.device),
+            group=int(plan["group"]),
+        )
+
+
+def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
+    """Moves every plane and count from one core to another, a tensor at a time."""
+    for ref in decoder.tensors.values():
+        size = torch.Size(ref.shape).numel()
+        if ref.role == "frozen":
+            planes = [("weights", torch.empty(size, dtype=ref.dtype))]
+        else:
+            planes = [(plane, torch.empty(size)) for plane in ("master", "exp_avg", "exp_avg_sq")]
+            target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
+        for plane, values in planes:
+            source.read(ref.unit, ref.tensor, plane, values)
+            target.write(ref.unit, ref.tensor, plane, values)
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bf16 on a card that computes in it, and fp32 on the CPU. Raises ConfigError where neither is right."""
+    if precision == "auto":
+        if device.type == "cpu":
+            return "fp32"
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return "bf16"
+        raise ConfigError(
+            f"precision: auto: {torch.cuda.get_device_name(device)} has no native bf16; ask for precision: fp32"
+        )
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision must be auto, {' or '.join(PRECISIONS)}, not {precision!r}")
+    return precision
+
+
+def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
+    """The core's device and torch's. Raises ConfigError for a device that is not there, or is of another kind."""
+    if isinstance(device, _core.Device):
+        return device, (
+            torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        )
+    kind, colon, ordinal = str(device).partition(":")
+    numbered = not colon or (kind != "auto" and ordinal.isdecimal())
+    if type(device) not in (str, torch.device) or kind not in ("auto", "cuda", "cpu") or not numbered:
+        raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, as a string or a torch.device, not {device!r}")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    number = int(ordinal or 0)
+    if kind == "cpu":
+        if number:
+            raise ConfigError(f"device is {str(device)!r}, and the host is one device: write cpu")
+        return _core.Device.cpu(), torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(hardware.no_card(hardware.read().gpu_reason or "torch finds none"))
+    cards = torch.cuda.device_count()
+    if number >= cards:
+        there = "the only card is cuda:0" if cards == 1 else f"cards are cuda:0 to cuda:{cards - 1}"
+        raise ConfigError(f"device is {str(device)!r}, and there is no such card; {there}")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(number)
+    return _core.Device.cuda(number), torch.device("cuda", number)
+
+
+def _seeder(device: torch.device) -> Callable[[int], None]:
+    """Seeds the generator that layers on the device draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index].manual_seed  # type: ignore[return-value]
+    return torch.default_generator.manual_seed  # type: ignore[return-value]

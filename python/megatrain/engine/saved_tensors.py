@@ -1,0 +1,313 @@
+"""What autograd keeps between a layer's forward and its backward, and where: kept, offloaded or recomputed.
+
+All three are one pair of hooks on saved tensors. Packing turns a saved tensor into a handle: a weight becomes its place
+in the unit's image, since the slot will hold another unit by then; the layer's input becomes a reference to wherever
+the input is; anything else stays as it is, goes to the stage, or is forgotten and made again.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatrain.engine.device_memory import Region
+
+log = logging.getLogger(__name__)
+
+STAGE_ALIGN = 256
+"""Bytes to which everything on the stage is aligned."""
+_SMALL_BYTES = 4096
+"""Saved tensors below this are not worth a copy to the host."""
+
+
+class _Stop(Exception):
+    """EmbedHead a recomputation at the last tensor that backward needs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weight:
+    byte: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Input:
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Staged:
+    byte: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recomputed:
+    index: int
+
+
+class CheckpointedCall:
+    """One layer with one micro-batch, from its forward until its backward has ended.
+
+    Holds neither the layer's input nor its output when they are elsewhere: the graph is entered and left by edges.
+    """
+
+    __slots__ = (
+        "_aux",
+        "_count",
+        "_image",
+        "_input",
+        "_input_storage",
+        "_layer",
+        "_leaf",
+        "_on_stage",
+        "_out",
+        "_region",
+        "_rerun",
+        "_reseed",
+        "_shape",
+        "_shared",
+        "_stage",
+        "_stage_at",
+        "_stage_bytes",
+        "_staged",
+        "_storages",
+        "aux",
+    )
+
+    def __init__(
+        self,
+        # the unit with this micro-batch's arguments, its weights bound; it may return a second tensor beside its output
+        layer: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]],
+        region: Region | None,  # `weights`; None where nothing will be unpacked
+        storages: frozenset[int],  # those that hold weights
+        image: int,  # byte of the unit's image in the region
+        reseed: Callable[[], None],  # puts the random state where this turn's forward found it
+    ) -> None:
+        self._layer = layer
+        self._region = region
+        self._storages = storages
+        self._image = image
+        self._reseed = reseed
+        self.aux: Tensor | None = None
+        """The second tensor that the layer returned, detached."""
+        self._aux: GradientEdge | None = None
+        self._count = 0
+        self._rerun: list[Tensor | None] | None = None
+        self._stage: Region | None = None
+        self._stage_at: int | None = None
+        self._stage_bytes = 0
+        self._staged = 0
+        self._on_stage: dict[tuple[int, int, int], tuple[StorageWeakRef, _Staged, int]] = {}
+        self._shared: frozenset[int] = frozenset()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes put on the stage so far."""
+        return self._staged
+
+    def use_stage(self, stage: Region | None, at: int, capacity: int, shared: frozenset[int]) -> None:
+        """Saved tensors (offloaded) and, where the input goes to the host, the input are copied to `stage` from byte
+        `at` on, `capacity` bytes at most. `shared` are storages that stay on the device anyway (masks, rotary
+        tables). With no stage, only the bytes are counted."""
+        self._stage, self._stage_at, self._stage_bytes, self._shared = stage, at, capacity, shared
+
+    def forward(self, hidden: Tensor, activation: str, input_on_host: bool) -> Tensor:
+        """The layer's output (detached) for `hidden` (batch, seq, width), with what its backward needs."""
+        leaf = hidden.detach().requires_grad_()
+        self._leaf = leaf
+        self._shape = tuple(hidden.shape)
+        self._input = leaf.detach()
+        self._input_storage = leaf.untyped_storage()._cdata
+        if input_on_host:
+            self._copy_to_stage(self._input)
+        pack = {"keep": self._keep, "offload": self._offload, "recompute": self._forget}[activation]
+        self._reseed()
+        with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
+            result = self._layer(leaf)
+        output, aux = result if isinstance(result, tuple) else (result, None)
+        self._out = get_gradient_edge(output)
+        if aux is not None:
+            self.aux = aux.detach()
+            self._aux = get_gradient_edge(aux) if aux.requires_grad else None
+        self._on_stage.clear()
+        if input_on_host:
+            # the graph's leaf must not hold the memory that has gone to the host
+            leaf.data = leaf.new_empty(0)
+            self._input = leaf.new_empty(0)
+        return output.detach()
+
+    def backward(
+        self,
+        grad: Tensor,  # gradient of the output, (batch, seq, width)
+        parameters: list[Tensor],  # what else gradients are wanted of
+        image: int,  # where the unit's image is now
+        stage_at: int | None,  # where on the stage its activations are now
+        aux: Tensor | None = None,  # gradient of the layer's second tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and of each parameter; None where there is none."""
+        self._image = image
+        self._stage_at = stage_at
+        if not self._input.numel() and stage_at is not None and self._stage is not None:
+            self._input = self._stage.view(stage_at, self._shape, self._leaf.dtype)
+            self._input_storage = self._stage.storage
+        outputs, grads = [self._out], [grad]
+        if aux is not None and self._aux is not None:
+            outputs, grads = [*outputs, self._aux], [*grads, aux]
+        return torch.autograd.grad(outputs, (self._leaf, *parameters), grads, allow_unused=True)
+
+    # -------------------------------------------------------------------------------------------- packing
+
+    def _common(self, tensor: Tensor, storage: int) -> _Weight | _Input | None:
+        if storage in self._storages:
+            byte = int(tensor.storage_offset()) * tensor.element_size() - self._image
+            return _Weight(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if storage == self._input_storage and tensor.dtype == self._input.dtype:
+            offset = int(tensor.storage_offset()) - int(self._input.storage_offset())
+            return _Input(offset, tuple(tensor.shape), tensor.stride())
+        return None
+
+    def _keep(self, tensor: Tensor) -> Any:
+        return self._common(tensor, tensor.untyped_storage()._cdata) or _Kept(tensor, tensor._version)
+
+    def _offload(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()._cdata
+        common = self._common(tensor, storage)
+        if common is not None:
+            return common
+        small = tensor.numel() * tensor.element_size() < _SMALL_BYTES
+        if small or storage in self._shared or tensor.device != self._leaf.device:
+            return _Kept(tensor, tensor._version)
+        return self._copy_to_stage(tensor)
+
+    def _forget(self, tensor: Tensor) -> Any:
+        common = self._common(tensor, tensor.untyped_storage()._cdata)
+        if common is not None:
+            return common
+        self._count += 1
+        return _Recomputed(self._count - 1)
+
+    def _copy_to_stage(self, tensor: Tensor) -> "_Staged | _Kept":
+        """Copies a tensor to the stage, once however many views of the same elements are saved; of one with gaps (half
+        of a fused projection) all that it is a view of. What no longer fits, since a kernel saves more than was
+        measured, stays on the device."""
+        storage = tensor.untyped_storage()
+        if not is_dense(tensor):
+            # a view with gaps is fetched with the same gaps: kernels round by strides, so a gapless copy would show
+            whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            staged = self._copy_to_stage(whole)
+            if isinstance(staged, _Kept):
+                return _Kept(tensor, tensor._version)
+            byte = staged.byte + int(tensor.storage_offset()) * tensor.element_size()
+            return _Staged(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if key in self._on_stage:
+            alive, staged, version = self._on_stage[key]
+            expired = alive.expired()  # type: ignore[no-untyped-call]
+            if not expired and version == tensor._version and staged.dtype == tensor.dtype:
+                return _Staged(staged.byte, shape, stride, tensor.dtype)
+        staged = _Staged(self._staged, shape, stride, tensor.dtype)
+        end = self._staged + tensor.numel() * tensor.element_size()
+        if self._stage is not None:
+            if end > self._stage_bytes:
+                _say_overflow(self._stage_bytes, end)
+                return _Kept(tensor, tensor._version)
+            assert self._stage_at is not None
+            target = self._stage.view(self._stage_at + staged.byte, shape, tensor.dtype, stride)
+            target.copy_(tensor)
+        self._staged = -(-end // STAGE_ALIGN) * STAGE_ALIGN
+        alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._on_stage[key] = (alive, staged, tensor._version)
+        return staged
+
+    # ------------------------------------------------------------------------------------------ unpacking
+
+    def _unpack(self, handle: Any) -> Tensor:
+        kind = type(handle)
+        if kind is _Weight:
+            assert self._region is not None
+            return self._region.view(self._image + handle.byte, handle.shape, handle.dtype, handle.stride)
+        if kind is _Kept:
+            if handle.tensor._version != handle.version:
+                raise RuntimeError(
+                    f"a tensor {tuple(handle.tensor.shape)} that a layer's backward needs was changed in place after "
+                    f"it was saved (version {handle.tensor._version}, expected {handle.version})"
+                )
+            return cast("Tensor", handle.tensor)
+        if kind is _Input:
+            base = self._input
+            return base.as_strided(handle.shape, handle.stride, int(base.storage_offset()) + handle.offset)
+        if kind is _Staged:
+            assert self._stage is not None
+            assert self._stage_at is not None
+            return self._stage.view(self._stage_at + handle.byte, handle.shape, handle.dtype, handle.stride)
+        if self._rerun is None:
+            self._rerun = self._recompute()
+        tensor, self._rerun[handle.index] = self._rerun[handle.index], None
+        assert tensor is not None, "a saved tensor was asked for twice"
+        return cast("Tensor", tensor)
+
+    def _recompute(self) -> list[Tensor | None]:
+        """Runs the layer again up to the last tensor that its backward needs (its last matmul is not repeated)."""
+        made: list[Tensor | None] = []
+
+        def collect(tensor: Tensor) -> None:
+            if self._common(tensor, tensor.untyped_storage()._cdata) is None:
+                made.append(tensor)
+                if len(made) == self._count:
+                    raise _Stop
+
+        leaf = self._input.detach().requires_grad_()
+        self._reseed()
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(collect, _never):
+                self._layer(leaf)
+        except _Stop:
+            pass
+        if len(made) != self._count:
+            raise RuntimeError(f"a layer saved {self._count} tensors in forward and {len(made)} when recomputed")
+        return made
+
+
+@functools.cache
+def _say_overflow(capacity: int, needed: int) -> None:
+    log.warning(
+        "a layer saves at least %d bytes, more than the %d that are staged for it; the rest stays on the device",
+        needed,
+        capacity,
+    )
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the graph of a recomputation is never walked")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are one gapless stretch of its storage, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True

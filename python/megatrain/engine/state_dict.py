@@ -1,0 +1,84 @@
+"""What an engine holds, read as tensors: weights, moments, gradients, and the figures of its last step."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.options import nearest
+
+if TYPE_CHECKING:
+    from megatrain.engine.engine import Engine
+    from megatrain.models.decoder import Decoder
+    from megatrain.models.types import TensorRef
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Where the last step's time went."""
+
+    lanes: dict[str, float]
+    """Seconds each lane was busy."""
+    bound: str
+    """The lane that was busy longest; `launching` where a card mostly waited for the launches of what it computes."""
+    raw: dict[str, Any]
+    """Everything the core reports."""
+
+
+class StateDict(Mapping[str, Tensor]):
+    """Hugging Face names to master weights (fp32; frozen tensors in their own type), each read when asked for."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        decoder = engine.decoder
+        self._names = {name: name for name in decoder.tensors} | decoder.aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._engine.weight(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __reduce__(self) -> Any:
+        """Refused: what is pickled would be the engine with all it holds, not the weights."""
+        raise TypeError(
+            "engine.state_dict() reads weights from the engine when asked for them, so it cannot be pickled: save "
+            "dict(engine.state_dict()), which copies all of them into memory, or call engine.save_pretrained(folder)"
+        )
+
+
+def find(decoder: "Decoder", name: str, trained: bool) -> "TensorRef":
+    """The tensor of a Hugging Face name. Raises KeyError where there is none, or it is not trained and has to be."""
+    ref = decoder.tensors.get(decoder.aliases.get(name, name))
+    if ref is None:
+        raise KeyError(f"the model has no parameter {name!r}; {nearest(name, decoder.tensors)}")
+    if trained and ref.role != "trainable":
+        raise KeyError(f"{name} is frozen, so it has neither moments nor gradient")
+    return ref
+
+
+def weight(core: Any, ref: "TensorRef") -> Tensor:
+    """A copy of the fp32 master of a trained tensor, or of a frozen one in its own type."""
+    trained = ref.role == "trainable"
+    return read(core, ref, "master" if trained else "weights", torch.float32 if trained else ref.dtype)
+
+
+def optimizer_state(core: Any, ref: "TensorRef") -> dict[str, Any]:
+    """Copies of the moments (fp32), and how often the tensor was updated."""
+    return {
+        "exp_avg": read(core, ref, "exp_avg", torch.float32),
+        "exp_avg_sq": read(core, ref, "exp_avg_sq", torch.float32),
+        "step": core.step_count(ref.unit, ref.tensor),
+    }
+
+
+def read(core: Any, ref: "TensorRef", plane: str, dtype: torch.dtype) -> Tensor:
+    """A copy of one plane of a tensor, in the tensor's shape."""
+    out = torch.empty(torch.Size(ref.shape).numel(), dtype=dtype)
+    core.read(ref.unit, ref.tensor, plane, out)
+    return out.view(ref.shape)

@@ -1,0 +1,359 @@
+"""One pass over the units: forward, loss, backward. What to compute next, and where everything is, the core says."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.device_memory import Region
+from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
+from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
+from megatrain.engine.saved_tensors import CheckpointedCall
+from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout
+from megatrain.models.decoder import Decoder
+from megatrain.models.vision import add_features, of_features
+
+Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
+
+
+class ComputeOp(Protocol):
+    """`megatrain._core.ComputeOp`."""
+
+    phase: Phase
+    unit: int
+    micro_batch: int
+    first: bool
+    last: bool
+    weights: int
+    tied_weights: int | None
+    grad: int | None
+    accumulator: int | None
+    tied_accumulator: int | None
+    tied_grad: int | None
+    round_tied: bool
+    activation: Literal["keep", "offload", "recompute"]
+    input_on_host: bool
+    stage: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class StepTemplates:
+    """What passes share: templates, and views of the engine's regions."""
+
+    decoder: Decoder
+    layouts: list[UnitLayout]
+    weights: Region
+    stage: Region | None
+    stage_bytes: int
+    embed: EmbedTemplate
+    layers: list[LayerTemplate]
+    """By structure."""
+    head: HeadTemplate
+    grads: list[GradientViews]
+    """By unit: views in region `grads`, transfer precision."""
+    sums: list[GradientViews]
+    """By unit: views in region `accumulators`, fp32."""
+    generator: Callable[[int], None]
+    """Seeds the device's random state."""
+    group: int
+    """Micro-batches that pass through a unit before the next one is loaded."""
+
+    def train(self, training: bool) -> None:
+        """Switches dropout on or off everywhere."""
+        self.embed.train(training)
+        self.head.train(training)
+        for layer in self.layers:
+            layer.train(training)
+
+
+class Pass:
+    """The micro-batches of one step on their way through the model."""
+
+    def __init__(
+        self,
+        workshop: StepTemplates,
+        prepared: StepInputs,
+        preparer: InputPreprocessor,
+        options: LossOptions,
+        *,
+        training: bool,
+        seed: int = 0,
+        step: int = 0,
+        collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,  # instead of scoring, without training
+    ) -> None:
+        self._shop = workshop
+        self._options = options
+        self._training = training
+        self._seed, self._step = seed, step
+        self._collect = collect
+        self._preparer = preparer
+        self._prepared = prepared
+        count = len(prepared.micro_batches)
+        # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
+        with_batch = options.loss_fn is not None
+        moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
+        moved[: workshop.group] = map(preparer.with_record, moved[: workshop.group])
+        self._micro: list[MicroBatch | None] = list(moved)
+        tables = prepared.tables if training else {}
+        self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
+        preparer.end_copies()
+        self._hidden: list[Tensor | None] = [None] * count
+        self._grad: list[Tensor | None] = [None] * count
+        self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
+        """Of each micro-batch, what is added behind a unit on the way forward, and its gradient on the way back."""
+        self._turns: dict[tuple[int, int], CheckpointedCall] = {}
+        self._rows: dict[int, RowSums] = {}
+        self._routed: dict[tuple[int, int], Tensor] = {}
+        """By unit and micro-batch: (2, E) sums of its routers."""
+        self._router_grad: Tensor | None = None
+        self.aux_loss: Tensor | None = None
+        """The router's auxiliary loss over all tokens of the step (0-d, on the device), without its coefficient."""
+        self.losses: list[Tensor | None] = [None] * count
+        """Sum of losses of each micro-batch (0-d, on the device)."""
+        self.logprobs: list[Tensor | None] = [None] * count
+        """Without training: log-probabilities of each micro-batch's targets (batch * seq,)."""
+        self.collected: list[Tensor | None] = [None] * count
+        """What `collect` made of each micro-batch."""
+        self._phases: dict[Phase, Callable[[Any], None]] = {
+            "embed": self._embed,
+            "forward": self._forward,
+            "loss": self._loss,
+            "backward": self._backward,
+            "embed_backward": self._embed_backward,
+        }
+
+    def run(
+        self, core: Any, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
+        before its backward begins; `check` may raise before each operation."""
+        with torch.no_grad():  # templates switch gradients on where a graph is wanted
+            while (op := core.next()) is not None:
+                check()
+                self._phases[op.phase](op)
+                if on_loss is not None and op.phase == "loss":
+                    loss = self.losses[op.micro_batch]
+                    assert loss is not None
+                    on_loss(loss)
+                core.finish(op)
+
+    def _embed(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop = self._shop
+        micro = self._micro[m]
+        assert micro is not None
+        if m >= shop.group:  # masks of one group at a time
+            micro = self._micro[m] = self._preparer.with_record(micro)
+        shop.embed.bound.bind(op.weights)
+        self._reseed(m, 0)
+        self._hidden[m], features = shop.embed.forward(micro)
+        self._features[m] = dict(enumerate(features, 1))
+
+    def _forward(self, op: ComputeOp) -> None:
+        unit, m = op.unit, op.micro_batch
+        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        assert micro is not None
+        assert micro.record is not None
+        assert hidden is not None
+        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template.bind(op.weights, unit - 1)
+        layer = self._layer(template, micro, unit - 1)
+        if not self._training:
+            self._hidden[m] = self._with_features(micro, unit, m, layer(hidden))
+            return
+        turn = CheckpointedCall(
+            layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit)
+        )
+        if op.stage is not None:
+            shared = micro.record.storages() | (
+                micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
+            )
+            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
+        self._hidden[m] = None  # the turn holds it, or the stage does
+        self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
+        if turn.aux is not None:
+            self._routed[unit, m] = turn.aux
+        self._turns[unit, m] = turn
+
+    def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
+        """What a layer returned, with the features of images that the model adds to it."""
+        features = self._features[m].pop(unit, None)
+        if features is None or micro.record is None or micro.record.visual is None:
+            return hidden
+        return add_features(hidden, micro.record.visual, features)
+
+    def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
+        """The `layer`-th layer as a function of the micro-batch's hidden states."""
+        if micro.document_buckets is not None and layer in micro.document_buckets.layers:
+            return micro.document_buckets.call(template, layer, self._training)
+        assert micro.record is not None
+        args, kwargs = micro.record.args[layer], micro.record.kwargs[layer]
+        if not self._training:
+            return template.call(args, kwargs)
+        return template.training_call(args, kwargs, micro.counted)
+
+    def _loss(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        assert micro is not None
+        assert hidden is not None
+        self._hidden[m] = None
+        shop.head.bind(op.weights, op.tied_weights)
+        if not self._training:
+            if self._collect is not None:
+                self.collected[m] = self._collect(shop.head, hidden)
+            else:
+                self.losses[m], self.logprobs[m] = shop.head.score(hidden, micro, self._options)
+            self._micro[m] = None
+            return
+        self._reseed(m, op.unit)
+        sums = self._targets(op)
+        self.losses[m], self._grad[m] = shop.head.train_step(
+            hidden, micro, self._options, sums, self._tied_sum(op), op.first
+        )
+        self._round(op)
+        if op.round_tied:
+            self._round_tied(op)
+
+    def _backward(self, op: ComputeOp) -> None:
+        unit, m = op.unit, op.micro_batch
+        shop, grad = self._shop, self._grad[m]
+        assert grad is not None
+        micro = self._micro[m]
+        assert micro is not None
+        assert micro.record is not None
+        vision_spec, visual = shop.decoder.vision_spec, micro.record.visual
+        if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
+            self._features[m][unit] = of_features(grad, visual)
+        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template.bind(op.weights, unit - 1)
+        if self._routed and self._router_grad is None:
+            self._balance()
+        turn = self._turns.pop((unit, m))
+        grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
+        assert grads[0] is not None
+        self._grad[m] = grads[0]
+        accumulate([t for t in self._targets(op) if t is not None], grads[1:], op.first)
+        self._round(op)
+
+    def _balance(self) -> None:
+        """The router's auxiliary loss, once every layer has seen every micro-batch, and what it sends back to each."""
+        router, count = self._shop.decoder.router, len(self._micro)
+        assert router is not None
+        units = {unit for unit, _ in self._routed}
+        assert len(self._routed) == len(units) * count, "backward began before all routers had run"
+        # in one order, whatever the plan's was
+        sums = torch.stack([self._routed[key] for key in sorted(self._routed)]).double().sum(0)
+        self.aux_loss, grad = router.total(sums)
+        self._router_grad = grad.to(next(iter(self._routed.values())).dtype)
+
+    def _embed_backward(self, op: ComputeOp) -> None:
+        m = op.micro_batch
+        shop, micro, grad = self._shop, self._micro[m], self._grad[m]
+        assert micro is not None
+        assert grad is not None
+        self._grad[m] = self._micro[m] = None
+        shop.embed.bound.bind(op.weights)
+        if op.first:
+            self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
+        if op.grad is not None:
+            self._reseed(m, 0)
+            features = self._features[m]
+            of_rows, of_others = shop.embed.backward(micro, grad, [features[unit] for unit in sorted(features)])
+            for (table, _), where, part in zip(shop.decoder.tables, micro.lookups, of_rows, strict=True):
+                if table in self._rows and part is not None:
+                    self._rows[table].add(where, part)
+            targets = self._targets(op)
+            accumulate([t for i in shop.embed.others if (t := targets[i]) is not None], of_others, op.first)
+        if op.last and op.grad is not None:
+            self._finish_embedding(op)
+
+    def _finish_embedding(self, op: ComputeOp) -> None:
+        """The embedding's own use is added once to the head's, where tied, and rounded with everything else."""
+        shop = self._shop
+        assert op.grad is not None
+        grads, sums = shop.grads[0].at(op.grad), self._targets(op)
+        tied = self._tied_tensor()
+        for table, rows in self._rows.items():
+            grad = grads[table]
+            assert grad is not None
+            if table != tied:
+                rows.write(grad)
+                continue
+            total = grad
+            if op.tied_accumulator is not None:
+                view = shop.sums[0].at(op.tied_accumulator)[table]
+                assert view is not None
+                total = view
+            rows.add_to(total)
+            if total is not grad:
+                grad.copy_(total)
+        if op.accumulator is not None and shop.embed.others:
+            rounded = [(g, s) for i in shop.embed.others if (g := grads[i]) is not None and (s := sums[i]) is not None]
+            torch._foreach_copy_([g for g, _ in rounded], [s for _, s in rounded])
+        self._rows = {}
+
+    def _targets(self, op: ComputeOp) -> list[Tensor | None]:
+        """Where each tensor's gradient is summed: the accumulator where there is one, else the transfer buffer."""
+        if op.accumulator is not None:
+            return self._shop.sums[op.unit].at(op.accumulator)
+        if op.grad is not None:
+            return self._shop.grads[op.unit].at(op.grad)
+        return [None] * len(self._shop.layouts[op.unit].slices)
+
+    def _round(self, op: ComputeOp) -> None:
+        """After a unit's last micro-batch its sum is rounded into the transfer buffer."""
+        if op.last and op.accumulator is not None and op.grad is not None:
+            views, plane = self._shop.grads[op.unit], self._shop.sums[op.unit]
+            views.flat(op.grad).copy_(plane.flat(op.accumulator))
+
+    def _round_tied(self, op: ComputeOp) -> None:
+        """Where no token is looked up, the head's use of the tied weight is all of its gradient."""
+        tied = self._tied_tensor()
+        if tied is not None and op.tied_accumulator is not None and op.tied_grad is not None:
+            grad, total = self._shop.grads[0].at(op.tied_grad)[tied], self._shop.sums[0].at(op.tied_accumulator)[tied]
+            if grad is not None and total is not None:
+                grad.copy_(total)
+
+    def looked_up(self) -> tuple[int, Tensor] | None:
+        """The embedding table whose other rows get no gradient from the embedding's backward, as `core.begin` takes
+        it: index in the embed unit and distinct rows (U,); the largest one, or the one that the head uses too."""
+        tables = self._prepared.tables
+        shapes = self._shop.layouts[0].slices
+        largest = max(tables, key=lambda table: shapes[table].shape[0], default=None)
+        table = self._tied_tensor() if self._shop.decoder.tied else largest
+        return (table, tables[table][0]) if table is not None and table in tables else None
+
+    def _tied_tensor(self) -> int | None:
+        """Index in the embed unit of the tensor that the head uses too."""
+        decoder = self._shop.decoder
+        return decoder.tensors[decoder.head.weight].tensor if decoder.tied and decoder.head.weight else None
+
+    def _tied_sum(self, op: ComputeOp) -> Tensor | None:
+        tied = self._tied_tensor()
+        if tied is None:
+            return None
+        if op.tied_accumulator is not None:
+            return self._shop.sums[0].at(op.tied_accumulator)[tied]
+        if op.tied_grad is not None:
+            return self._shop.grads[0].at(op.tied_grad)[tied]
+        return None
+
+    def _reseed(self, m: int, unit: int) -> None:
+        """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
+        if self._training:
+            micro = self._prepared.micro_batches[m].index
+            self._shop.generator(random_key(self._seed, self._step, micro, unit))
+
+
+def random_key(*numbers: int) -> int:
+    """63 bits that depend on every number and on their order (the finalizer of splitmix64, chained)."""
+    key = 0
+    for number in numbers:
+        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
+        key ^= key >> 31
+    return key >> 1

@@ -1,0 +1,291 @@
+"""Passes over a model's units, and the gradients that wait for their update: where each begins and ends.
+
+Every pass and every verdict runs in an `InterruptGuard`, so that an interrupt finds the state of a finished step: just
+in time, the step that it meets is dropped, or finished where its verdict has been asked for; with immediate updates it
+is always finished first.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatrain.engine import numerics
+from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
+from megatrain.engine.inputs import InputPreprocessor, StepInputs
+from megatrain.engine.interrupt_guard import InterruptGuard
+from megatrain.engine.options import positive
+from megatrain.engine.runtime import Runtime
+from megatrain.engine.step import Pass, random_key
+from megatrain.errors import ConfigError, EngineBroken, MegatrainError
+from megatrain.models.moe import RouterLoss
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step came to."""
+
+    loss: float
+    """Mean over the supervised tokens of the step, before its update; 0 where there are none."""
+    grad_norm: float
+    """Norm of all gradients before clipping."""
+    num_tokens: int
+    """Supervised tokens."""
+    skipped: bool = False
+    """Whether nothing was updated."""
+    clip: float = 1.0
+    """What the gradients were multiplied with."""
+    reason: str = ""
+    """Why nothing was updated."""
+    aux_loss: float | None = None
+    """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
+    coefficient."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """Gradients that have been formed and not been applied."""
+
+    micro_batches: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+    aux_loss: float | None = None
+    seen: bool = False
+    """Whether a micro-batch had an image."""
+    normalizer: float | None = None
+    """What the sum was divided by; None: by the supervised tokens of the one pass."""
+
+
+class Passes:
+    """Forward, backward and verdict of one engine."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        preparer: InputPreprocessor,
+        *,
+        max_grad_norm: float | None,
+        immediate: bool,
+        label_smoothing: float,
+        z_loss: float,
+        deterministic: bool,
+        seed: int,
+        router: RouterLoss | None,
+    ) -> None:
+        self._runtime, self._preparer = runtime, preparer
+        self._max_grad_norm, self._immediate = max_grad_norm, immediate
+        self._label_smoothing, self._z_loss = label_smoothing, z_loss
+        self._deterministic, self._seed = deterministic, seed
+        self._router = router
+        self._told_of_math = False
+        self.guard = InterruptGuard(runtime.device)
+        self.waiting: Waiting | None = None
+        """None where no pass has been made since the last update."""
+        self.num_steps = 0
+        """Optimizer steps done."""
+
+    def train(
+        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
+    ) -> StepOutput | float:
+        """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
+        self._refuse_loss(loss_fn)
+        if normalizer is not None and not positive(normalizer):
+            raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
+        normalizer = None if normalizer is None else float(normalizer)
+        self._refuse_other(normalizer)
+        divisor = float(prepared.num_tokens) if normalizer is None else normalizer
+        if prepared.empty:
+            log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
+        if not prepared.micro_batches:
+            self.waiting = self.waiting or Waiting()
+            return self._apply(None) if apply else 0.0
+        if not divisor:
+            raise ConfigError("a step with loss_fn and no labels needs a normalizer")
+        core = self._runtime.ready(prepared, not self.num_waiting)
+        options = LossOptions(
+            scale=1.0 / divisor,
+            chunk=self._runtime.settings.get("loss_chunk"),
+            label_smoothing=self._label_smoothing,
+            z_loss=self._z_loss,
+            loss_fn=loss_fn,
+        )
+
+        def body() -> StepOutput | float:
+            run = self._train(core, prepared, options)
+            loss = sum(torch.stack([t for t in run.losses if t is not None]).tolist()) / divisor
+            aux_loss = None
+            if run.aux_loss is not None and self._router is not None:
+                aux_loss = float(run.aux_loss)
+                loss += self._router.coefficient * aux_loss
+            before = self.waiting or Waiting()
+            self.waiting = Waiting(
+                before.micro_batches + len(prepared.micro_batches),
+                before.loss + loss,
+                before.tokens + prepared.num_tokens,
+                aux_loss,
+                before.seen or prepared.seen,
+                normalizer,
+            )
+            return self._apply(core) if apply else loss
+
+        return self._run(body, finish=self._immediate)
+
+    def _refuse_loss(self, loss_fn: LossFn | None) -> None:
+        """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
+        if loss_fn is None:
+            return
+        if not callable(loss_fn):
+            raise ConfigError(f"loss_fn must be a function of (hidden, head, batch), not {loss_fn!r}")
+        for name, value in (("label_smoothing", self._label_smoothing), ("z_loss", self._z_loss)):
+            if value:
+                raise ConfigError(
+                    f"{name} is {value} and shapes the built-in loss only; with loss_fn create the engine without it"
+                )
+
+    def _refuse_other(self, normalizer: float | None) -> None:
+        """Raises ConfigError where gradients wait that were divided by something else; they wait on."""
+        before = self.waiting
+        if before is None or not before.micro_batches or (before.normalizer == normalizer and normalizer is not None):
+            return
+        if before.normalizer is None:
+            had = f"was called without normalizer, so its gradients were divided by its own {before.tokens} tokens"
+        else:
+            had = f"was called with normalizer {before.normalizer:g}"
+        now = "without one" if normalizer is None else f"with {normalizer:g}"
+        raise ConfigError(
+            f"forward_backward {had}, and again {now}: gradients add up to those of one step only if all calls before "
+            "an optimizer_step have the same normalizer, such as the supervised tokens of all of them. Those of the "
+            "earlier calls still wait; call optimizer_step, or go on with their normalizer if they had one"
+        )
+
+    def apply(self) -> StepOutput:
+        """The verdict over the gradients that wait."""
+        core = self._runtime.core if self.num_waiting else None
+        return self._run(lambda: self._apply(core), finish=self._immediate)
+
+    def discard(self) -> None:
+        """Drops the gradients that wait: their weights have been replaced."""
+        if self.num_waiting and self._immediate:
+            self.apply()  # has happened already, but for its report
+        elif self.num_waiting:
+            self._runtime.core.abandon()
+        self.waiting = None
+
+    def evaluate(self, prepared: StepInputs, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
+        """A pass without backward, with what it found."""
+        core = self._runtime.ready(prepared, not self.num_waiting)
+        options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
+
+        @torch.inference_mode(False)
+        def body() -> Pass:
+            run = self._pass(prepared, options, training=False, collect=collect)
+            with numerics.arithmetic(self._runtime.device, self._deterministic):
+                try:
+                    core.begin("eval", len(prepared.micro_batches), self._stream())
+                    run.run(core, check=self.guard.check)
+                except BaseException:
+                    self._abandon(core)
+                    raise
+            return run
+
+        return self._run(body, finish=False)
+
+    def _run(self, body: Callable[[], T], *, finish: bool) -> T:
+        """What `body` returns, behind the shield."""
+        try:
+            return self.guard.run(body, finish=finish)
+        except ValueError:
+            self._runtime.check()  # the core's own word for an engine that another thread has closed meanwhile
+            raise
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches whose gradients wait."""
+        return self.waiting.micro_batches if self.waiting is not None else 0
+
+    @torch.inference_mode(False)
+    def _train(self, core: Any, prepared: StepInputs, options: LossOptions) -> Pass:
+        self._tell_of_math(prepared)
+        run = self._pass(prepared, options, training=True)
+        immediate = self._immediate
+        groups, idle = self._runtime.core_groups(prepared.seen)
+        with numerics.arithmetic(self._runtime.device, self._deterministic):
+            try:
+                core.begin(
+                    "train",
+                    len(prepared.micro_batches),
+                    self._stream(),
+                    groups=groups if immediate else None,
+                    idle=idle,
+                    accumulate=self.num_waiting > 0,
+                    rows=run.looked_up() if immediate else None,
+                )
+                run.run(core, _refuse_nonfinite if immediate else None, self.guard.check)
+            except BaseException:
+                self.waiting = None  # those of earlier passes have gone with this one's
+                self._abandon(core)
+                raise
+        return run
+
+    def _tell_of_math(self, prepared: StepInputs) -> None:
+        """Says once where a deterministic run on a card does not have the attention that it asks for."""
+        if self._told_of_math or not self._deterministic or self._runtime.device.type != "cuda":
+            return
+        reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))
+        if reason is not None:
+            self._told_of_math = True
+            log.warning("deterministic: %s", reason)
+
+    def _apply(self, core: Any) -> StepOutput:
+        waiting = self.waiting
+        if waiting is None or not waiting.micro_batches:
+            self.waiting = None
+            reason = "no micro-batch has a supervised token"
+            log.warning("%s: nothing was changed", reason)
+            return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
+        groups, idle = self._runtime.core_groups(waiting.seen)
+        outcome = core.apply(groups, self._max_grad_norm, idle)
+        self.waiting = None
+        self.num_steps += 1
+        return StepOutput(
+            loss=waiting.loss,
+            grad_norm=outcome.grad_norm,
+            num_tokens=waiting.tokens,
+            skipped=outcome.skipped,
+            clip=outcome.clip,
+            reason="a gradient is not finite" if outcome.skipped else "",
+            aux_loss=waiting.aux_loss,
+        )
+
+    def _abandon(self, core: Any) -> None:
+        with contextlib.suppress(MegatrainError):
+            core.abandon()
+
+    def _pass(self, prepared: StepInputs, options: LossOptions, *, training: bool, **more: Any) -> Pass:
+        workshop = self._runtime.workshop
+        workshop.train(training)
+        # micro-batches of a step that was begun earlier have numbers of their own
+        seed = random_key(self._seed, self.num_waiting)
+        return Pass(
+            workshop, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
+        )
+
+    def _stream(self) -> int:
+        device = self._runtime.device
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _refuse_nonfinite(loss: Tensor) -> None:
+    """Immediate updates cannot be taken back, so a loss that is not finite stops the step before its backward."""
+    if not bool(torch.isfinite(loss)):
+        raise EngineBroken(
+            f"the loss is {float(loss)}; with update: immediate the step cannot be undone, so it stops here"
+        )

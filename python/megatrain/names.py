@@ -1,0 +1,43 @@
+"""Parameter names: patterns that select them, and how many of them fit into one line of a message."""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain.errors import ConfigError
+
+
+def patterns(name: str, given: Any) -> tuple[str, ...]:
+    """One pattern of names, or several. Raises ConfigError for anything else."""
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, tuple | list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name} must be a pattern of parameter names or a list of them, not {given!r}")
+    return tuple(found)
+
+
+def match(pattern: str, name: str) -> bool:
+    """Whether a pattern of `freeze`, `no_decay` or `groups` means the parameter: `*`, `?` and `[…]` as in file names,
+    over the whole Hugging Face name."""
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+_MOST_SHOWN = 4
+"""Most names or patterns that a message lists."""
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Parameters in a line, however many: those whose names differ in numbers alone are one pattern with its count,
+    and while that leaves too many, those whose last components differ are one too."""
+    parts = {name: ["*" if part.isdecimal() else part for part in name.split(".")] for name in names}
+    longest = max(map(len, parts.values()), default=1)
+    alike: dict[str, list[str]] = {}
+    for depth in range(longest, min(longest, 2) - 1, -1):
+        alike = {}
+        for name, own in parts.items():
+            alike.setdefault(".".join([*own[:depth], *["*"][: len(own) > depth]]), []).append(name)
+        if len(alike) <= _MOST_SHOWN:
+            break
+    most = sorted(alike.items(), key=lambda group: -len(group[1]))[:_MOST_SHOWN]
+    shown = [f"{pattern} ({len(group)})" if len(group) > 1 else group[0] for pattern, group in most]
+    rest = len(parts) - sum(len(group) for _, group in most)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

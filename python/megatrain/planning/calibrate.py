@@ -1,0 +1,251 @@
+"""Measures this machine: link, host memory, disk, matmul, optimizer. Kept per machine under the user's cache folder.
+
+    megatrain probe [--out machine.yaml]
+
+The rates feed the planner. Where nothing was measured it takes those of a usual machine, and `plan` says so.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import StorageError
+from megatrain.system import hardware as facts
+from megatrain.system.hardware import GIB, Machine
+
+log = logging.getLogger("megatrain")
+
+UNITS = {
+    "h2d_gbs": "GB/s, host to device",
+    "d2h_gbs": "GB/s, device to host",
+    "bidirectional_gbs": "GB/s, both ways at once",
+    "pin_gbs": "GB/s of host memory registered with the card",
+    "hbm_gbs": "GB/s, device memory read and written",
+    "matmul_tflops": "TFLOP/s, large matrix product in the training precision",
+    "adamw_gparams": "10⁹ parameters/s, host AdamW",
+    "touch_gbs": "GB/s, host memory mapped and touched for the first time",
+    "copy_gbs": "GB/s, host memory copied",
+    "disk_write_gbs": "GB/s, file written and flushed",
+    "disk_read_gbs": "GB/s, file read back",
+}
+"""Every rate, with what it counts. GB is 10⁹ bytes."""
+
+# Of a usual machine with one card on PCIe 5; what a run is planned with where nothing was measured.
+_USUAL_CUDA = {"h2d_gbs": 50.0, "d2h_gbs": 50.0, "matmul_tflops": 600.0, "hbm_gbs": 2500.0}
+_USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
+_USUAL_CPU_TFLOPS = 0.06
+# Faster than any: for a step time that must stay a lower bound.
+_FASTEST_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 2500.0, "hbm_gbs": 8000.0, "adamw_gparams": 20.0}
+_FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
+
+
+def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
+    """The rates to plan with and whether they were measured; else they are those of usual machines."""
+    usual = dict(_USUAL_CUDA)
+    if device == "cpu":
+        # Weights and gradients of a CPU run are copied within host memory.
+        usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
+    usual["adamw_gparams"] = min(_USUAL_ADAMW, _USUAL_ADAMW_A_CPU * machine.cpus)
+    known = dict(machine.rates)
+    if not machine.described:
+        known |= cached(machine, device)
+    return usual | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
+
+
+def fastest(machine: Machine, device: str) -> dict[str, float]:
+    """Rates that no machine passes, for a lower bound where nothing was measured."""
+    if device == "cpu":
+        return _FASTEST_CUDA | {
+            "h2d_gbs": 200.0,
+            "d2h_gbs": 200.0,
+            "matmul_tflops": _FASTEST_CPU_TFLOPS * machine.cpus,
+        }
+    return dict(_FASTEST_CUDA)
+
+
+def cache_file(machine: Machine, device: str) -> Path:
+    """Where the rates of this machine are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cards = [(gpu.name, gpu.total_bytes) for gpu in machine.gpus]
+    who = [machine.name, machine.kernel, machine.cpus, machine.memory_total, cards]
+    digest = hashlib.sha256(json.dumps(who).encode()).hexdigest()[:16]
+    return base / "megatrain" / "machines" / f"{digest}-{device}.json"
+
+
+def cached(machine: Machine, device: str) -> dict[str, float]:
+    """Rates measured earlier on this machine; empty when there are none."""
+    try:
+        kept = json.loads(cache_file(machine, device).read_text(encoding="utf-8"))["rates"]
+        return {str(key): float(value) for key, value in kept.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What a probe found."""
+
+    rates: dict[str, float]
+    """In `UNITS`."""
+    busy: str | None
+    """Why they are those of a machine that did something else meanwhile; None where nothing speaks for that."""
+
+
+_BUSY_LOAD = 0.75
+"""Load average a processor, above which a probe's threads wait for others."""
+_BUSY_SPREAD = 0.25
+"""How much slower than the fastest the median of equal runs is on a machine that others use."""
+
+
+def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], None] = log.info) -> Measured:
+    """Measures every rate that `device` has; about half a minute. `folder` is on the disk to measure."""
+    from megatrain import _core
+
+    load = _load()
+    found: dict[str, float] = {}
+    size = int(min(GIB, max(machine.memory_available // 8, 16 << 20)))
+    say("host memory and optimizer")
+    host = json.loads(_core.probe_host(size, max(1, machine.cpus)))
+    found |= {key: float(host[key]) for key in ("touch_gbs", "copy_gbs") if key in host}
+    if "adamw_params_per_s" in host:
+        found["adamw_gparams"] = float(host["adamw_params_per_s"]) / 1e9
+    if device == "cuda":
+        say("link")
+        link = json.loads(_core.probe_device(_core.Device.cuda(0), size))
+        found |= {key: float(value) for key, value in link.items() if key in UNITS}
+    elif "copy_gbs" in found:
+        found |= {"h2d_gbs": found["copy_gbs"], "d2h_gbs": found["copy_gbs"]}
+    say("matrix products")
+    arithmetic, spread = _arithmetic(device)
+    found |= arithmetic
+    say("disk")
+    found |= _disk(folder)
+    return Measured(found, _busy(load, os.cpu_count() or machine.cpus, spread))
+
+
+def _load() -> float | None:
+    """Processes that ran or waited for a processor, averaged over the last minute; the whole machine's."""
+    words = (facts.SYSTEM_PROBE.text("/proc/loadavg") or "").split()
+    try:
+        return float(words[0])
+    except (IndexError, ValueError):
+        return None
+
+
+def _busy(load: float | None, processors: int, spread: float) -> str | None:
+    """Why the machine seems to have been busy. `load`: before anything was measured; `spread`: see `_repeat`."""
+    reasons = []
+    if load is not None and load > _BUSY_LOAD * processors:
+        reasons.append(f"the load average was {load:.1f} on {processors} processors")
+    if spread > _BUSY_SPREAD:
+        reasons.append(f"half of the matrix products took {spread:.0%} longer than the fastest, or more")
+    return " and ".join(reasons) or None
+
+
+def kept_busy(machine: Machine, device: str) -> str | None:
+    """Why the rates that `cached` finds are those of a busy machine; None where nothing says so."""
+    try:
+        busy = json.loads(cache_file(machine, device).read_text(encoding="utf-8")).get("busy")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return busy if isinstance(busy, str) else None
+
+
+def keep(machine: Machine, device: str, found: dict[str, float], busy: str | None = None) -> Path | None:
+    """Writes the rates where `cached` finds them; None when the cache folder cannot be written."""
+    path = cache_file(machine, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        document = {"machine": machine.name, "rates": found, "busy": busy}
+        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        log.warning("the measured rates cannot be kept: %s: %s", path, error.strerror)
+        return None
+    return path
+
+
+def write_description(machine: Machine, found: dict[str, float], path: Path) -> None:
+    """The description that `plan --machine` reads. Raises StorageError."""
+    import yaml
+
+    document = facts.describe(
+        dataclasses.replace(machine, rates={key: round(value, 4) for key, value in found.items()})
+    )
+    try:
+        path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def _arithmetic(device: str) -> tuple[dict[str, float], float]:
+    """Rates of arithmetic, and how far the runs of the matrix product lie apart (see `_repeat`)."""
+    import torch
+
+    if device == "cpu":
+        size, dtype = 1024, torch.float32
+    else:
+        size, dtype = 8192, torch.bfloat16
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds, spread = _repeat(lambda: torch.mm(left, right), device)
+    found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
+    if device == "cuda":
+        source = torch.empty(GIB, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        found["hbm_gbs"] = 2 * GIB / _repeat(lambda: target.copy_(source), device)[0] / 1e9
+    return found, spread
+
+
+def _repeat(run: Callable[[], Any], device: str, count: int = 10) -> tuple[float, float]:
+    """Seconds of the fastest run, since what is planned from it is a lower bound; and by what part of that the median
+    is slower."""
+    import torch
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        run()
+    wait()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    best = max(min(times), 1e-9)
+    return best, statistics.median(times) / best - 1
+
+
+def _disk(folder: Path, size: int = 256 << 20) -> dict[str, float]:
+    """Writes and reads one file beside where runs go; the page cache is emptied of it in between."""
+    block = os.urandom(1 << 20) * 8
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            number = file.fileno()
+            start = time.perf_counter()
+            for _ in range(size // len(block)):
+                os.write(number, block)
+            os.fsync(number)
+            written = time.perf_counter() - start
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.lseek(number, 0, os.SEEK_SET)
+            start = time.perf_counter()
+            while os.read(number, len(block)):
+                pass
+            return {"disk_write_gbs": size / written / 1e9, "disk_read_gbs": size / (time.perf_counter() - start) / 1e9}
+    except OSError as error:
+        log.warning("the disk under %s was not measured: %s", folder, error.strerror)
+        return {}

@@ -1,0 +1,396 @@
+"""Before anything is allocated: budgets, the split into micro-batches, the plan, and whether it all fits.
+
+    megatrain plan CONFIG.yaml            what a run would do, on this machine
+    megatrain plan MODEL --machine FILE   or on one that was described
+
+`plan_run` is also what a run itself starts with, so that what `plan` prints is what is allocated. The split of a step
+into micro-batches follows from configuration, model and kind of device by a fixed rule, and shrinks only when the plan
+would not fit: it changes rounding, so it must depend neither on measured rates nor on what happens to be free.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError, DoesNotFit, StorageError
+from megatrain.planning import calibrate
+from megatrain.system import hardware as facts
+from megatrain.system.hardware import Machine, format_bytes
+
+if TYPE_CHECKING:
+    from megatrain.engine.optimizer import AdamW
+    from megatrain.models.decoder import Decoder
+
+log = logging.getLogger("megatrain")
+
+MICRO_BATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
+"""Most tokens that are computed at a time, where nothing is asked for: enough to fill the device, and no more."""
+
+_LARGEST_SEARCHED = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """Everything about a run that is decided before it starts."""
+
+    device: Literal["cuda", "cpu"]
+    precision: Literal["bf16", "fp32"]
+    machine: Machine
+    micro_batch: tuple[int, int]
+    """(rows, tokens a row) of the largest micro-batch."""
+    micro_batches: int
+    """Most micro-batches of a step."""
+    budget: dict[str, int]
+    """Bytes: device, host."""
+    rates: dict[str, float]
+    measured: bool
+    """Whether the rates were measured; else they are those of usual machines."""
+    request: dict[str, Any]
+    """What the core was asked."""
+    plan: dict[str, Any]
+    """As the core made it."""
+    options: dict[str, Any]
+    """`plan` of the engine: numbers asked for, switches, threads."""
+
+    def engine_options(self) -> dict[str, Any]:
+        """Keywords for `Engine`."""
+        return {
+            "memory": {"gpu": self.budget["device"], "host": self.budget["host"]},
+            "plan": self.options,
+            "micro_batch": self.micro_batch,
+            "micro_batches": self.micro_batches,
+            "rates": self.rates,
+        }
+
+
+def choose_device(config: Config, machine: Machine) -> Literal["cuda", "cpu"]:
+    """`device` of the configuration on this machine. Raises ConfigError when there is no usable card."""
+    if config.device == "cpu":
+        return "cpu"
+    if machine.gpu is not None:
+        return "cuda"
+    if config.device == "cuda":
+        raise ConfigError(facts.no_card(machine.gpu_reason))
+    return "cpu"
+
+
+def choose_precision(config: Config, device: str, machine: Machine) -> Literal["bf16", "fp32"]:
+    """`train.precision` on this device. Raises ConfigError when the card has no native bf16."""
+    asked = config.train.precision
+    if device == "cpu":
+        return "fp32" if asked == "auto" else asked
+    native = machine.gpu is not None and machine.gpu.capability >= (8, 0)
+    if asked == "fp32" or native:
+        return "bf16" if asked == "auto" else asked
+    name = machine.gpu.name if machine.gpu else "the card"
+    raise ConfigError(
+        f"train.precision is {asked} and {name} has no native bf16 (compute capability 8.0); write train.precision: "
+        "fp32, or device: cpu"
+    )
+
+
+def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
+    """Bytes that a run may use: device, host. On the CPU both come out of the same memory."""
+    host = machine.host_budget() if config.memory.host == "auto" else config.memory.host
+    if device == "cpu":
+        gpu = host if config.memory.gpu == "auto" else config.memory.gpu
+    else:
+        gpu = machine.gpu_budget() if config.memory.gpu == "auto" else config.memory.gpu
+    return {"device": gpu, "host": host}
+
+
+def optimizer_for(config: Config, names: list[str]) -> "AdamW":
+    """AdamW with one group for each setting that occurs among the trainable parameters `names`. Raises ConfigError for
+    a pattern that matches none."""
+    from megatrain.engine.optimizer import AdamW
+    from megatrain.names import match
+
+    train = config.train
+    patterns = [(f"train.no_decay: {p!r}", p) for p in train.no_decay]
+    patterns += [(f"train.groups.{i}.params: {p!r}", p) for i, group in enumerate(train.groups) for p in group.params]
+    for where, pattern in patterns:
+        if not any(match(pattern, name) for name in names):
+            raise ConfigError(f"{where} matches no trained parameter; names look like {names[0]}")
+    default = (train.lr, train.betas, train.eps, train.weight_decay)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        lr, betas, eps, decay = default
+        if any(match(pattern, name) for pattern in train.no_decay):
+            decay = 0.0
+        own = next((group for group in train.groups if any(match(p, name) for p in group.params)), None)
+        if own is not None:
+            lr = own.lr if own.lr is not None else lr
+            betas = own.betas if own.betas is not None else betas
+            eps = own.eps if own.eps is not None else eps
+            decay = own.weight_decay if own.weight_decay is not None else decay
+        groups.setdefault((lr, betas, eps, decay), []).append(name)
+    return AdamW(
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        groups=[
+            {
+                "params": [_literal(name) for name in members],
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": decay,
+            }
+            for (lr, betas, eps, decay), members in groups.items()
+            if (lr, betas, eps, decay) != default
+        ],
+    )
+
+
+def _literal(name: str) -> str:
+    import glob
+
+    return glob.escape(name)
+
+
+def plan_run(
+    config: Config,
+    decoder: "Decoder",
+    *,
+    device: Literal["cuda", "cpu"],
+    machine: Machine,
+    rows: int,  # most sequences of a step
+    saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
+) -> RunPlan:
+    """Decides the micro-batches by what fits on the machine when nothing else runs on it, and makes the plan for what
+    is free now. Raises DoesNotFit with the sum."""
+    rates, measured = calibrate.rates(machine, device)
+    options = engine_plan(config, device, machine)
+    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
+        kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
+        options = {key: value for key, value in kept.items() if value is not None} | options
+    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
+    size = first = _first_split(config, device, rows, saved)
+    while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
+        size = -(-size // 2)
+    planner = _Planner(config, decoder, device, machine, rates, options)
+    try:
+        budget, request, plan = planner.fit(size, -(-rows // size))
+    except DoesNotFit as error:
+        raise _explained(error, config, device, machine) from None
+    if size != first:
+        log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
+    return RunPlan(
+        device=device,
+        precision=decoder.precision,  # type: ignore[arg-type]
+        machine=machine,
+        micro_batch=(size, config.data.seq_len),
+        micro_batches=-(-rows // size),
+        budget=budget,
+        rates=rates,
+        measured=measured,
+        request=request,
+        plan=plan,
+        options=options,
+    )
+
+
+def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
+    """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
+    if config.plan.compile and device == "cpu":
+        raise ConfigError("plan.compile is for CUDA, and this is the CPU, which runs layers as they are; leave it null")
+    # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.
+    threads = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
+    asked = {field.name: getattr(config.plan, field.name) for field in dataclasses.fields(config.plan)}
+    del asked["micro_batch"]  # an argument of its own
+    return {"threads": threads} | {key: value for key, value in asked.items() if value is not None}
+
+
+def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
+    """The most rows that could be computed at a time, by trying."""
+    options = {key: value for key, value in run_plan.options.items() if key != "group"}  # of several micro-batches
+    planner = _Planner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
+
+    def fits(rows: int) -> bool:
+        with contextlib.suppress(DoesNotFit):
+            planner.fit(rows, 1)
+            return True
+        return False
+
+    low = run_plan.micro_batch[0] if fits(run_plan.micro_batch[0]) else 1
+    high = low * 2
+    while high < _LARGEST_SEARCHED and fits(high):
+        low, high = high, high * 2
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def nominal_rows(config: Config) -> int:
+    """Sequences of a step: with packing windows, else as many as there are when every row is as long as it may be."""
+    return config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
+
+
+def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str, int]:
+    """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
+    export's weights."""
+    from megatrain.checkpoint import export
+
+    sizes = [(_numel(t.shape), t.role == "trainable", t.dtype.itemsize) for t in decoder.tensors.values()]
+    weights = sum(count * item for count, _, item in sizes)
+    trained = sum(count for count, trainable, _ in sizes if trainable)
+    residual = 2 * trained if precision == "bf16" else 0
+    checkpoint = weights + residual + 8 * trained
+    kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
+    wanted = config.output.export
+    exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
+    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
+
+
+def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config) -> None:
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written. `existing`: checkpoints
+    that are there already."""
+    free = facts.SYSTEM_PROBE.disk_free(folder)
+    total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
+    if free is not None and total > free:
+        raise StorageError(
+            f"output.dir {folder} needs {format_bytes(total)} for {config.output.keep + 1} checkpoints of "
+            f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
+            f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
+        )
+
+
+def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None) -> int:
+    """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else even parts of a step."""
+    asked = config.plan.micro_batch
+    before = (saved or {}).get("micro_batch")
+    if asked is not None:
+        if before and before[0] != asked:
+            log.info("plan.micro_batch: %d → %d: results agree closely from here on, not bit for bit", before[0], asked)
+        return min(asked, rows)
+    if before:
+        return min(int(before[0]), rows)
+    most = max(1, MICRO_BATCH_TOKENS[device] // config.data.seq_len)
+    return -(-rows // -(-rows // most))
+
+
+class _Planner:
+    """Plans one configuration for splits of different sizes."""
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: "Decoder",
+        device: str,
+        machine: Machine,
+        rates: dict[str, float],
+        options: dict[str, Any],
+    ) -> None:
+        self.config, self.decoder, self.device, self.rates, self.options = config, decoder, device, rates, options
+        self.budget = budgets(config, device, machine)
+        names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
+        self.optimizer = optimizer_for(config, names)
+
+    def fits(self, rows: int, micro_batches: int) -> bool:
+        """Whether `fit` finds a plan."""
+        try:
+            self.fit(rows, micro_batches)
+        except DoesNotFit:
+            return False
+        return True
+
+    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
+        """(budget, request, plan). On the CPU device and host share one memory: what the host needs is taken off the
+        device. Raises DoesNotFit."""
+        request, plan = self._plan(rows, micro_batches, self.budget)
+        whole = self.budget["host"]
+        if self.device == "cuda" or _sum(plan) <= whole:
+            return self.budget, request, plan
+        with contextlib.suppress(DoesNotFit):
+            rest = max(1, whole - plan["totals"]["host"])
+            tight = self.budget | {"device": min(self.budget["device"], rest)}
+            request, again = self._plan(rows, micro_batches, tight)
+            if _sum(again) <= whole:
+                return tight, request, again
+        error = DoesNotFit(f"memory: {format_bytes(_sum(plan))} needed, {format_bytes(whole)} allowed")
+        error.items = plan["items"]
+        raise error
+
+    def _plan(self, rows: int, micro_batches: int, budget: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+        from megatrain import _core
+        from megatrain.engine.profile import plan_request
+
+        request = plan_request(
+            self.decoder,
+            micro_batch=(rows, self.config.data.seq_len),
+            micro_batches=micro_batches,
+            grad_precision=self.config.train.sent_in(self.decoder.precision),
+            update=self.config.train.update,
+            budget=budget,
+            device=self.device,
+            optimizer=self.optimizer,
+            requests=self.options,
+            rates=self.rates,
+            loss_chunk=self.options.get("loss_chunk"),
+        )
+        try:
+            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+        except ValueError as error:  # numbers that were asked for and contradict each other or the model
+            raise ConfigError(str(error)) from None
+        return request, plan
+
+
+def _sum(plan: dict[str, Any]) -> int:
+    total: int = plan["totals"]["device"] + plan["totals"]["host"]
+    return total
+
+
+def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine) -> DoesNotFit:
+    """The same with the sum line by line, where the budgets come from, and what to do."""
+    budget = budgets(config, device, machine)
+    lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
+    names = {
+        "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
+        "host": "host memory",
+    }
+    sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
+    over = [
+        f"{format_bytes(needed)} of {names[tier]} are needed and {format_bytes(budget[tier])} allowed"
+        for tier, needed in sums.items()
+        if needed > budget[tier]
+    ]
+    if not over:  # on the CPU both come out of the same memory
+        together = format_bytes(sum(sums.values()))
+        over = [f"{together} of host memory are needed and {format_bytes(budget['host'])} allowed"]
+    lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
+    host = (
+        f"host memory: {format_bytes(budget['host'])} of {format_bytes(machine.memory_available)} available "
+        f"({machine.memory_source}, limit {format_bytes(machine.memory_limit)})"
+        if config.memory.host == "auto"
+        else f"host memory: {format_bytes(budget['host'])} (memory.host)"
+    )
+    card = []
+    if device == "cuda" and machine.gpu is not None:
+        source = f"of {machine.gpu.name}" if config.memory.gpu == "auto" else "(memory.gpu)"
+        card = [f"device memory: {format_bytes(budget['device'])} {source}"]
+    elif config.memory.gpu != "auto":
+        card = [f"{names['device']}: {format_bytes(budget['device'])} (memory.gpu)"]
+    advice = "Use a smaller model, data.seq_len or train batch, freeze parameters, or give more memory"
+    explained = DoesNotFit("\n".join([f"this does not fit: {'; '.join(over)}", *lines, host, *card, advice]))
+    explained.items = error.items
+    return explained
+
+
+def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:
+    """(tier, items, total) of a plan."""
+    for tier in ("device", "host"):
+        yield tier, [item for item in plan["items"] if item["tier"] == tier], plan["totals"][tier]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

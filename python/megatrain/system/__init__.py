@@ -1,0 +1,1 @@
+"""The machine: processors and memory, safetensors files, atomic writes, the terminal."""

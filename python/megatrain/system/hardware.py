@@ -1,0 +1,380 @@
+"""What this machine offers: memory, processors, cards, disk. No torch, so that a refusal takes milliseconds.
+
+Every fact comes through a `SystemProbe`, which a test (or a plan for a machine one does not have) replaces.
+Memory is what the *process* may use: the machine's available memory, cut by the control group that the process is in
+and by each of that group's parents (both control-group versions).
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.units import parse_size
+
+GIB = 1 << 30
+
+# A limit above this is "none": version 1 writes 2^63 rounded down to a page.
+_UNLIMITED = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One card, as the driver describes it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int | None = None
+    """Free now; None where asking would have needed a context on the card."""
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The facts that a plan depends on. Sizes in bytes."""
+
+    cpus: int
+    """Processors that this process may use: affinity, cut by the control group's quota."""
+    memory_total: int
+    """Installed memory."""
+    memory_limit: int
+    """What the process may ever use: installed memory or the tightest control-group limit."""
+    memory_available: int
+    """What it may use now, on top of what it uses already."""
+    memory_source: str = "this machine"
+    """Who sets `memory_limit`, in words for a message."""
+    memlock: int | None = None
+    """Locked-memory limit; None is unlimited."""
+    gpus: tuple[Gpu, ...] = ()
+    gpu_reason: str = ""
+    """Why there is no card, in a sentence; empty when there is one."""
+    disk_free: int | None = None
+    kernel: str = ""
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Measured rates (see `probe`): h2d_gbs, d2h_gbs, matmul_tflops, adamw_gparams, hbm_gbs, …"""
+    name: str = ""
+    described: bool = False
+    """Whether this came from a description rather than from the machine itself."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The card that a run would use."""
+        return self.gpus[0] if self.gpus else None
+
+    def idle(self) -> "Machine":
+        """This machine if nothing else ran on it: what decides about numbers must not depend on what is free now."""
+        gpus = tuple(dataclasses.replace(gpu, free_bytes=None) for gpu in self.gpus)
+        return dataclasses.replace(self, gpus=gpus, memory_available=max(self.memory_available, self.memory_limit))
+
+    def host_budget(self) -> int:
+        """`memory.host: auto`: what is available, less head-room for the process itself and for the page cache."""
+        return max(0, self.memory_available - max(3 * GIB // 4, self.memory_available // 20))
+
+    def gpu_budget(self) -> int:
+        """`memory.gpu: auto`: the card's memory, less a little for what no plan foresees. The context, the libraries'
+        workspaces and fragmentation are part of the plan."""
+        if self.gpu is None:
+            return 0
+        offered = self.gpu.total_bytes if self.gpu.free_bytes is None else self.gpu.free_bytes
+        return max(0, offered - max(GIB // 2, self.gpu.total_bytes // 80))
+
+
+class SystemProbe:
+    """Where facts are read. A test or a caller replaces what it wants to by overriding it."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
+        """Prefix of `proc` and `sys`."""
+
+    def text(self, path: str) -> str | None:
+        """A file below `root`, or None when it cannot be read."""
+        try:
+            return (self.root / path.lstrip("/")).read_text()
+        except OSError:
+            return None
+
+    def affinity(self) -> int:
+        """Processors in the process's affinity mask."""
+        return len(os.sched_getaffinity(0))
+
+    def memlock(self) -> int | None:
+        """The soft limit on locked memory; None is unlimited."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return None if soft in (resource.RLIM_INFINITY, -1) or soft >= _UNLIMITED else soft
+
+    def disk_free(self, path: Path) -> int | None:
+        """Free bytes where `path` is or would be made."""
+        for folder in (path, *path.absolute().parents):
+            with contextlib.suppress(OSError):
+                facts = os.statvfs(folder)
+                return facts.f_bavail * facts.f_frsize
+        return None
+
+    def kernel(self) -> str:
+        """The kernel's release."""
+        return platform.release()
+
+    def cuda_status(self) -> dict[str, Any]:
+        """What the native core says of the driver and its cards: `{available, reason, driver, devices}`."""
+        return cuda_status()
+
+
+SYSTEM_PROBE = SystemProbe()
+"""The readers used when none are passed."""
+
+
+def no_card(reason: str) -> str:
+    """Why `device: cuda` is refused; `reason` is that of `Machine.gpu_reason`."""
+    return f"device is cuda and there is no usable card: {reason}. See `megatrain doctor`, or write device: cpu"
+
+
+def read(folder: Path | None = None, readers: SystemProbe | None = None, gpus: bool = True) -> Machine:
+    """Reads this machine. `folder` is where a run would write (for free disk); `gpus=False` does not ask the driver."""
+    readers = readers or SYSTEM_PROBE
+    meminfo = dict(_meminfo(readers.text("/proc/meminfo") or ""))
+    total = meminfo.get("MemTotal", 0)
+    limit, available, source = total, meminfo.get("MemAvailable", meminfo.get("MemFree", 0)), "this machine"
+    for group in _memory_groups(readers):
+        if group.limit < limit:
+            limit, source = group.limit, f"the control group {group.path}"
+        available = min(available, max(0, group.limit - group.used))
+    status: dict[str, Any] = (
+        readers.cuda_status() if gpus else {"available": False, "reason": "not asked", "devices": []}
+    )
+    return Machine(
+        cpus=_cpus(readers),
+        memory_total=total,
+        memory_limit=limit,
+        memory_available=available,
+        memory_source=source,
+        memlock=readers.memlock(),
+        gpus=tuple(_gpu(device) for device in status.get("devices") or ()) if status.get("available") else (),
+        gpu_reason="" if status.get("available") else str(status.get("reason") or "no usable card"),
+        disk_free=readers.disk_free(folder) if folder is not None else None,
+        kernel=readers.kernel(),
+        name=platform.node(),
+    )
+
+
+def cuda_status() -> dict[str, Any]:
+    """What the native core says of the driver and its cards; never raises, with or without a driver."""
+    try:
+        from megatrain import _core
+    except ImportError as error:
+        return {"available": False, "reason": f"the native core cannot be loaded: {error}", "devices": []}
+    status: dict[str, Any] = json.loads(_core.cuda_status())
+    return status
+
+
+def format_bytes(size: float) -> str:
+    """Sizes as people read them; GiB is 1024 MiB."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def describe(machine: Machine) -> dict[str, Any]:
+    """The written description of a machine: what `--machine` reads and `probe --out` writes."""
+    gpu, disk = machine.gpu, machine.disk_free
+    return {
+        "name": machine.name,
+        "host": {
+            "memory": _written(machine.memory_available),
+            "total": _written(machine.memory_total),
+            "cpus": machine.cpus,
+        },
+        "gpu": None
+        if gpu is None
+        else {
+            "name": gpu.name,
+            "memory": _written(gpu.total_bytes),
+            "capability": list(gpu.capability),
+            "count": len(machine.gpus),
+        },
+        "disk": {"free": None if disk is None else _written(disk)},
+        "rates": dict(machine.rates),
+    }
+
+
+def _written(size: int) -> str:
+    """A size that `parse_size` reads back, to a thousandth of a GiB."""
+    return f"{size / GIB:.3f}GiB"
+
+
+def from_description(document: Any, where: str) -> Machine:
+    """Reads a written description: `host: {memory, cpus}`, `gpu: {name, memory, capability}` or null, `disk: {free}`,
+    `rates: {…}`, `name`. Sizes as `12GiB`. Raises ValueError naming the key."""
+    sections: dict[str, tuple[str, ...]] = {
+        "host": ("memory", "total", "cpus"),
+        "gpu": ("name", "memory", "capability", "count"),
+        "disk": ("free",),
+        "rates": (),
+        "name": (),
+    }
+    if not isinstance(document, dict):
+        raise ValueError(f"{where}: a machine description is a mapping with the keys {', '.join(sections)}")
+    for key in document:
+        if key not in sections:
+            raise ValueError(f"{where}: unknown key {key!r}; a machine description has {', '.join(sections)}")
+    for section, keys in sections.items():
+        part = document.get(section)
+        if not keys or part is None:
+            continue
+        if not isinstance(part, dict):
+            raise ValueError(f"{where}: {section} must be a mapping with {', '.join(keys)}, not {part!r}")
+        for key in part:
+            if key not in keys:
+                raise ValueError(f"{where}: unknown key {section}.{key}; it has {', '.join(keys)}")
+
+    host = document.get("host") or {}
+    if host.get("memory") is None:
+        raise ValueError(f"{where}: host.memory is missing; write the host memory a run may use, like 128GiB")
+    memory = _described(where, "host.memory", host["memory"])
+    gpu = document.get("gpu")
+    gpus: tuple[Gpu, ...] = ()
+    if gpu is not None:
+        if gpu.get("memory") is None:
+            raise ValueError(f"{where}: gpu.memory is missing; write the card's memory, like 80GiB, or gpu: null")
+        capability = gpu.get("capability", [9, 0])
+        if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
+            raise ValueError(f"{where}: gpu.capability must be two numbers, like [9, 0], not {capability!r}")
+        card = Gpu(
+            name=str(gpu.get("name", "GPU")),
+            total_bytes=_described(where, "gpu.memory", gpu["memory"]),
+            capability=(capability[0], capability[1]),
+        )
+        gpus = (card,) * _whole(where, "gpu.count", gpu.get("count", 1))
+    rates = document.get("rates") or {}
+    if not isinstance(rates, dict):
+        raise ValueError(f"{where}: rates must be a mapping of numbers, not {rates!r}")
+    for key, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"{where}: rates.{key} must be a positive number, not {value!r}")
+    free = (document.get("disk") or {}).get("free")
+    return Machine(
+        cpus=_whole(where, "host.cpus", host.get("cpus", 8)),
+        memory_total=_described(where, "host.total", host.get("total", host["memory"])),
+        memory_limit=memory,
+        memory_available=memory,
+        memory_source=f"the description {where}",
+        gpus=gpus,
+        gpu_reason="" if gpus else f"the description {where} has no gpu",
+        disk_free=None if free is None else _described(where, "disk.free", free),
+        rates={key: float(value) for key, value in rates.items()},
+        name=str(document.get("name") or where),
+        described=True,
+    )
+
+
+def _described(where: str, key: str, value: Any) -> int:
+    try:
+        return parse_size(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {key}: {error}") from None
+
+
+def _whole(where: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {key} must be a positive whole number, not {value!r}")
+    return value
+
+
+def _gpu(device: Mapping[str, Any]) -> Gpu:
+    major, minor = device.get("capability") or (0, 0)
+    free = device.get("free_bytes")
+    return Gpu(
+        name=str(device.get("name", "GPU")),
+        total_bytes=int(device.get("total_bytes") or 0),
+        free_bytes=None if free is None else int(free),
+        capability=(int(major), int(minor)),
+    )
+
+
+def _meminfo(text: str) -> Iterator[tuple[str, int]]:
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        fields = rest.split()
+        if fields and fields[0].isdigit():
+            yield key, int(fields[0]) * (1024 if fields[-1] == "kB" else 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    path: str
+    limit: int
+    used: int
+
+
+def _memory_groups(readers: SystemProbe) -> Iterator[_Group]:
+    """Every control group that bounds this process's memory, innermost first."""
+    for version, folder in _folders(readers, "memory"):
+        stat = _fields(readers.text(f"{folder}/memory.stat"))
+        if version == 2:
+            limits = [_number(readers.text(f"{folder}/{name}")) for name in ("memory.max", "memory.high")]
+            used = _number(readers.text(f"{folder}/memory.current")) or 0
+            reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+        else:
+            # `hierarchical_memory_limit` also counts parents that a container cannot see.
+            limits = [_number(readers.text(f"{folder}/memory.limit_in_bytes")), stat.get("hierarchical_memory_limit")]
+            used = _number(readers.text(f"{folder}/memory.usage_in_bytes")) or 0
+            reclaimable = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+        bounds = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
+        if bounds:
+            yield _Group(folder, min(bounds), max(0, used - reclaimable))
+
+
+def _cpus(readers: SystemProbe) -> int:
+    allowed = float(readers.affinity())
+    for version, folder in _folders(readers, "cpu"):
+        if version == 2:
+            quota, _, period = (readers.text(f"{folder}/cpu.max") or "max").strip().partition(" ")
+        else:
+            quota = (readers.text(f"{folder}/cpu.cfs_quota_us") or "-1").strip()
+            period = (readers.text(f"{folder}/cpu.cfs_period_us") or "").strip()
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            allowed = min(allowed, int(quota) / int(period))
+    return max(1, math.floor(allowed))
+
+
+def _folders(readers: SystemProbe, controller: str) -> Iterator[tuple[int, str]]:
+    """The folders of the control groups of this process for one controller, from its own up to the mount's root."""
+    memberships: dict[str, str] = {}
+    for line in (readers.text("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for name in controllers.split(",") if controllers else [""]:
+            memberships[name] = path
+    for line in (readers.text("/proc/self/mountinfo") or "").splitlines():
+        # Fields: id, parent, device, ROOT, MOUNT, options …, a dash, TYPE, source, super-options.
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2" and "" in memberships:
+            version, path = 2, memberships[""]
+        elif kind[0] == "cgroup" and controller in kind[2].split(",") and controller in memberships:
+            version, path = 1, memberships[controller]
+        else:
+            continue
+        root, mount = fields[3].rstrip("/"), fields[4]
+        # A container may show the host's path while only its own part is mounted: then the mount is its group.
+        inside = path[len(root) :] if path.startswith(root + "/") or path == root else ("" if root else path)
+        parts = [part for part in inside.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield version, "/".join([mount, *parts[:depth]])
+
+
+def _number(text: str | None) -> int | None:
+    stripped = (text or "").strip()
+    return int(stripped) if stripped.isdigit() else None
+
+
+def _fields(text: str | None) -> dict[str, int]:
+    pairs = (line.split() for line in (text or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,0 +1,215 @@
+"""What a plan means for a run: step time and what bounds it, disk, what is given up, and the numerics key.
+
+`megatrain plan` and the dry run say the same, from here.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config
+from megatrain.planning import calibrate, planner
+from megatrain.planning.planner import RunPlan
+from megatrain.system import hardware as facts
+from megatrain.system.hardware import Machine
+
+if TYPE_CHECKING:
+    from megatrain.data import Dataset
+    from megatrain.models.decoder import Decoder
+    from megatrain.training.metrics import ModelCount
+    from megatrain.training.setup import ModelSetup
+
+GIVEN_UP_BY_IMMEDIATE = (
+    "a non-finite gradient or an interrupt that is met after some units were updated cannot be taken back: the first "
+    "stops the run with exit code 4, naming the last checkpoint, and the second waits for the step's end"
+)
+"""What `train.update: immediate` costs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What a run will be, by its plan."""
+
+    run_plan: RunPlan
+    timed: RunPlan
+    """The step that is timed: as `run_plan`, except where rows are not packed; then of full rows."""
+    update: str
+    """`train.update`."""
+    num_parameters: int
+    num_trainable: int
+    largest_micro_batch: int
+    numerics: dict[str, Any]
+    disk: dict[str, int | None]
+    """Bytes: `checkpoint`, `checkpoints` (all that exist at one time), `export`, `cache` (tokenized data; None where
+    they were not read), `free` (where the run's folder is or would be; None where that is not known)."""
+    output_dir: str | None
+    """`output.dir`."""
+    flops_per_token: float
+    step_tokens: int
+    free_clipping_tokens: int | None
+    estimate: dict[str, Any]
+    """Of a step in steady state: step_s, bound, lanes; a lower bound of the time."""
+
+    @property
+    def expected_step_s(self) -> float:
+        """A step's seconds at the rates that are usually sustained, of this machine where it was measured."""
+        return max(float(self.timed.plan["estimate"]["expected_step_s"]), self.step_s)
+
+    @property
+    def step_s(self) -> float:
+        """Lower bound of a step's seconds: what the lanes take, and at least the arithmetic at the matmul rate."""
+        arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.timed)["matmul_tflops"] * 1e12)
+        return max(float(self.estimate["step_s"]), arithmetic)
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds that writing a checkpoint takes at the measured rate of a disk; None where none was measured."""
+        rate, size = self.run_plan.rates.get("disk_write_gbs"), self.disk["checkpoint"]
+        return size / (rate * 1e9) if rate and size is not None else None
+
+    @property
+    def given_up(self) -> str | None:
+        """What `train.update` gives up; None where that is nothing."""
+        return GIVEN_UP_BY_IMMEDIATE if self.update == "immediate" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        run_plan = self.run_plan
+        return {
+            "device": run_plan.device,
+            "machine": run_plan.machine.name,
+            "parameters": self.num_parameters,
+            "trainable": self.num_trainable,
+            "precision": run_plan.precision,
+            "update": self.update,
+            "given_up": self.given_up,
+            "micro_batch": list(run_plan.micro_batch),
+            "micro_batches": run_plan.micro_batches,
+            "largest_micro_batch": self.largest_micro_batch,
+            "budget": run_plan.budget,
+            "plan": run_plan.plan,
+            "step_s": self.step_s,
+            "expected_step_s": self.expected_step_s,
+            "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
+            "bound": self.estimate["bound"],
+            "lanes": self.estimate["lanes"],
+            "rates": run_plan.rates,
+            "rates_measured": run_plan.measured,
+            "free_clipping_tokens": self.free_clipping_tokens,
+            "numerics": self.numerics,
+            "disk": self.disk,
+            "checkpoint_s": self.checkpoint_s,
+        }
+
+
+def without_data(config: Config, machine: Machine) -> Forecast:
+    """Plans a run without its data and its weights. Raises DoesNotFit with the sum."""
+    from megatrain.training.setup import prepare_model
+
+    model_setup = prepare_model(config, machine, plan_only=True)
+    rows = planner.nominal_rows(config)
+    run_plan = planner.plan_run(config, model_setup.decoder, device=model_setup.device, machine=machine, rows=rows)
+    return forecast(model_setup, run_plan)
+
+
+def forecast(
+    model_setup: "ModelSetup",
+    run_plan: RunPlan,
+    saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
+    data: "tuple[Dataset | None, ...]" = (),  # what was read for it
+) -> Forecast:
+    """What a run that was planned will be."""
+    config, decoder, machine, count = model_setup.config, model_setup.decoder, run_plan.machine, model_setup.count
+    rows, timed = planner.nominal_rows(config), run_plan
+    if (
+        -(-rows // run_plan.micro_batch[0]) != run_plan.micro_batches
+    ):  # planned for more rows than a step has, all short
+        timed = planner.plan_run(config, decoder, device=run_plan.device, machine=machine, rows=rows, saved=saved)
+    needed = planner.disk_needed(config, decoder, run_plan.precision)
+    place, free = config.output.dir, machine.disk_free
+    if place is not None and not machine.described:
+        free = facts.SYSTEM_PROBE.disk_free(Path(place))
+    return Forecast(
+        run_plan=run_plan,
+        timed=timed,
+        update=config.train.update,
+        num_parameters=decoder.num_parameters,
+        num_trainable=decoder.num_trainable,
+        largest_micro_batch=planner.largest_micro_batch(config, decoder, run_plan),
+        numerics=_numerics_key(config, decoder, run_plan),
+        disk={**needed, "cache": sum(one.num_bytes for one in data if one is not None) if data else None, "free": free},
+        output_dir=place,
+        flops_per_token=count.flops_per_token(config.data.seq_len),
+        step_tokens=rows * config.data.seq_len,
+        free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
+        estimate=_estimate(timed),
+    )
+
+
+PROBE_MARGIN = 1.25
+"""How much faster than a probe saw it a machine may be: others used it meanwhile, or sizes did not suit it."""
+
+
+def _clipping_is_free_from(run_plan: RunPlan, decoder: "Decoder", count: "ModelCount") -> int | None:
+    """Tokens a step from which the host's updates hide beneath the next forward, so that clipping costs nothing."""
+    places = {unit["name"]: unit["update"] for unit in run_plan.plan["units"]}
+    trained = sum(
+        math.prod(t.shape)
+        for unit in decoder.units
+        for t in unit.tensors
+        if t.role == "trainable" and places.get(unit.name) == "host"
+    )
+    speed, arithmetic = run_plan.rates.get("adamw_gparams"), run_plan.rates.get("matmul_tflops")
+    if not trained or not speed or not arithmetic:
+        return None
+    forward = count.flops_per_token(run_plan.micro_batch[1]) / 3 / (arithmetic * 1e12)
+    return round(trained / (speed * 1e9) / forward)
+
+
+def lower_bound_rates(run_plan: RunPlan) -> dict[str, float]:
+    """Rates that a run does not pass: those measured on a card and a little more; else those of no machine, since on
+    the CPU a probe and a run share the processors with whatever else there is."""
+    if run_plan.measured and run_plan.device == "cuda":
+        return {name: rate * PROBE_MARGIN for name, rate in run_plan.rates.items()}
+    return run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
+
+
+def _estimate(run_plan: RunPlan) -> dict[str, Any]:
+    from megatrain import _core
+
+    rates = lower_bound_rates(run_plan)
+    wanted = {key: rates[key] for key in run_plan.request["rates"]}
+    found: dict[str, Any] = json.loads(
+        _core.simulate(json.dumps(run_plan.request), json.dumps(run_plan.plan), json.dumps(wanted))
+    )
+    return found
+
+
+def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict[str, Any]:
+    """The numerics key of a run that was planned, its card named whether or not it is here."""
+    import torch
+
+    from megatrain.engine import numerics
+
+    cuda = run_plan.device == "cuda"
+    key = numerics.key(
+        decoder,
+        torch.device("cpu"),
+        micro_batch=run_plan.micro_batch,
+        micro_batches=run_plan.micro_batches,
+        grad_precision=config.train.sent_in(run_plan.precision),
+        loss_chunk=run_plan.options.get("loss_chunk"),
+        compiled=bool(run_plan.options.get("compile", cuda)),
+        deterministic=config.train.deterministic,
+    )
+    if cuda:
+        from megatrain.engine.loss import default_chunk
+
+        key["device"] = run_plan.machine.gpu.name if run_plan.machine.gpu else "cuda"
+        key["threads"] = None
+        key["packed_rows"] = decoder.packed_rows("cuda")
+        key["attention"] = numerics.attention(decoder, "cuda", config.train.deterministic)
+        key["loss_chunk"] = run_plan.options.get("loss_chunk") or default_chunk(decoder.vocab_size, "cuda")
+    return key

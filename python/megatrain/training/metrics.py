@@ -1,0 +1,210 @@
+"""Counting: tokens, model FLOPs, rates and peaks, as every figure of ours counts them.
+
+Tokens a second are real tokens, padding excluded. Model FLOPs are 6 × (matmul parameters, head included, embedding
+look-up not) a token plus causal attention (half of the square), recompute not counted. GiB is 1024 MiB. Peak host
+memory is the process's measured maximum, pinned pages included.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatrain.models.hf_config import text_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCount:
+    """What a model costs a token, read off its configuration and its matmul parameters."""
+
+    matmul_params: int
+    """Parameters that multiply every token: linear layers and head (a tied embedding counts once, as the head);
+    of routed experts only those that a token meets."""
+    attention_width: int
+    """Heads × head width of a layer with attention."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer with attention, how far a token looks back; None is to the start."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward of one token in a causal sequence of `seq_len` tokens, recompute not counted."""
+        pairs = 0.0
+        for window in self.windows:
+            reach = min(seq_len, window or seq_len)
+            pairs += reach * seq_len - reach * reach / 2  # half of the square when the window spans the sequence
+        # Two products (scores, values) of 2 FLOPs each, three times: forward and the two halves of backward.
+        return 6.0 * self.matmul_params + 12.0 * self.attention_width * pairs / seq_len
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Real tokens of this step, padding excluded."""
+    num_tokens: int
+    """Supervised tokens of this step: what the loss is divided by."""
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    model_tflops: float = 0.0
+    clip: float = 1.0
+    skipped: bool = False
+    lanes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds each lane was busy."""
+    bound: str = ""
+    """The lane that was busy longest, or `launching` (see `Stats`)."""
+    host_peak_bytes: int = 0
+    gpu_peak_bytes: int = 0
+    epoch: float = 0.0
+    rows: list[Any] = dataclasses.field(default_factory=list)
+    """Ids of the rows in this step, where the loader gives them."""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """One line. Numbers that JSON has no word for are written as null."""
+        fields = dataclasses.asdict(self)
+        extra = fields.pop("extra")
+        return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
+
+
+_LAST_PART = 10
+"""The end of a run is its last tenth of steps …"""
+_LAST_MOST = 20
+"""… and at most so many."""
+
+
+def without_progress(losses: list[float | None]) -> str:
+    """A sentence when a run has learnt nothing: when the mean loss of its last tenth of steps (20 at most) is not below
+    the loss of its first step, which is that of the weights it started from. Empty otherwise. None: not finite."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    if len(losses) < 2 or not known:
+        return ""
+    last = known[1:][-min(_LAST_MOST, max(1, len(losses) // _LAST_PART)) :]
+    end = sum(last) / len(last) if last else math.inf
+    if end < known[0]:
+        return ""
+    shown = f"{end:.4f} in the last {len(last)} steps" if len(last) > 1 else f"{end:.4f} in the last step"
+    return f"the loss has not fallen: {known[0]:.4f} in the first step, {shown}; train.lr may be too high, or too low"
+
+
+def dumps(document: Any) -> str:
+    """JSON in one line, not-finite numbers as null (strict readers refuse NaN)."""
+    return json.dumps(_finite(document), separators=(", ", ": "))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value
+
+
+class Throughput:
+    """Tokens a second over the last few steps, so that one slow step does not swing the number."""
+
+    def __init__(self, window: int = 10) -> None:
+        self._steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=window)
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Leaves out what came since the last step (an evaluation, a save)."""
+        self._last = time.perf_counter()
+
+    def add(self, tokens: int) -> float:
+        """Counts a finished step; returns its seconds."""
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        self._steps.append((tokens, seconds))
+        return seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the window."""
+        seconds = sum(seconds for _, seconds in self._steps)
+        return sum(tokens for tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds a step over the window."""
+        return sum(seconds for _, seconds in self._steps) / len(self._steps) if self._steps else 0.0
+
+
+def host_peak_bytes(proc: Path = Path("/proc")) -> int:
+    """The most memory this process has had: resident pages, locked and registered ones among them (VmHWM)."""
+    return _status_bytes(proc, ("VmHWM",))
+
+
+def host_anonymous_bytes(proc: Path = Path("/proc")) -> int:
+    """What this process holds now that no file stands behind, registered pages among it: resident memory less the
+    libraries' mapped files (RssAnon and RssShmem)."""
+    return _status_bytes(proc, ("RssAnon", "RssShmem"))
+
+
+def _status_bytes(proc: Path, keys: tuple[str, ...]) -> int:
+    """Sum of lines of a process's status; 0 where there is none."""
+    try:
+        lines = [line.split() for line in (proc / "self/status").read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(words[1]) * 1024 for words in lines if words and words[0].rstrip(":") in keys)
+
+
+def gpu_peak_bytes(engine_bytes: int = 0) -> int:
+    """The most device memory: what torch allocated at its peak, and what the engine allocated once."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.max_memory_allocated()) + engine_bytes
+
+
+def count_model(config: Any, tensors: Iterable[tuple[str, int, tuple[int, ...]]], layers: int) -> ModelCount:
+    """Counts a decoder: `tensors` are (name, unit, shape), units 1…`layers` its layers; `config` is the Hugging Face
+    configuration with `num_attention_heads` and so on, vocabulary and hidden size the head's."""
+    text = text_config(config)
+    params = float(int(text.vocab_size) * int(text.hidden_size))
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+    routed = (_first(text, "num_experts_per_tok", "moe_top_k") or 1) / experts if experts else 1.0
+    for name, unit, shape in tensors:
+        if 1 <= unit <= layers and len(shape) >= 2:
+            params += math.prod(shape) * (routed if "experts" in name and "shared" not in name else 1.0)
+    heads = int(text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
+    windows = _windows(text, layers)
+    return ModelCount(matmul_params=round(params), attention_width=heads * width, windows=tuple(windows))
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def _windows(text: Any, layers: int) -> list[int | None]:
+    """Of each layer with attention, how far it looks back; linear and convolution layers have none."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(text, "use_sliding_window", True) else None] * layers
+    return [window if "sliding" in kind else None for kind in kinds if "attention" in kind and "linear" not in kind]
+
+
+def duration(seconds: float) -> str:
+    """Time left, as people read it."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,182 @@
+"""Where a run begins: at step 0, or where a checkpoint left off, under settings that may have changed meanwhile."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatrain.config import Config, diff, earlier
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.training.run_dir import steps_in
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.checkpoint import Checkpoint
+
+log = logging.getLogger("megatrain")
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Position:
+    """How far a run is. Saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones among them. The data follow from it."""
+    tokens: int = 0
+    """Real tokens seen."""
+    nonfinite: int = 0
+    """Steps in a row whose gradients were not finite."""
+    first_eval_loss: float | None = None
+    eval_loss: float | None = None
+    """The latest held-out loss."""
+    best_loss: float | None = None
+    """The lowest held-out loss, and the step it was measured after."""
+    best_step: int | None = None
+    stale_evals: int = 0
+    """Evaluations since the lowest."""
+    owed_eval: bool = False
+    """Whether the evaluation that was due after `step` gave way to a stop, and is still to be made."""
+    seconds: float = 0.0
+    """Wall time in steps, over all parts of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    position: Position
+    numerics: dict[str, Any]
+    """The numerics key it was computed under (see `planning`)."""
+    from_elsewhere: bool
+    """Whether it lies in another run's folder."""
+
+
+def resolve_resume(config: Config, run: Path, build: Callable[[ResumePoint | None], T]) -> tuple[ResumePoint | None, T]:
+    """The checkpoint that the run in the folder `run` goes on from, and what `build` makes of it: with `output.resume:
+    auto`, the newest whose contents turn out to be whole. None: the run begins at step 0. Changes nothing itself.
+
+    Raises ConfigError with the list when the checkpoint belongs to another run, and what `build` raises.
+    """
+    damaged: set[Path] = set()
+    while True:
+        try:
+            origin = _find(config, run, damaged)
+            return origin, build(origin)
+        except DamagedCheckpoint as error:
+            if config.output.resume != "auto":
+                raise
+            log.warning("passed over: %s", error)
+            damaged.add(error.folder)
+
+
+def _find(config: Config, run: Path, damaged: set[Path]) -> ResumePoint | None:
+    """The checkpoint that `output.resume` means, checked against `config`. Those in `damaged` are passed over, as
+    others are that turn out to be incomplete. Raises ConfigError, and DamagedCheckpoint when its state cannot be
+    read."""
+    wanted = config.output.resume
+    if wanted == "never":
+        if steps_in(run / "checkpoints") or (run / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"output.resume is never and {run} holds a run already; remove it, name another output.dir, or "
+                "write output.resume: auto to go on with it"
+            )
+        return None
+    found = _latest(run, damaged)
+    elsewhere = False
+    if found is None and wanted not in ("auto", "required"):
+        found, elsewhere = _named(Path(wanted)), True
+    if found is None:
+        if wanted == "required":
+            raise ConfigError(f"output.resume is required and {run} holds no complete checkpoint")
+        return None
+    origin = _origin(found, config, elsewhere)
+    log.info("going on from %s, after step %d", found.folder, origin.position.step)
+    return origin
+
+
+def _latest(run: Path, damaged: set[Path]) -> "Checkpoint | None":
+    if not (run / "checkpoints").is_dir():
+        return None
+    # Only now: a run that begins at step 0 is refused or planned before torch is loaded.
+    from megatrain.checkpoint import checkpoint
+
+    newest = checkpoint.latest_complete(run, damaged)
+    return None if newest is None else checkpoint.Checkpoint.open(newest)
+
+
+def _named(path: Path) -> "Checkpoint":
+    from megatrain.checkpoint.checkpoint import Checkpoint
+
+    if (path / "manifest.json").is_file():
+        return Checkpoint.open(path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"output.resume is {str(path)!r}, and there is no such folder; name a run or a checkpoint, or write auto, "
+            "never or required"
+        )
+    found = _latest(path, set())
+    if found is None:
+        raise ConfigError(f"output.resume is {str(path)!r}, which holds no complete checkpoint; name another run")
+    return found
+
+
+def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint:
+    try:
+        state = found.state()["state"]["run"]
+        position = Position(**state["position"])
+        before = Config.from_dict(earlier(state["config"]))
+        numerics = dict(state["numerics"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None
+    identity, course = _differences(state.get("data"), before, config, position.step, found.precision)
+    if identity:
+        raise ConfigError(_refusal(found, config, identity, elsewhere))
+    if "data" not in state:
+        log.warning(
+            "%s is of an earlier version and does not say what its data held: whether they changed is not checked",
+            found.folder,
+        )
+    for change in course:
+        log.info("from here on, %s", change)
+    return ResumePoint(folder=found.folder, position=position, numerics=numerics, from_elsewhere=elsewhere)
+
+
+def _differences(
+    data: dict[str, list[dict[str, Any]]] | None,  # fingerprints, as the checkpoint has them
+    before: Config,
+    config: Config,
+    step: int,
+    precision: str,  # that the checkpoint was computed in
+) -> tuple[list[str], list[str]]:
+    """What differs from the run that the checkpoint belongs to: (identity, course), a setting or a source each."""
+    from megatrain.data import fingerprint  # which loads torch
+
+    run_plan = (before.run_plan(precision), config.run_plan(precision))
+    identity, course, _ = (list(map(str, changes)) for changes in diff(*run_plan))
+    # Files are read where the settings would have them be the same; the others differ already.
+    if data is not None and before.data.train == config.data.train:
+        identity += fingerprint.changed_sources("data.train", data["train"], config.data.train, step)
+    if data is not None and before.data.eval == config.data.eval:
+        course += fingerprint.changed_sources("data.eval", data["eval"], config.data.eval, step)
+    return identity, course
+
+
+def _refusal(found: "Checkpoint", config: Config, differences: list[str], elsewhere: bool) -> str:
+    listed = "; ".join(differences)
+    if not elsewhere:
+        return (
+            f"{found.folder} belongs to another run, since these differ: {listed}. Put them back to go on with it, or "
+            "name another output.dir to start anew"
+        )
+    run = Path(config.output.resume)
+    if (run / "export" / "config.json").is_file():
+        model = f"model: {run / 'export'}"
+    else:
+        model = f"model: OUT after megatrain export {run} OUT"
+    return (
+        f"output.resume is {str(run)!r}, and a branch keeps model, data, batch and seed, but these differ: {listed}. "
+        f"Put them back to branch off, or start a new run from its weights: write {model}, and leave output.resume out"
+    )

@@ -1,0 +1,132 @@
+"""Random weights as Hugging Face would draw them, straight into the store: one unit at a time, never a whole model.
+
+Each module's own rule (`_init_weights` of the model's class) runs on a copy of the module with real memory. The random
+numbers are keyed by seed and module name, so they depend neither on order nor on plan, only on the kind of device that
+draws them: a card draws billions in the time in which one processor core draws millions.
+"""
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ConfigError
+from megatrain.weights.loader import Core, Decoder, TensorRef
+
+
+def initialize(
+    decoder: Decoder,
+    core: Core,
+    seed: int,
+    *,
+    device: str = "cpu",  # what draws: cpu or cuda
+    progress: Callable[[int, int], None] | None = None,  # tensors done, tensors in all
+) -> None:
+    """Writes initial values of every parameter; persistent buffers get the values that the model was built with.
+
+    Raises ConfigError for a parameter that the model's class does not initialise.
+    """
+    done = 0
+    for root, refs in _roots(decoder):
+        values = _draw(decoder.model, root, seed, device)
+        for ref in refs:
+            value = values[ref.name]
+            if ref.role == "trainable":
+                core.write(ref.unit, ref.tensor, "master", value)
+            else:
+                core.write(ref.unit, ref.tensor, "weights", value.to(ref.dtype).contiguous().view(-1))
+        done += len(refs)
+        if progress is not None:
+            progress(done, len(decoder.tensors))
+    if device == "cuda":
+        # the memory that drew is planned for layers
+        torch.cuda.empty_cache()
+
+
+def _roots(decoder: Decoder) -> Iterator[tuple[str, list[TensorRef]]]:
+    """Modules to draw one after another, each with the tensors in it: a unit's own module where it has one, else the
+    modules that own its tensors."""
+    units: dict[int, list[TensorRef]] = {}
+    for ref in decoder.tensors.values():
+        units.setdefault(ref.unit, []).append(ref)
+    for _, refs in sorted(units.items()):
+        root = _common([ref.name.split(".")[:-1] for ref in refs])
+        inside = {name for name in decoder.tensors if name.startswith(root + ".")} if root else set(decoder.tensors)
+        if root and inside == {ref.name for ref in refs}:
+            yield root, refs
+            continue
+        owners: dict[str, list[TensorRef]] = {}
+        for ref in refs:
+            owners.setdefault(ref.name.rpartition(".")[0], []).append(ref)
+        yield from owners.items()
+
+
+def _common(paths: list[list[str]]) -> str:
+    shared = paths[0]
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(shared, path, strict=False)]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return ".".join(shared)
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tensor]:
+    """Values of every parameter and buffer below `root`, flat, by full name, on the CPU; parameters in fp32."""
+    module = copy.deepcopy(model.get_submodule(root))
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                # NaN, so that what nobody draws is seen
+                values = torch.full(parameter.shape, torch.nan, device=device)
+                owner._parameters[name] = nn.Parameter(values, requires_grad=False)
+    rule = _rule(model, root)
+    # children first, as the library does: a parent may draw its children's weights anew
+    modules = [(f"{root}.{name}" if name else root, part) for name, part in module.named_modules()]
+    for name, part in sorted(modules, key=lambda item: -item[0].count(".")):
+        if any(True for _ in part.parameters()):
+            with _seeded(seed, name, device):
+                rule(part)
+    for name, part in modules:
+        if any(bool(p.isnan().any()) for p in part.parameters(recurse=False)):
+            _draw_by_constructor(rule, part, name, seed, device)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {f"{root}.{name}": tensor.detach().cpu().contiguous().view(-1) for name, tensor in named}
+
+
+def _draw_by_constructor(rule: Callable[[nn.Module], None], part: nn.Module, name: str, seed: int, device: str) -> None:
+    """For a module that the model's class says nothing about: what torch's constructor would have drawn."""
+    with _seeded(seed, name, device):
+        if callable(getattr(part, "reset_parameters", None)):
+            part.reset_parameters()  # type: ignore[operator]
+            rule(part)
+    for leaf, parameter in part.named_parameters(recurse=False):
+        if bool(parameter.isnan().any()):
+            raise ConfigError(
+                f"the model's class does not say how {name}.{leaf} starts; begin from pretrained weights "
+                "(model.init: pretrained) instead"
+            )
+
+
+def _rule(model: nn.Module, root: str) -> Callable[[nn.Module], None]:
+    """`_init_weights` of the innermost model that `root` lies in."""
+    parts = root.split(".")
+    for end in range(len(parts), -1, -1):
+        owner = model.get_submodule(".".join(parts[:end]))
+        rule = getattr(owner, "_init_weights", None)
+        if callable(rule):
+            return rule  # type: ignore[no-any-return]
+    raise ConfigError(f"{type(model).__name__} has no rule for initial weights; begin from pretrained ones")
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, name: str, device: str) -> Iterator[None]:
+    """Within, the device's generator is seeded by (seed, name); afterwards it is as before."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    cards = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices=cards):
+        generator = torch.cuda.default_generators[cards[0]] if cards else torch.default_generator
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield

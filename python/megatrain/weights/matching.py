@@ -1,0 +1,157 @@
+"""Which elements of the model each tensor of a source stands for, and what there is missing, left over or wrong."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.errors import ConfigError
+from megatrain.system import safetensors_io
+from megatrain.system.safetensors_io import Entry
+from megatrain.weights.hf_layout import Layout, Stored, library, published, transposed
+
+if TYPE_CHECKING:
+    from megatrain.weights.loader import Decoder, Weights
+
+_PIECE_BYTES = 16 << 20
+
+_NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$")
+"""Buffers that older files hold and that no current model has as a weight."""
+
+
+def match(source: "Weights", decoder: "Decoder") -> Layout:
+    """Source name to the elements it stands for, together every tensor of the model once, but for further names of tied
+    ones. Tensors may be stored as the library holds them or as the hub publishes them (every expert apart, transposed,
+    several in one); the prefix of the base model (`model.`) may be there on one side and not on the other; what the
+    model's class says to leave out is left out. Raises ConfigError that names what is missing, left over, or of another
+    shape or type."""
+    found, twins = matched(source, decoder)
+    return found | twins
+
+
+def exported(source: "Weights", decoder: "Decoder") -> Layout | None:
+    """How an export is laid out: as the source is, or as models of its kind are published where that is quantised.
+    Raises ConfigError as `match`."""
+    layout = match(source, decoder)
+    return None if source.quantised else layout
+
+
+def matched(source: "Weights", decoder: "Decoder") -> tuple[Layout, Layout]:
+    """The same, and further names of tied tensors that the source holds beside the first."""
+    prefix = getattr(decoder.model, "base_model_prefix", "")
+    prefix = prefix + "." if prefix else ""
+    places = _Places(decoder)
+    found: dict[Stored, str] = {}
+    unknown: list[str] = []
+    ignore = getattr(decoder.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [re.compile(pattern) for pattern in (*ignore, *_NOT_WEIGHTS)]
+    twins: list[tuple[str, str]] = []
+    for name, entry in source.entries.items():
+        spellings = (name, prefix + name, name.removeprefix(prefix)) if prefix else (name,)
+        held = (places.find(spelling, entry.shape, name in source.transposed) for spelling in spellings)
+        stored = next((place for place in held if place is not None), None)
+        if stored is None:
+            if not any(pattern.search(name) for pattern in patterns):
+                unknown.append(name)
+        elif stored in found:
+            twins.append((found[stored], name))
+        else:
+            found[stored] = name
+    problems = places.problems(found)
+    if unknown:
+        problems.append(f"holds {_listed(unknown)}, for which the model has no place")
+    for stored, theirs in found.items():
+        problems += _mismatch(stored, theirs, source.entries[theirs], decoder)
+    if problems:
+        where = source.where(next(iter(source.entries))) if source.entries else "the file"
+        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+        raise ConfigError(
+            f"the weights in {where} do not belong to this configuration: the source {'; it '.join(problems[:4])}{more}"
+        )
+    for first, second in twins:
+        _require_equal(source, first, second)
+    layout = {theirs: stored for stored, theirs in found.items()}
+    return layout, {second: layout[first] for first, second in twins}
+
+
+def _mismatch(stored: Stored, theirs: str, entry: Entry, decoder: "Decoder") -> list[str]:
+    """What is wrong with a tensor's shape or type."""
+    if stored.shape != entry.shape:
+        return [f"has {theirs} of shape {list(entry.shape)} where the model has {list(stored.shape)}"]
+    if entry.dtype.itemsize < 2 and _is_float(entry.dtype):
+        return [f"has {theirs} in {entry.dtype}: quantised weights cannot be trained, take the original model"]
+    for name in stored.names:
+        ref = decoder.tensors[name]
+        if ref.role == "trainable" and not _is_float(entry.dtype):
+            return [f"has {theirs} in {entry.dtype} where the model has a weight"]
+        if ref.role != "trainable" and _is_float(entry.dtype) != _is_float(ref.dtype):
+            return [f"has {theirs} in {entry.dtype} where the model has {ref.dtype}"]
+    return []
+
+
+class _Places:
+    """Where tensors of a file belong, by every name the model has for them."""
+
+    def __init__(self, decoder: "Decoder") -> None:
+        shapes = {name: tuple(ref.shape) for name, ref in decoder.tensors.items()}
+        self._shapes = shapes
+        self._whole = library(shapes)
+        self._aliases = dict(decoder.aliases)
+        self._published = published(decoder.model, shapes)
+        self._transposed = published(decoder.model, shapes, transposed=True)
+
+    def find(self, name: str, shape: tuple[int, ...], is_transposed: bool = False) -> Stored | None:
+        """The elements that a file's tensor of this name and shape stands for."""
+        ours = self._aliases.get(name, name)
+        own = self._whole.get(ours)
+        if is_transposed:
+            return own and transposed(ours, self._shapes[ours])
+        places = [place for place in (self._published.get(name), self._transposed.get(name), own) if place is not None]
+        fitting = [place for place in places if place.shape == shape]
+        return fitting[0] if fitting else own or (places[0] if places else None)
+
+    def problems(self, found: Mapping[Stored, str]) -> list[str]:
+        """What is not there, or there twice."""
+        there = dict.fromkeys(self._whole, 0)
+        for stored in found:
+            for block in stored.blocks:
+                there[block.name] += block.numel
+        missing, twice = [], []
+        for name, count in there.items():
+            whole = self._whole[name]
+            if count > whole.numel:
+                twice.append(name)
+            elif count < whole.numel or (whole.numel == 0 and whole not in found):
+                parts = [theirs for theirs, stored in self._published.items() if name in stored.names]
+                missing += [t for t in parts if self._published[t] not in found] if count else [name]
+        problems = [f"lacks {_listed(missing)}"] if missing else []
+        return [*problems, f"holds {_listed(twice)} both whole and in parts"] if twice else problems
+
+
+def _require_equal(source: "Weights", first: str, second: str) -> None:
+    """Raises ConfigError unless two names of one tied tensor hold the same values."""
+    one, two = source.entries[first], source.entries[second]
+    buffers = safetensors_io.aligned_buffer(_PIECE_BYTES), safetensors_io.aligned_buffer(_PIECE_BYTES)
+    step = _PIECE_BYTES // torch.float64.itemsize
+    same = one.shape == two.shape and all(
+        torch.equal(
+            source.read(first, start, min(step, one.numel - start), buffers[0]).float(),
+            source.read(second, start, min(step, one.numel - start), buffers[1]).float(),
+        )
+        for start in range(0, one.numel, step)
+    )
+    if not same:
+        raise ConfigError(
+            f"{first} and {second} are one tied weight in the configuration, but {source.where(second)} holds "
+            "different values for them; set tie_word_embeddings: false in the model's config.json to train them apart"
+        )
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

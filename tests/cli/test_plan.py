@@ -1,0 +1,486 @@
+"""`megatrain plan`: what fits and what does not, without weights, data or a card; its totals are what is allocated."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatrain.cli import main
+from megatrain.config import Config
+from megatrain.errors import DoesNotFit
+from megatrain.models.presets import SHAPES
+from megatrain.planning import planner
+from megatrain.system import hardware
+from megatrain.system.hardware import GIB, SystemProbe
+from megatrain.training import forecast
+from megatrain.training.setup import build_engine, prepare_model
+from support.runs import MODEL, settings
+
+H100 = {
+    "name": "an H100",
+    "host": {"memory": "1500GiB", "cpus": 64},
+    "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
+    "rates": {"h2d_gbs": 55, "d2h_gbs": 55, "matmul_tflops": 746, "adamw_gparams": 5.0, "hbm_gbs": 2600},
+}
+
+
+def written(folder: Path, name: str, document: dict[str, Any]) -> str:
+    (folder / name).write_text(yaml.safe_dump(document))
+    return str(folder / name)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main(["plan", *words, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def test_a_model_that_no_machine_here_could_hold_is_planned_for_a_described_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, "qwen2.5-32b", "--machine", written(tmp_path, "h100.yaml", H100))
+    plan = found["plan"]
+    for tier in ("device", "host"):
+        assert plan["totals"][tier] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
+        assert plan["totals"][tier] <= found["budget"][tier]
+    assert 32e9 < found["parameters"] < 34e9
+    assert found["precision"] == "bf16"
+    # 12 bytes a parameter of state, 2 more while gradients wait, less what the card holds, plus activations
+    assert plan["totals"]["host"] < 15 * found["parameters"]
+    assert found["step_s"] > 0
+    assert found["bound"] in found["plan"]["estimate"]["lanes"]
+    assert found["numerics"]["device"] == "H100"
+    assert found["disk"]["checkpoint"] == pytest.approx(12 * found["parameters"], rel=1e-3)
+    assert found["largest_micro_batch"] >= found["micro_batch"][0]
+
+
+def test_the_table_names_every_item_the_bound_and_the_numerics_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "qwen2.5-7b", "--machine", written(tmp_path, "h100.yaml", H100)]) == 0
+    said = capsys.readouterr().out
+    for word in (
+        "exp_avg_sq",
+        "weights: slots",
+        "pinned",
+        "workspace",
+        "rows would fit",
+        "bound by",
+        "numerics key",
+        "clipping is free from",
+        "a checkpoint",
+        "not bit for bit",
+    ):
+        assert word in said, word
+
+
+def test_a_checkpoints_time_is_told_where_a_disk_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = written(tmp_path, "measured.yaml", H100 | {"rates": H100["rates"] | {"disk_write_gbs": 2.5}})
+    found = answer(capsys, "qwen2.5-7b", "--machine", measured)
+    assert found["checkpoint_s"] == found["disk"]["checkpoint"] / 2.5e9
+    assert main(["plan", "qwen2.5-7b", "--machine", measured]) == 0
+    told = f"a checkpoint: about {found['checkpoint_s']:.3g} s at the 2.5 GB/s that the probe's disk wrote, beneath the"
+    assert told in capsys.readouterr().out
+    unmeasured = written(tmp_path, "h100.yaml", H100)
+    assert answer(capsys, "qwen2.5-7b", "--machine", unmeasured)["checkpoint_s"] is None
+    assert main(["plan", "qwen2.5-7b", "--machine", unmeasured]) == 0
+    assert "a checkpoint:" not in capsys.readouterr().out
+
+
+def test_a_plan_of_immediate_updates_says_what_they_give_up(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
+    immediate = [*words, "train.update=immediate", "train.max_grad_norm=null"]
+    assert answer(capsys, *words)["given_up"] is None
+    found = answer(capsys, *immediate)
+    assert found["update"] == "immediate"
+    assert "non-finite gradient or an interrupt" in found["given_up"]
+    assert "exit code 4" in found["given_up"]
+    assert main(["plan", *words]) == 0
+    assert "gives up" not in capsys.readouterr().out
+    assert main(["plan", *immediate]) == 0
+    assert f"train.update: immediate gives up: {found['given_up']}\n" in capsys.readouterr().out
+
+
+def test_on_the_cpu_one_memory_is_told_as_one_and_what_at_least_means(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    table = said[said.index("where") : said.index("sizes are rounded")]
+    for word in ("pinned", "device", "host "):
+        assert word not in table, word
+    assert "RAM, to compute" in table
+    assert table.count("allowed") == 1, "one budget"
+    assert "at least: at rates that no processors pass, measured or not" in said
+    assert main(["plan", *words, "memory.gpu=64MiB"]) == 0
+    assert "sum, of 64.00 MiB allowed" in capsys.readouterr().out
+
+
+def test_at_least_on_a_card_says_whether_the_rates_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", "qwen2.5-0.5b", "train.batch_size=1", "--machine")
+    assert main([*words, written(tmp_path, "h100.yaml", H100)]) == 0
+    assert "at least: at 1.25 times the measured rates" in capsys.readouterr().out
+    unmeasured = {key: value for key, value in H100.items() if key != "rates"}
+    assert main([*words, written(tmp_path, "unmeasured.yaml", unmeasured)]) == 0
+    assert "at least: at rates that no card passes" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_refused_with_the_whole_sum_and_where_the_limit_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = H100 | {"host": {"memory": "64GiB", "cpus": 16}}
+    assert main(["plan", "qwen2.5-32b", "--machine", written(tmp_path, "small.yaml", small)]) == 2
+    said = capsys.readouterr().err
+    for word in ("does not fit", "weights", "residual", "exp_avg", "exp_avg_sq", "slabs", "64.00 GiB", "small.yaml"):
+        assert word in said, word
+    assert "Traceback" not in said
+
+
+class Limited(SystemProbe):
+    """This machine inside a control group of 4 GiB."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        group = root / "sys/fs/cgroup"
+        (root / "proc/self").mkdir(parents=True)
+        group.mkdir(parents=True)
+        (root / "proc/meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n")
+        (root / "proc/self/cgroup").write_text("0::/\n")
+        (root / "proc/self/mountinfo").write_text("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+        (group / "memory.max").write_text(f"{4 * GIB}\n")
+        (group / "memory.current").write_text("0\n")
+        (group / "memory.stat").write_text("anon 0\n")
+
+    def cuda_status(self) -> dict[str, Any]:
+        return {"available": False, "reason": "no driver", "devices": []}
+
+
+def test_the_control_groups_limit_is_what_is_available_and_not_the_machines_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Limited(tmp_path / "root"))
+    assert main(["plan", "qwen2.5-0.5b", "train.batch_size=1", "data.seq_len=512"]) == 2
+    said = capsys.readouterr().err
+    for word in ("weights", "exp_avg", "exp_avg_sq", "slabs", "4.00 GiB", "control group"):
+        assert word in said, word
+    assert main(["plan", "tiny", "train.batch_size=1", "data.seq_len=512"]) == 0
+
+
+def test_device_and_host_of_a_cpu_run_share_one_memory(tmp_path: Path) -> None:
+    config = Config.of(settings(tmp_path) | {"memory": {"host": "4MiB"}})
+    model_setup = prepare_model(config, hardware.read(), plan_only=True)
+    run_plan = planner.plan_run(config, model_setup.decoder, device="cpu", machine=hardware.read(), rows=4)
+    totals = run_plan.plan["totals"]
+    assert totals["device"] + totals["host"] <= 4 << 20
+    config = Config.of(settings(tmp_path) | {"memory": {"host": "100KiB"}})
+    with pytest.raises(DoesNotFit, match="memory"):
+        planner.plan_run(config, model_setup.decoder, device="cpu", machine=hardware.read(), rows=4)
+
+
+def test_what_the_plan_says_is_what_the_engine_allocates(tmp_path: Path) -> None:
+    config = Config.of(settings(tmp_path))
+    model_setup = prepare_model(config, hardware.read(), plan_only=True)
+    run_plan = planner.plan_run(config, model_setup.decoder, device="cpu", machine=hardware.read(), rows=4)
+    with build_engine(model_setup, run_plan) as engine:
+        assert engine.plan == run_plan.plan
+        own = [item for item in run_plan.plan["items"] if "(torch)" not in item["what"]]
+        assert json.loads(engine.core.allocated()) == own
+
+
+@pytest.fixture(autouse=True)
+def no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was once measured on this machine stays out of the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+
+
+def test_rates_that_were_measured_are_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain.planning import calibrate
+
+    words = ("tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128")
+    assumed = answer(capsys, *words)
+    assert assumed["rates_measured"] is False
+    measured = dict.fromkeys(calibrate.UNITS, 2.0) | {"matmul_tflops": 1e-3}
+    assert calibrate.keep(hardware.read(), "cpu", measured) is not None
+    found = answer(capsys, *words)
+    assert found["rates_measured"] is True
+    assert found["expected_step_s"] > 10 * assumed["expected_step_s"]
+    assert found["step_s"] == assumed["step_s"], "a probe of shared processors bounds nothing"
+    calibrate.write_description(hardware.read(), measured, tmp_path / "me.yaml")
+    described = answer(capsys, *words, "--machine", str(tmp_path / "me.yaml"))
+    assert described["expected_step_s"] == found["expected_step_s"]
+
+
+def test_no_step_of_a_real_run_is_faster_than_the_bound(tmp_path: Path) -> None:
+    from megatrain.training.run_dir import read_metrics
+    from megatrain.training.trainer import Trainer
+
+    config = Config.of(settings(tmp_path))
+    bound = forecast.without_data(config, hardware.read()).step_s
+    Trainer(config).fit()
+    assert 0 < bound <= min(record["step_s"] for record in read_metrics(tmp_path / "run"))
+
+
+def test_the_split_into_micro_batches_follows_a_fixed_rule_and_shrinks_only_to_fit(tmp_path: Path) -> None:
+    base = settings(tmp_path, train={"steps": 2, "batch_size": 12}, plan={"micro_batch": None}, data={"seq_len": 64})
+    config = Config.of(base)
+    decoder = prepare_model(config, hardware.read(), plan_only=True).decoder
+
+    def rows(config: Config, saved: dict[str, Any] | None = None) -> tuple[int, int]:
+        run_plan = planner.plan_run(config, decoder, device="cpu", machine=hardware.read(), rows=12, saved=saved)
+        return run_plan.micro_batch[0], run_plan.micro_batches
+
+    assert rows(config) == (12, 1)
+    assert rows(config, {"micro_batch": [5, 64]}) == (5, 3), "a resumed run keeps its split"
+    assert rows(Config.of(base | {"plan": {"micro_batch": 7}})) == (7, 2)
+    whole = planner.plan_run(config, decoder, device="cpu", machine=hardware.read(), rows=12).plan["totals"]
+    tight = (whole["device"] + whole["host"]) * 6 // 10
+    shrunk = rows(Config.of(base | {"memory": {"host": tight}}))
+    assert 1 <= shrunk[0] <= 12
+    with pytest.raises(DoesNotFit):
+        rows(Config.of(base | {"memory": {"host": tight // 8}}))
+
+
+def test_a_card_without_native_bf16_and_a_missing_card_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = H100 | {"gpu": {"name": "Tesla T4", "memory": "16GiB", "capability": [7, 5]}}
+    assert main(["plan", "tiny", "--machine", written(tmp_path, "t4.yaml", old)]) == 2
+    said = capsys.readouterr().err
+    assert "Tesla T4" in said
+    assert "fp32" in said
+    assert main(["plan", "tiny", "--machine", written(tmp_path, "t4.yaml", old), "train.precision=fp32"]) == 0
+    none = {"host": {"memory": "8GiB"}}
+    assert main(["plan", "tiny", "device=cuda", "--machine", written(tmp_path, "cpu.yaml", none)]) == 2
+    assert "no gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["tiny", "data.seq_len=200000"], "data.seq_len"),
+        (["tiny", "model.freeze=[nothing.*]"], "freeze"),
+        (["tiny", "train.no_decay=[nothing.*]"], "no_decay"),
+        (["tiny", "plan.slots=1"], "slots"),
+        (["tiny", "memory.gpu=lots"], "memory.gpu"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_by_its_key(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"memory": "79GiB"}}
+
+
+def run_plan(
+    model: str, rows: int, free: int | None = None, saved: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> planner.RunPlan:
+    """A step of `rows` by 1,024 tokens on the card, of which `free` bytes are free."""
+    document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
+    train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
+    card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
+    config, described = Config.of(document | {"train": train} | sections), hardware.from_description(card, "card")
+    decoder = prepare_model(config, described, plan_only=True).decoder
+    cards = tuple(dataclasses.replace(gpu, free_bytes=free) for gpu in described.gpus)
+    described = dataclasses.replace(described, gpus=cards)
+    return planner.plan_run(config, decoder, device="cuda", machine=described, rows=rows, saved=saved)
+
+
+def test_the_engine_is_asked_for_every_number_of_the_plan_section() -> None:
+    from megatrain.config import PlanConfig
+    from megatrain.engine.runtime import PLAN_KEYS
+
+    numbers = {field.name for field in dataclasses.fields(PlanConfig)} - {"micro_batch"}
+    assert PLAN_KEYS - numbers == {"accumulate", "trace", "isa"}, "what only a caller of the engine can use"
+    assert numbers <= PLAN_KEYS
+
+
+def test_a_run_that_goes_on_computes_compiled_or_not_as_before_unless_it_is_told_otherwise() -> None:
+    eager = {"device": "H100", "compiled": False}
+    assert run_plan("tiny", 2).options.get("compile") is None
+    assert run_plan("tiny", 2, saved=eager).options["compile"] is False
+    assert run_plan("tiny", 2, saved=eager, plan={"compile": True}).options["compile"] is True
+    assert run_plan("tiny", 2, saved=eager | {"device": "cpu"}).options.get("compile") is None
+
+
+def test_a_plan_of_a_deterministic_run_says_what_computes_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny", "--machine", written(tmp_path, "h100.yaml", H100), "train.batch_size=1", "data.seq_len=128")
+    for more, key, told in (
+        ([], "sdpa", None),
+        (["train.deterministic=true"], "sdpa: flash or math", "attention: flash, and torch's math kernel for"),
+        (["train.deterministic=true", "train.precision=fp32"], "sdpa: math", "attention: torch's math kernel, slow"),
+    ):
+        assert answer(capsys, *words, *more)["numerics"]["attention"] == key
+        assert main(["plan", *words, *more]) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention:")]
+        assert len(said) == (told is not None)
+        assert not said or said[0].startswith(told)
+
+
+def test_a_plan_with_compile_off_says_so_in_its_numerics_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny", "--machine", written(tmp_path, "h100.yaml", H100), "train.batch_size=4", "data.seq_len=128")
+    assert answer(capsys, *words)["numerics"]["compiled"] is True
+    assert answer(capsys, *words, "plan.compile=false")["numerics"]["compiled"] is False
+    grouped = answer(capsys, *words, "plan.micro_batch=1", "plan.group=2")
+    assert grouped["plan"]["group"] == 2
+    assert grouped["largest_micro_batch"] > 1
+
+
+def counts(found: planner.RunPlan) -> tuple[int, int, int]:
+    """Units with their state on the device, layers kept, layers whose input goes to the host."""
+    units = found.plan["units"]
+    kept = sum(unit["activation"] == "keep" for unit in units[1:-1])
+    return sum(u["state"] == "device" for u in units), kept, sum(u["input"] == "host" for u in units)
+
+
+def test_on_a_card_32768_tokens_are_computed_at_a_time_and_half_as_many_as_often_as_needed_to_fit() -> None:
+    small = {"memory": {"gpu": "12GiB"}}
+    assert (run_plan("qwen2.5-3b", 32, **small).micro_batch, run_plan("qwen2.5-3b", 32, **small).micro_batches) == (
+        (32, 1024),
+        1,
+    )
+    long = run_plan("qwen2.5-3b", 128, **small)
+    assert (long.micro_batch[0], long.micro_batches) == (32, 4)
+    assert counts(long)[2] > 0, "layer inputs of 19 GB go to the host"
+    assert run_plan("qwen2.5-3b", 32, memory={"gpu": "6GiB"}).micro_batch[0] in (4, 8, 16)
+    slow = run_plan("qwen2.5-3b", 32, rates={"matmul_tflops": 1.0, "adamw_gparams": 100.0})
+    assert slow.micro_batch == run_plan("qwen2.5-3b", 32).micro_batch == (32, 1024)
+
+
+def test_what_happens_to_be_free_on_the_card_changes_placement_and_never_the_split() -> None:
+    idle, busy = run_plan("qwen2.5-3b", 32), run_plan("qwen2.5-3b", 32, free=20 * GIB)
+    assert busy.micro_batch == idle.micro_batch
+    assert busy.plan["totals"]["device"] < 20 * GIB < idle.plan["totals"]["device"]
+    with pytest.raises(DoesNotFit, match="device memory"):
+        run_plan("qwen2.5-3b", 32, free=6 * GIB)
+
+
+def test_state_comes_to_the_card_until_the_hosts_part_is_hidden_then_activations_are_kept() -> None:
+    few, many = counts(run_plan("qwen2.5-3b", 8)), counts(run_plan("qwen2.5-3b", 32))
+    assert few[0] == 38, "nothing hides the host's updates of a small step"
+    assert 2 < many[0] < 38
+    assert many[1] > 10
+    assert many[2] == 0
+    clipped, immediate = run_plan("qwen2.5-7b", 16), run_plan("qwen2.5-7b", 16, train=IMMEDIATE)
+    assert counts(clipped)[0] > counts(immediate)[0], "immediate updates hide beneath the whole step"
+    assert run_plan("qwen2.5-7b", 64).micro_batches == 2
+
+
+IMMEDIATE = {"update": "immediate", "max_grad_norm": None}
+
+
+def test_the_context_and_fragmentation_are_in_the_sum_and_a_little_is_left_besides() -> None:
+    found = run_plan("qwen2.5-3b", 32)
+    items = {item["what"]: item["bytes"] for item in found.plan["items"] if item["tier"] == "device"}
+    assert items["context and libraries (torch)"] > GIB // 2
+    assert items["fragmentation (torch)"] > 0
+    assert GIB // 2 < 79 * GIB - found.budget["device"] < 2 * GIB
+    assert found.plan["totals"]["device"] > 0.9 * found.budget["device"]
+    estimate = found.plan["estimate"]
+    assert estimate["step_s"] < estimate["expected_step_s"] < 2 * estimate["step_s"]
+
+
+@pytest.mark.parametrize(("rows", "micro_batch", "keep", "measured"), [(8, 8, 31, 70.9e9), (32, 16, 6, 70.2e9)])
+def test_planned_device_memory_is_within_a_tenth_of_what_was_measured_and_not_below(
+    rows: int, micro_batch: int, keep: int, measured: float
+) -> None:
+    plan = {"state_on_device": 38, "keep": keep, "micro_batch": micro_batch}
+    planned = run_plan("qwen2.5-3b", rows, plan=plan, memory={"gpu": "85GiB"}).plan["totals"]["device"]
+    assert measured <= planned <= 1.1 * measured
+
+
+def test_every_public_shape_has_the_parameters_that_its_name_says() -> None:
+    for name, shape in SHAPES.items():
+        if name == "tiny":
+            continue
+        config = Config.of({"model": {"config": shape.config()}, "device": "cpu", "train": {"precision": "bf16"}})
+        decoder = prepare_model(config, hardware.read(), plan_only=True).decoder
+        billions = float(name.removeprefix("qwen2.5-").removesuffix("b"))
+        assert decoder.num_parameters == pytest.approx(billions * 1e9, rel=0.1)
+
+
+def test_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(SystemProbe):
+        def disk_free(self, path: Path) -> int | None:  # noqa: ARG002
+            return 1 << 10
+
+    from megatrain.errors import StorageError
+    from megatrain.training.trainer import Trainer
+
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Full())
+    with pytest.raises(StorageError, match=r"output\.dir.*1\.00 KiB free"):
+        Trainer(settings(tmp_path)).fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 300}))
+    found = answer(capsys, str(tmp_path), "device=cpu", "train.batch_size=2")
+    assert found["micro_batch"] == [2, 64]
+    assert main(["plan", str(tmp_path), "device=cpu", "data.seq_len=4096"]) == 2
+    assert "data.seq_len is 4096 and the model has positions for 64 tokens" in capsys.readouterr().err
+
+
+CODEGEN = {"model_type": "codegen", "n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64, "rotary_dim": 64}
+"""Rotates more dimensions than a head has."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hiden_size": 32}, "model.config.hiden_size is not a key of llama; did you mean model.config.hidden_size?"),
+        ({"hidden_size": 30}, "(30) is not a multiple of the number of attention heads (4)"),
+        ({"model_type": "lama"}, "did you mean llama?"),
+        ({"model_type": "mamba"}, "mamba has no attention heads"),
+        (CODEGEN, "CodeGenBlock cannot be computed with the numbers of this configuration: Attempting to broadcast"),
+    ],
+)
+def test_a_model_that_cannot_be_is_a_wrong_request(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changes if changes.get("model_type") in ("mamba", "codegen") else MODEL | changes
+    wanted = {"model": {"config": model}, "data": {"seq_len": 32}, "device": "cpu"}
+    assert main(["plan", written(tmp_path, "run.yaml", wanted)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_description_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "odd.yaml", H100 | {"gpus": 2})
+    assert main(["plan", "tiny", "--machine", path]) == 2
+    assert "gpus" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_shape_is_answered_with_those_that_are_and_without_the_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "llama-3-70b"]) == 2
+    said = capsys.readouterr().err
+    assert "no known shape" in said
+    assert "qwen2.5-72b" in said
+    assert "OWNER/NAME" in said
+
+
+def test_a_refusal_says_each_sum_once_in_readable_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "device=cpu", "memory.gpu=3MiB"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("does not fit") == 1
+    assert "3.00 MiB allowed" in said
+    assert "in all" in said

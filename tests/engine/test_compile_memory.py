@@ -1,0 +1,109 @@
+"""What a compiled layer is said to keep and to need is what the compiler's own partition of it keeps and needs."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from megatrain.engine import compile_memory, profile
+from megatrain.models.decoder import Decoder
+from megatrain.models.recorder import copy_without, on_meta
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+ROWS, SEQ = 2, 128
+
+
+def decoder(family: str) -> Decoder:
+    config = AutoConfig.for_model(family, **SIZES)
+    return Decoder.from_config(config, precision="bf16")
+
+
+def real_layer(model: Decoder) -> nn.Module:
+    layer = copy_without(model.layers[0]).to_empty(device="cpu")
+    for tensor in layer.parameters():
+        nn.init.normal_(tensor, std=0.02)
+    return layer
+
+
+def saved_by_the_compiler(model: Decoder) -> int:
+    """Bytes that the compiled layer's graph holds between forward and backward, by storage."""
+    layer = real_layer(model)
+    record = model.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
+    hidden = torch.randn(ROWS, SEQ, model.hidden_size).to(model.dtype).requires_grad_()
+    given = tree_leaves((record.args[0], record.kwargs[0]))
+    known = [hidden, *layer.parameters(), *layer.buffers(), *(v for v in given if isinstance(v, Tensor))]
+    held = {t.untyped_storage()._cdata for t in known}
+    kept: dict[int, int] = {}
+    alive = []  # so that no storage's address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = compiled(hidden, *record.args[0], **record.kwargs[0])
+        output = output[0] if model.recorder.tuple_output else output
+    output.float().sum().backward()
+    assert hidden.grad is not None
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_a_compiled_layer_keeps_what_the_partition_says(family: str) -> None:
+    model = decoder(family)
+    said = profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
+    real = saved_by_the_compiler(model)
+    assert said.running_bytes is not None, "the layer was traced"
+    assert said.kept_bytes == pytest.approx(real, rel=0.02), (said.kept_bytes, real)
+
+
+def test_less_is_kept_than_by_a_layer_that_is_not_compiled_and_in_proportion_to_the_rows() -> None:
+    model = decoder("qwen2")
+    two, four = (profile.measure(model, 0, rows, SEQ, "cuda", compiled=True) for rows in (2, 4))
+    assert four.kept_bytes == pytest.approx(2 * two.kept_bytes, rel=0.02)
+    assert two.kept_bytes < 0.8 * profile.measure(model, 0, 2, SEQ, "cuda").kept_bytes
+    assert two.running_bytes is not None
+    assert two.running_bytes > two.kept_bytes
+
+
+def test_a_backward_needs_at_least_its_gradients_and_the_widest_part_beside_them() -> None:
+    model = decoder("llama")
+    record = model.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
+    layer = on_meta(model.layers[0])
+    shape = (ROWS, SEQ, model.hidden_size)
+    cut = compile_memory.cut(layer, record.args[0], record.kwargs[0], shape, model.dtype, model.recorder.tuple_output)
+    gradients = sum(p.numel() for p in layer.parameters()) * 2
+    wide = ROWS * SEQ * SIZES["intermediate_size"] * 2
+    assert gradients + 2 * wide < cut.backward < gradients + 6 * wide
+    assert cut.forward > cut.kept
+
+
+def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> compile_memory.Cut:
+        raise ValueError("no")
+
+    model = decoder("qwen2")
+    monkeypatch.setattr(compile_memory, "cut", fails)
+    with caplog.at_level(logging.INFO, "megatrain"):
+        found = profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
+        assert found == profile.measure(model, 0, ROWS, SEQ, "cuda")
+        profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
+    assert [r.message for r in caplog.records].count("Qwen2DecoderLayer is planned as if it were not compiled: no") == 1

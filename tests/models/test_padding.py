@@ -1,0 +1,33 @@
+"""Padding before, behind and between the tokens of a row, with what stock transformers makes of it."""
+
+import pytest
+import torch
+
+from support.reference import batches, build, check_training, engine, loss_sum, supervised
+
+EAGER = {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}
+
+
+def padded(left: int, right: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two rows, the first with padding at both ends. Its first token is supervised, hence predicted by padding."""
+    (batch,) = batches(1, seed=seed)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :left] = 0
+    mask[0, 32 - right :] = 0
+    return {**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 4), (9, 1), (0, 4), (3, 0)])
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_padding_at_both_ends_of_a_row_is_what_stock_transformers_makes_of_it(kind: str, left: int, right: int) -> None:
+    model = build(kind, **(EAGER if kind == "gemma2" else {"attn_implementation": "eager"}))
+    data = [padded(left, right, seed=seed) for seed in range(3)]
+    with torch.no_grad():
+        wanted = sum(float(loss_sum(model, b)) for b in data) / sum(supervised(b) for b in data)
+    assert engine(model).evaluate(data) == pytest.approx(wanted, rel=2e-6)
+
+
+def test_training_on_rows_padded_at_both_ends_equals_plain_pytorch() -> None:
+    check_training(
+        build("gemma2", **EAGER), [[padded(3, 4, seed=seed), padded(7, 2, seed=seed + 9)] for seed in (0, 1)]
+    )

@@ -1,0 +1,80 @@
+"""`megatrain probe`: what it measures, and how it tells a machine that did something else from an idle one."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain import _core
+from megatrain.cli import main
+from megatrain.planning import calibrate
+from megatrain.system import hardware
+from megatrain.system.hardware import SystemProbe
+
+HOST = {"touch_gbs": 4.0, "copy_gbs": 10.0, "adamw_params_per_s": 2e9}
+
+
+class Loaded(SystemProbe):
+    """This machine with a load average."""
+
+    def __init__(self, load: str) -> None:
+        super().__init__()
+        self.load = load
+
+    def text(self, path: str) -> str | None:
+        return self.load if path == "/proc/loadavg" else super().text(path)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only matrix products are measured, and nothing is kept in the user's own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_core, "probe_host", lambda *_: json.dumps(HOST))
+    monkeypatch.setattr(calibrate, "_disk", lambda _: {})
+    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("load", "spread", "said"),
+    [
+        ("0.20 0.10 0.10 1/90 1", 0.02, None),
+        ("1.40 9.00 9.00 1/90 1", 0.25, None),
+        ("3.51 0.10 0.10 1/90 1", 0.02, "the load average was 3.5 on 2 processors"),
+        ("0.20 0.10 0.10 1/90 1", 0.61, "half of the matrix products took 61% longer than the fastest"),
+        ("", 0.02, None),
+    ],
+)
+def test_a_busy_machine_is_told_in_one_line_and_in_json(
+    load: str, spread: float, said: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Loaded(load))
+    monkeypatch.setattr(calibrate, "_arithmetic", lambda _: ({"matmul_tflops": 0.1}, spread))
+    assert main(["probe"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("busy: ")]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+    assert main(["probe", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["machine"]["rates"]["matmul_tflops"] == 0.1
+    assert (said is None) == (answer["busy"] is None)
+    assert said is None or said in answer["busy"]
+    assert main(["plan", "tiny", "device=cpu", "train.batch_size=1", "data.seq_len=64"]) == 0
+    planned = capsys.readouterr().out
+    assert "not measured" not in planned
+    assert ("rates: of a busy machine" in planned) == (said is not None)
+
+
+def test_equal_runs_that_take_unequal_time_lie_apart() -> None:
+    pauses = itertools.cycle([0.004, 0.016, 0.016])
+    seconds, spread = calibrate._repeat(lambda: time.sleep(next(pauses)), "cpu")
+    assert 0.004 <= seconds < 0.016
+    assert spread > 0.25
+
+
+def test_the_matrix_product_is_measured() -> None:
+    rates, spread = calibrate._arithmetic("cpu")
+    assert rates["matmul_tflops"] > 0
+    assert spread >= 0

@@ -1,0 +1,1 @@
+"""What tests share: reference training in plain PyTorch, tiny models, a core in memory, faults to inject."""

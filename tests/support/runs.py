@@ -1,0 +1,58 @@
+"""A run small enough for a test: two layers, a tokenizer of 300 tokens, a few dozen rows of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatrain.training.run_dir import read_metrics
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven small engines carry every layer back and forth".split()
+
+
+def last_step(run: Path) -> int:
+    """The last step that a run's metrics hold, which another process may be writing; 0 where there are none."""
+    try:
+        rows = read_metrics(run)
+    except (OSError, ValueError):
+        return 0
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def write_rows(path: Path, count: int = 60) -> Path:
+    """Rows of text, each another; the same for each call."""
+    rows = []
+    for row in range(count):
+        text = " ".join(WORDS[(row * 7 + word * (row % 5 + 1)) % len(WORDS)] for word in range(12 + row % 9))
+        rows.append(json.dumps({"text": f"{row}: {text}."}))
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as a mapping; `sections` are laid over it, key by key."""
+    rows = folder / "rows.jsonl"
+    if not rows.exists():
+        write_rows(rows)
+    base: dict[str, Any] = {
+        "model": {"config": MODEL, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+        "data": {"train": [{"path": str(rows)}], "eval": 0.2, "seq_len": 32, "cache": str(folder / "cache")},
+        "train": {"steps": 6, "batch_size": 4, "lr": 1e-2, "schedule": {"name": "cosine", "warmup": 2}},
+        "eval": {"at_start": False},
+        "plan": {"micro_batch": 2},
+        "device": "cpu",
+        "output": {"dir": str(folder / "run"), "export": "never"},
+    }
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
+    return base

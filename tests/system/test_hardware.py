@@ -1,0 +1,157 @@
+"""Machine facts: what a process may use, under both control-group versions, and written descriptions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.system import hardware
+from megatrain.system.hardware import GIB, SystemProbe, format_bytes
+
+MEMINFO = "MemTotal:       67108864 kB\nMemFree:        1048576 kB\nMemAvailable:   62914560 kB\n"
+
+
+class Fake(SystemProbe):
+    """A machine of 64 GiB with 60 GiB available, in a folder."""
+
+    def __init__(self, root: Path, files: dict[str, str]) -> None:
+        super().__init__(root)
+        for path, text in {"proc/meminfo": MEMINFO, **files}.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+
+    def affinity(self) -> int:
+        return 16
+
+    def memlock(self) -> int | None:
+        return 64 << 10
+
+    def cuda_status(self) -> dict[str, Any]:
+        return {"available": False, "reason": "libcuda.so.1 is not there", "devices": []}
+
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+V1_MOUNT = (
+    "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+    "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    found = hardware.read(readers=Fake(tmp_path, {}))
+    assert (found.memory_limit, found.memory_available, found.cpus) == (64 * GIB, 60 * GIB, 16)
+    assert found.memory_source == "this machine"
+    assert found.gpu is None
+    assert "libcuda" in found.gpu_reason
+
+
+def test_a_version_2_limit_is_the_budget_and_file_pages_do_not_count_as_used(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/user/job"
+    files = {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/user/job\n",
+        f"{group}/memory.max": f"{4 * GIB}\n",
+        f"{group}/memory.high": "max\n",
+        f"{group}/memory.current": f"{3 * GIB}\n",
+        f"{group}/memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
+        f"{group}/cpu.max": "250000 100000\n",
+    }
+    found = hardware.read(readers=Fake(tmp_path, files))
+    assert (found.memory_limit, found.memory_available, found.cpus) == (4 * GIB, 3 * GIB, 2)
+    assert "/user/job" in found.memory_source
+
+
+def test_a_version_2_limit_set_only_on_a_parent_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/user/job\n",
+        "sys/fs/cgroup/user/job/memory.max": "max\n",
+        "sys/fs/cgroup/user/job/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/user/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/user/memory.current": "0\n",
+        "sys/fs/cgroup/user/cpu.max": "50000 100000\n",
+    }
+    found = hardware.read(readers=Fake(tmp_path, files))
+    assert (found.memory_limit, found.memory_available, found.cpus) == (4 * GIB, 4 * GIB, 1)
+
+
+def test_a_version_1_limit_is_the_budget(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/job"
+    files = {
+        "proc/self/mountinfo": V1_MOUNT,
+        "proc/self/cgroup": "4:memory:/job\n1:cpu,cpuacct:/job\n0::/\n",
+        f"{group}/memory.limit_in_bytes": f"{4 * GIB}\n",
+        f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
+        f"{group}/memory.stat": f"total_inactive_file {GIB}\nhierarchical_memory_limit {4 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "400000\n",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+    }
+    found = hardware.read(readers=Fake(tmp_path, files))
+    assert (found.memory_limit, found.memory_available, found.cpus) == (4 * GIB, 3 * GIB, 4)
+
+
+def test_a_version_1_limit_of_a_parent_outside_the_container_counts(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/mountinfo": V1_MOUNT.replace(" / /sys/fs/cgroup/memory", " /docker/ab12 /sys/fs/cgroup/memory"),
+        "proc/self/cgroup": "4:memory:/docker/ab12\n",
+        f"{group}/memory.limit_in_bytes": "9223372036854771712\n",
+        f"{group}/memory.usage_in_bytes": "0\n",
+        f"{group}/memory.stat": f"hierarchical_memory_limit {4 * GIB}\n",
+    }
+    found = hardware.read(readers=Fake(tmp_path, files))
+    assert found.memory_limit == 4 * GIB
+
+
+def test_auto_budgets_leave_head_room(tmp_path: Path) -> None:
+    found = hardware.read(readers=Fake(tmp_path, {}))
+    assert 0.9 * found.memory_available < found.host_budget() < found.memory_available
+    assert found.gpu_budget() == 0
+
+
+def test_this_very_machine_can_be_read(tmp_path: Path) -> None:
+    found = hardware.read(tmp_path)
+    assert 0 < found.memory_available <= found.memory_limit <= found.memory_total
+    assert found.cpus >= 1
+    assert found.disk_free is not None
+
+
+def test_sizes_are_shown_in_units_of_1024() -> None:
+    assert format_bytes(3 * GIB // 2) == "1.50 GiB"
+    assert format_bytes(100) == "100 B"
+
+
+def test_a_description_comes_back_as_it_was_written() -> None:
+    document = {
+        "name": "one H100",
+        "host": {"memory": "1500GiB", "cpus": 64},
+        "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
+        "disk": {"free": "4TiB"},
+        "rates": {"h2d_gbs": 55, "matmul_tflops": 746},
+    }
+    found = hardware.from_description(document, "h100.yaml")
+    assert found.host_budget() > 1400 * GIB
+    assert found.gpu is not None
+    assert found.gpu.total_bytes == 80 * GIB
+    again = hardware.from_description(hardware.describe(found), "again")
+    assert (again.gpu, again.memory_available, again.rates) == (found.gpu, found.memory_available, found.rates)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ([], "mapping"),
+        ({"hosts": {}}, "hosts"),
+        ({"host": {"memory": "1GiB", "ram": 3}}, "host.ram"),
+        ({"host": {}}, "host.memory"),
+        ({"host": {"memory": "much"}}, "host.memory"),
+        ({"host": {"memory": "1GiB", "cpus": 0}}, "host.cpus"),
+        ({"host": {"memory": "1GiB"}, "gpu": {"name": "H100"}}, "gpu.memory"),
+        ({"host": {"memory": "1GiB"}, "gpu": {"memory": "1GiB", "capability": 9}}, "gpu.capability"),
+        ({"host": {"memory": "1GiB"}, "rates": {"h2d_gbs": -1}}, "rates.h2d_gbs"),
+    ],
+)
+def test_a_wrong_description_is_refused_by_its_key(document: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hardware.from_description(document, "machine.yaml")

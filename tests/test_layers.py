@@ -17,12 +17,6 @@ LAYERS = (
     "system",
     "base",  # names, units, errors, compat and the native module
 )
-EXCEPTIONS: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("models/per_document.py", "engine.template"),
-    }
-)
-"""Imports that run upwards and are to go. It ends empty; nothing is added to it."""
 
 
 def layer(module: str) -> int:
@@ -59,7 +53,7 @@ def upward() -> set[tuple[str, str]]:
 
 
 def test_a_folder_imports_only_from_folders_below_it() -> None:
-    assert upward() == EXCEPTIONS
+    assert upward() == set()
 
 
 def test_every_module_stands_in_a_folder_of_the_list() -> None:

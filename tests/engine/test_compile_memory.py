@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from megatrain.engine import compile_memory, profile
 from megatrain.models.decoder import Decoder
-from megatrain.models.recorder import copy_without, on_meta
+from megatrain.models.modules import copy_without, on_meta
 
 SIZES = {
     "vocab_size": 512,

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatrain
 from megatrain.engine.step import Pass
-from megatrain.models import packing as documents
+from megatrain.models import inspect_model, packing, varlen_attention
 
 WINDOWS, SEQ, HEADS, KV_HEADS, WIDTH = 8, 4096, 16, 2, 128
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,8 +90,8 @@ def dense(rows: list[list[int]], window: int | None) -> Tensor:
 def ours(rows: list[list[int]], window: int | None = None) -> Attention:
     """As our layers compute it: one launch for all documents."""
     lengths = torch.tensor([n for row in rows for n in row])
-    given = documents.Documents(starts(rows).cuda(), lengths, window)
-    return lambda q, k, v: documents.attend(None, q, k, v, given)[0].transpose(1, 2)
+    given = varlen_attention.Documents(starts(rows).cuda(), lengths, window)
+    return lambda q, k, v: varlen_attention.attend(None, q, k, v, given)[0].transpose(1, 2)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -320,12 +320,12 @@ def graphs(layers: int = 4) -> bool:
 
 def speed(layers: int = 4) -> bool:
     """Seconds a step, on whole rows, by document, and with the dense masks that transformers builds."""
-    adopt = documents.adopt
+    use = inspect_model.use_varlen_attention
     found: dict[str, float] = {}
     try:
         for name, kind in (("whole", "whole"), ("by document", "mixed"), ("dense mask", "mixed")):
             if name == "dense mask":
-                documents.adopt = lambda _: documents.Packing(refusal="to compare")
+                inspect_model.use_varlen_attention = lambda *_: packing.Packing(refusal="to compare")
             engine = wide(layers)
             for seed in range(3):
                 engine.step(steps_of(kind, seed))
@@ -339,7 +339,7 @@ def speed(layers: int = 4) -> bool:
             engine.close()
             torch.cuda.empty_cache()
     finally:
-        documents.adopt = adopt
+        inspect_model.use_varlen_attention = use
     return say("speed", found["by document"] < found["dense mask"], seconds_a_step=found)
 
 

@@ -64,10 +64,10 @@ def test_buffers_equal_a_normally_built_models_whatever_was_in_memory_before(rop
 def test_layers_of_one_shape_but_different_windows_have_different_structures() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     mixed = decoder("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=8)
-    assert mixed.structure_of == [0, 1, 0, 1]
-    assert decoder("qwen2").structure_of == [0, 0, 0, 0]
+    assert mixed.structure_of == (0, 1, 0, 1)
+    assert decoder("qwen2").structure_of == (0, 0, 0, 0)
     frozen = Decoder.from_config(config(), freeze=["*.layers.2.*"])
-    assert frozen.structure_of == [0, 0, 1, 0]
+    assert frozen.structure_of == (0, 0, 1, 0)
 
 
 def test_heads_with_scale_and_cap_are_told_from_plain_ones() -> None:

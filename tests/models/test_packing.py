@@ -14,10 +14,11 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from megatrain.models import packing as documents
+from megatrain.models import varlen_attention
 from megatrain.models.decoder import Decoder
-from megatrain.models.packing import Documents
-from megatrain.models.recorder import Recorder, copy_without
+from megatrain.models.modules import copy_without
+from megatrain.models.packing import find_documents
+from megatrain.models.varlen_attention import NAME, Documents, attend, dense, is_documents
 from support.reference import FAMILIES, build, config, engine, error, packed
 
 ROWS = [[9, 14, 5], [1, 26, 1], [28]]
@@ -62,9 +63,9 @@ MASKS = [create_causal_mask, create_sliding_window_causal_mask, create_chunked_c
     ids=["packed", "one row", "padded"],
 )
 def test_documents_stand_for_the_mask_that_transformers_would_build(make: Any, given: dict[str, Tensor]) -> None:
-    found, wanted = described(make, documents.NAME, **given), described(make, "sdpa", **given)
+    found, wanted = described(make, NAME, **given), described(make, "sdpa", **given)
     assert isinstance(found, Documents)
-    assert torch.equal(documents.dense(found, wanted.shape[0], wanted.shape[-1]), wanted)
+    assert torch.equal(dense(found, wanted.shape[0], wanted.shape[-1]), wanted)
     assert int(found.lengths.sum()) == wanted.shape[0] * wanted.shape[-1]
     assert found.lengths.device.type == "cpu"
 
@@ -72,7 +73,7 @@ def test_documents_stand_for_the_mask_that_transformers_would_build(make: Any, g
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*")
 def test_rows_of_one_document_need_nothing_and_strange_masks_stay_dense() -> None:
     whole = {"position_ids": positions_of([[28], [28]])}
-    assert described(create_causal_mask, documents.NAME, **whole) is None
+    assert described(create_causal_mask, NAME, **whole) is None
     split = {"attention_mask": padding_of((0, 28)) & ~padding_of((9, 12))}  # one document around a hole
     behind = {"attention_mask": padding_of((3, 20))}  # padding sees what it follows
     for given in (
@@ -81,7 +82,7 @@ def test_rows_of_one_document_need_nothing_and_strange_masks_stay_dense() -> Non
         {"position_ids": positions_of(ROWS), "or_mask_function": lambda _b, _h, q, k: (q < 3) & (k < 3)},
         {"position_ids": positions_of(ROWS), "block_sequence_ids": torch.tensor([[-1] * 4 + [0] * 5 + [-1] * 19] * 3)},
     ):
-        found, wanted = (described(create_causal_mask, name, **given) for name in (documents.NAME, "sdpa"))
+        found, wanted = (described(create_causal_mask, name, **given) for name in (NAME, "sdpa"))
         assert isinstance(found, Tensor)
         assert torch.equal(found, wanted)
 
@@ -94,7 +95,7 @@ def test_a_mask_is_looked_at_in_as_many_places_as_there_are_tokens() -> None:
         asked.append(torch.broadcast_shapes(queries.shape, keys.shape).numel())
         return (keys <= queries) & (number.gather(1, queries) == number.gather(1, keys))
 
-    found = documents.find(sees, torch.ones(1, 1024, dtype=torch.bool), None)
+    found = find_documents(sees, torch.ones(1, 1024, dtype=torch.bool), None)
     assert found is not None
     assert found.starts.tolist() == [0, 100, 900, 1024]
     assert sum(asked) <= 8 * 1024
@@ -119,19 +120,19 @@ def test_attention_over_documents_equals_attention_with_a_dense_mask(
     window: int | None, padded: bool, value_width: int, by_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_mask:  # where there is no kernel
-        monkeypatch.setattr(documents, "takes_documents", lambda *_: False)
+        monkeypatch.setattr(varlen_attention, "takes_documents", lambda *_: False)
     lengths = torch.tensor([n for row in ROWS for n in row] + [0])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     hidden = padding_of((0, 9), (0, 1), (0, 0)).flatten() if padded else None  # the first document of two rows
     found = Documents(starts, lengths, window, hidden)
     inputs = attention_inputs(28, value_width)
-    output, _ = documents.attend(Grouped(), *inputs, found, scaling=0.3)
+    output, _ = attend(Grouped(), *inputs, found, scaling=0.3)
     query, key, value = inputs
     wanted = F.scaled_dot_product_attention(
         query,
         key.repeat_interleave(2, 1),
         value.repeat_interleave(2, 1),
-        attn_mask=documents.dense(found, len(ROWS), 28),
+        attn_mask=dense(found, len(ROWS), 28),
         scale=0.3,
     ).transpose(1, 2)
     assert output.shape == wanted.shape
@@ -145,12 +146,12 @@ def test_attention_over_documents_equals_attention_with_a_dense_mask(
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_no_layer_of_a_packed_or_padded_row_is_handed_a_dense_mask(kind: str) -> None:
-    recorder: Recorder = Decoder.from_config(config(kind)).recorder
+    recorder = Decoder.from_config(config(kind)).recorder
     row = packed([[9, 14, 5], [20, 7, 1]])
     ids, padding = row["input_ids"], padding_of((5, 28), (0, 28)).long()
     for record in (recorder.record(ids, None, row["position_ids"]), recorder.record(ids, padding, None)):
         for args, kwargs in zip(record.args, record.kwargs, strict=True):
-            leaves = tree_leaves((args, kwargs), is_leaf=documents.is_documents)
+            leaves = tree_leaves((args, kwargs), is_leaf=is_documents)
             assert sum(isinstance(leaf, Documents) for leaf in leaves) == 1
             assert not any(isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[-1] == 28 for leaf in leaves)
 

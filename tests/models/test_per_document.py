@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.models.per_document import filled_up
+from megatrain.models.per_document import padded_length
 from support.families import ASKED, build
 from support.reference import check_training, engine, one_document_per_row, packed
 
@@ -34,10 +34,10 @@ def as_rows(step: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]
 
 
 def test_filling_is_at_most_an_eighth_and_lengths_are_few() -> None:
-    assert [filled_up(n) for n in (1, 7, 8, 9, 16, 17, 31, 33, 37)] == [1, 7, 8, 9, 16, 18, 32, 36, 40]
+    assert [padded_length(n) for n in (1, 7, 8, 9, 16, 17, 31, 33, 37)] == [1, 7, 8, 9, 16, 18, 32, 36, 40]
     for length in range(1, 5000):
-        assert length <= filled_up(length) <= length * 9 / 8
-    assert len({filled_up(n) for n in range(2048, 4096)}) <= 9
+        assert length <= padded_length(length) <= length * 9 / 8
+    assert len({padded_length(n) for n in range(2048, 4096)}) <= 9
 
 
 @pytest.mark.parametrize(

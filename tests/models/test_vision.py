@@ -163,7 +163,7 @@ def test_a_step_without_an_image_leaves_the_tower_as_it_is(name: str, update: st
     plain = run_reference(model, steps, max_grad_norm=limit)
     ours = engine(model, update=update, max_grad_norm=limit)
     ours.step(steps[0])
-    tower = [n for n in exact.gradients if ours.decoder.sees_with(n)]
+    tower = [n for n in exact.gradients if ours.decoder.is_vision(n)]
     before = {n: (ours.weight(n), ours.optimizer_state(n)) for n in tower}
     ours.step(steps[1])
     for n, (weight, state) in before.items():

@@ -82,9 +82,11 @@ def stand_in(model: PreTrainedModel) -> Any:
         for index, (name, value) in enumerate(values.items())
         if name not in aliases
     }
-    return SimpleNamespace(
+    made = SimpleNamespace(
         tensors=refs, aliases=aliases, model=model, config=model.config, precision="fp32", layout=None
     )
+    made.set_layout = lambda layout: setattr(made, "layout", layout)
+    return made
 
 
 @pytest.mark.parametrize("way", KINDS)
@@ -138,7 +140,7 @@ def test_a_large_transposed_tensor_is_read_and_written_in_pieces(
     load(source, decoder, core)
     assert torch.equal(core.planes[0, 0].weights.view(5, 48, 36), model.get_parameter("experts"))
     out = torch.empty(values["experts"].numel())
-    decoder.layout = {"experts": transposed("experts", (5, 48, 36))}
+    decoder.set_layout({"experts": transposed("experts", (5, 48, 36))})
 
     def read(_stem: str, entry: Any, start: int, piece: torch.Tensor) -> None:
         from megatrain.weights.hf_layout import fill

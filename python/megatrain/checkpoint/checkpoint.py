@@ -439,7 +439,7 @@ def load(
             core.set_step_count(ref.unit, ref.tensor, counts.get(ref.name, 0))
     shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
     if "layout" in saved:
-        decoder.layout = hf_layout.read_layout(saved["layout"], shapes)
+        decoder.set_layout(hf_layout.read_layout(saved["layout"], shapes))
     state: dict[str, Any] = saved["state"]
     return state
 

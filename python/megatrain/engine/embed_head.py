@@ -15,15 +15,8 @@ from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buff
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.lm_head import HeadShell
-from megatrain.models.recorder import (
-    NO_MASK,
-    EmbeddingCalls,
-    Replay,
-    copy_without,
-    forward_until_layers,
-    replace_module,
-    stopping_layers,
-)
+from megatrain.models.modules import copy_without, replace_module
+from megatrain.models.recorder import NO_MASK, EmbeddingCalls, Replay, forward_until_layers, stopping_layers
 from megatrain.models.vision import recompute_blocks
 
 if TYPE_CHECKING:
@@ -130,7 +123,7 @@ class EmbedTemplate:
 
         def answer(ids: Tensor, weight: Tensor, _: int | None) -> Tensor:
             rows.append(F.embedding(ids, weight.detach()).requires_grad_())
-            return rows[-1]
+            return rows[-1] if torch.is_grad_enabled() else rows[-1].detach()  # the model may look up in no_grad
 
         others = [self.bound.tensors[i] for i in self.others]
         with torch.enable_grad():

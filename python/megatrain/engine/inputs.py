@@ -18,9 +18,9 @@ from megatrain.engine.loss import IGNORE
 from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
-from megatrain.models.packing import is_documents
-from megatrain.models.per_document import DocumentBuckets, layers_mixing_documents, set_apart
+from megatrain.models.per_document import DocumentBuckets, bucket_documents, layers_mixing_documents
 from megatrain.models.recorder import Record
+from megatrain.models.varlen_attention import is_documents
 from megatrain.models.vision import INPUTS, PLACEHOLDERS, count_features
 
 Batch = Mapping[str, Any]
@@ -338,7 +338,7 @@ class InputPreprocessor:
         """The documents of packed rows, where some layers would let one see the one before."""
         begins = torch.ones_like(positions, dtype=torch.bool)
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-        layers = layers_mixing_documents(self.decoder, begins, record)
+        layers = layers_mixing_documents(self.decoder.layers, begins, record, self.decoder.recorder.places_by_layer)
         if not layers:
             return None
         if images:
@@ -356,7 +356,7 @@ class InputPreprocessor:
             with self._lock:
                 return self.decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
 
-        return set_apart(layers, begins, counted, record_of, self.decoder.max_positions)
+        return bucket_documents(layers, begins, counted, record_of, self.decoder.max_positions)
 
     def _mask_and_positions(
         self, where: str, batch: Batch, shape: tuple[int, int]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatrain.engine.loss import default_chunk
-from megatrain.models import packing
 from megatrain.models.decoder import Decoder
+from megatrain.models.varlen_attention import takes_documents
 
 
 def key(
@@ -72,7 +72,7 @@ def why_math(decoder: Decoder, masked: int | None) -> str | None:
 
 
 def _flash_takes(decoder: Decoder) -> bool:
-    return packing.takes_documents("cuda", decoder.dtype, decoder.packing.width)
+    return takes_documents("cuda", decoder.dtype, decoder.packing.width)
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:

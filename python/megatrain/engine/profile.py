@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory
@@ -22,8 +21,8 @@ from megatrain.errors import ConfigError
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
 from megatrain.models.fused_attention import FusedAttention
-from megatrain.models.moe import RoutedLayer, gates_of
-from megatrain.models.recorder import on_meta
+from megatrain.models.modules import on_meta, to_meta
+from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, PRECISIONS
 
 log = logging.getLogger(__name__)
@@ -87,13 +86,10 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
     module = on_meta(decoder.layers[first])
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
-    def to_meta(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    args, kwargs = tree_map(to_meta, record.args[first]), tree_map(to_meta, record.kwargs[first])
+    args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
-    gates = gates_of(decoder, first) if decoder.router is not None else []
+    gates = decoder.gates[first]
     if decoder.router is not None and gates:
         routed = RoutedLayer(module, decoder.router, gates)
         call = RoutedCall(routed, None, args, kwargs, decoder.recorder.tuple_output)
@@ -141,7 +137,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         reason = str(error).partition("\n")[0]
         log.info("%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, reason)
         return eager
-    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and gates_of(decoder, first) else 0
+    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
     return Measured(found.kept + router, eager.flops, max(found.forward, found.kept + found.backward))
 
 
@@ -245,7 +241,7 @@ def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
     groups = optimizer.assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
     if decoder.vision_spec is None:
         return groups
-    return {name: n + len(optimizer.groups) * decoder.sees_with(name) for name, n in groups.items()}
+    return {name: n + len(optimizer.groups) * decoder.is_vision(name) for name, n in groups.items()}
 
 
 CONTEXT_BYTES = 640 << 20
@@ -295,7 +291,7 @@ def _workspace(
     front = grads = deepstack = 0
     if decoder.vision_spec is not None:
         # as if every token were an image's: how many are is not known before the first step
-        trained = [t for t in decoder.units[0].tensors if t.role == "trainable" and decoder.sees_with(t.name)]
+        trained = [t for t in decoder.units[0].tensors if t.role == "trainable" and decoder.is_vision(t.name)]
         front = int(tokens * decoder.vision_spec.running_bytes)
         grads = int(tokens * decoder.vision_spec.kept_bytes) if trained else 0
         grads += sum(torch.Size(t.shape).numel() for t in trained) * size

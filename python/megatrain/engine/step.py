@@ -13,7 +13,7 @@ from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout
 from megatrain.models.decoder import Decoder
-from megatrain.models.vision import add_features, of_features
+from megatrain.models.vision import add_features, feature_grad
 
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
 
@@ -226,7 +226,7 @@ class Pass:
         assert micro.record is not None
         vision_spec, visual = shop.decoder.vision_spec, micro.record.visual
         if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
-            self._features[m][unit] = of_features(grad, visual)
+            self._features[m][unit] = feature_grad(grad, visual)
         template = shop.layers[shop.decoder.structure_of[unit - 1]]
         template.bind(op.weights, unit - 1)
         if self._routed and self._router_grad is None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import Region
 from megatrain.models.decoder import Decoder
-from megatrain.models.moe import RoutedLayer, gates_of
-from megatrain.models.recorder import copy_without
+from megatrain.models.modules import copy_without
+from megatrain.models.moe import RoutedLayer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class LayerTemplate:
         self._tuple = decoder.recorder.tuple_output
         name = f"{type(self.module).__name__} ({decoder.units[first + 1].name})"
         self._run = OneGraph(self.module, name) if compiled else self.module
-        gates = gates_of(decoder, first) if decoder.router is not None else []
+        gates = decoder.gates[first]
         self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
         self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
 

@@ -23,6 +23,7 @@ from megatrain.engine.runtime import Runtime
 from megatrain.engine.step import Pass, random_key
 from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 from megatrain.models.moe import RouterLoss
+from megatrain.models.support import refuse_global_hooks
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,8 @@ class Passes:
         return self._run(body, finish=False)
 
     def _run(self, body: Callable[[], T], *, finish: bool) -> T:
-        """What `body` returns, behind the shield."""
+        """What `body` returns, behind the shield. Raises ConfigError where hooks of all modules would see it."""
+        refuse_global_hooks()
         try:
             return self.guard.run(body, finish=finish)
         except ValueError:

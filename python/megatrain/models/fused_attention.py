@@ -1,4 +1,8 @@
-"""What the fused attention kernels save for backward, for measuring a layer on meta tensors."""
+"""Stands for fused attention on meta tensors, to measure what a layer saves for its backward.
+
+On meta, `F.scaled_dot_product_attention` runs its math fallback, which saves a matrix of seq x seq that no fused kernel
+saves (FlashAttention-2, arXiv 2307.08691).
+"""
 
 from typing import Any
 
@@ -7,8 +11,7 @@ from torch import Tensor
 
 
 class FusedAttention(torch.autograd.Function):
-    """Stands on meta for the fused attention kernels, and saves what they save: queries, keys, values, output and one
-    fp32 number a query."""
+    """Saves what the fused kernels save: queries, keys, values, output, and one fp32 number (log-sum-exp) per query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

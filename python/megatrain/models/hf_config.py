@@ -1,5 +1,5 @@
-"""What kind of model is asked for: a Hugging Face configuration, read, its keys checked, and refused by name where no
-causal language model of that kind can be trained. Nothing is built here.
+"""Reading a Hugging Face configuration: its keys are checked, and a kind of model that cannot be trained is refused by
+name. Nothing is built here, and torch is not imported.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ _EVERY_MODEL = frozenset(
     "model_type architectures auto_map transformers_version dtype torch_dtype quantization_config tokenizer_class "
     "vocab_size bos_token_id eos_token_id pad_token_id tie_word_embeddings".split()
 )
-"""Keys that a `config.json` of any model may have, whether its class names them or not."""
+"""Keys that the `config.json` of any model may have, whether or not its class declares them."""
 
 
 def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) -> Any:
-    """A Hugging Face configuration from itself, from a dict that names `model_type`, or from a folder or hub id;
-    `arguments` go to `from_pretrained`. A key that the model does not have is refused in a dict, which somebody wrote
-    by hand, and told in the log for a folder; that a folder's weights are quantised is left out, since they are
-    not when they are in the store. Raises ConfigError, for whatever transformers refuses too."""
+    """A Hugging Face configuration from itself, from a dict with `model_type`, or from a folder or hub id, for which
+    `arguments` go to `from_pretrained`. A key that the model does not have is an error in a dict, which somebody wrote
+    by hand, and a line in the log for a folder. A folder's `quantization_config` is dropped, since weights are
+    dequantised when they are loaded. Raises ConfigError, also for whatever transformers refuses."""
     from transformers import AutoConfig
 
     if isinstance(source, dict):
@@ -38,14 +38,14 @@ def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) 
         _check_kind(kind)
         try:
             config = AutoConfig.for_model(kind, **keys)
-        except Exception as error:  # a configuration's class may raise anything for values it cannot have
+        except Exception as error:  # a configuration class may raise anything for a value it refuses
             raise ConfigError(f"model.config: {kind}: {_reason(error)}") from error
         _refuse_unknown(config, source, "model.config.")
         return config
     if isinstance(source, (str, Path)):
         try:
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **arguments)
-        except Exception as error:  # the same, and whatever the model's own code may raise
+        except Exception as error:  # the same, and whatever remote code raises
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
             log.info("%s: its configuration has keys that %s does not know: %s", source, config.model_type, extra)
@@ -58,9 +58,7 @@ def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) 
 def check(config: Any) -> None:
     """Raises ConfigError for a kind of model that cannot be trained, before anything of it is built."""
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{kind} is an encoder-decoder; only decoders can be trained")
-    refuse_parts(config, kind)
+    refuse_kind(config, kind)
     if not getattr(config, "auto_map", None) and not _has_class(config):
         raise ConfigError(f"{kind} is no causal language model: the installed transformers has none of this kind")
     if getattr(text_config(config), "num_attention_heads", None) is None:
@@ -78,14 +76,28 @@ def text_config(config: Any) -> Any:
         raise ConfigError(f"{config.model_type} has several language parts: {_reason(error)}") from None
 
 
-def refuse_parts(config: Any, name: str) -> None:
-    """Refuses what is more than a language model that may see."""
+def refuse_kind(config: Any, name: str) -> None:
+    """Raises ConfigError for a kind of model, or a value in its configuration, that cannot be trained; `name` is what
+    the message calls the model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; only decoders can be trained")
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"{name} also has an audio part, which is not supported; name a model of its text part alone")
+    text = text_config(config)
+    kinds = getattr(text, "layer_types", None)
+    for key, word in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
+        used = key == "sliding_window" if kinds is None else any(word in str(kind) for kind in kinds)
+        value = getattr(text, key, None)
+        # transformers masks every key under a window of 0; its attention back ends then differ in what a token sees
+        if used and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(
+                f"{name}: {key} is {value!r}, under which a token does not see itself; write a number of tokens, 1 or "
+                "more, or null for full attention"
+            )
 
 
 def sees(config: Any) -> bool:
-    """Whether a model takes images."""
+    """Whether a model takes images; False for a configuration of None."""
     return getattr(config, "vision_config", None) is not None
 
 
@@ -109,8 +121,8 @@ def _check_kind(kind: Any) -> None:
 
 
 def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
-    """Raises ConfigError for the first key of `given` that neither the configuration's class nor the model's code
-    reads, parts of it included."""
+    """Raises ConfigError for the first key of `given`, nested parts included, that neither the configuration's class
+    nor the model's code reads."""
     from transformers import PretrainedConfig
 
     for name in _unknown(config, given):
@@ -125,11 +137,11 @@ def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
 
 
 def _unknown(config: Any, given: Mapping[str, Any]) -> list[str]:
-    """Keys that the class of a configuration has no place for. It keeps every key that it did not take for something
-    else (such as an old name of another key), so a key that nobody knows is found again as an attribute."""
+    """Keys that the class of a configuration does not declare. The class stores every key that it does not interpret
+    (as it does old names of other keys), so an unknown key is found again as an attribute."""
     owner: Any = type(config)
     if not dataclasses.is_dataclass(owner):
-        return []  # of the model's own code
+        return []  # remote code, which need not be a dataclass
     names = {field.name for field in dataclasses.fields(owner)}
     known = names | set(config.attribute_map) | _EVERY_MODEL
     left = [
@@ -144,17 +156,17 @@ def _unknown(config: Any, given: Mapping[str, Any]) -> list[str]:
 
 
 def _own_attributes(owner: type) -> frozenset[str]:
-    """What a configuration of this class has by itself."""
+    """Attributes that a configuration of this class has by default."""
     try:
         return frozenset(vars(owner()))
-    except Exception:  # some cannot be without values
+    except Exception:  # some classes have no defaults
         return frozenset()
 
 
 @functools.cache
 def _words_of_model(module: str) -> frozenset[str]:
-    """Words in the code of the model that belongs to a configuration's module: some read keys that the class does not
-    name."""
+    """Every word in the modeling file that belongs to a configuration's module: some models read keys that their
+    configuration class does not declare."""
     name = module.replace(".configuration_", ".modeling_")
     found = importlib.util.find_spec(name) if name != module else None
     if found is None or found.origin is None:
@@ -163,10 +175,10 @@ def _words_of_model(module: str) -> frozenset[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an exception of transformers says, in one paragraph; its validators put the reason behind."""
+    """The message of an exception of transformers in one paragraph; its validators put the reason into the cause."""
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
 
 
 _LONGEST = 300
-"""Characters of another library's message: some list every model that there is."""
+"""Characters kept of another library's message: some list every model that exists."""

@@ -1,46 +1,47 @@
-"""What a model does with the output of its base: which weight the logits come from, how they are scaled and capped.
+"""What a model does with the output of its base: which weight makes the logits, and how they are scaled and capped.
 
-Found by comparing the model's own forward, its base stubbed, with a plain matmul; a head that is something else keeps
-its own forward and autograd.
+Found by comparing the model's own forward, with its base stubbed, to a plain matmul. A head that is anything else runs
+as the model's own forward, under autograd.
 """
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.errors import ConfigError
-from megatrain.models.recorder import EmbeddingCalls, copy_without, replace_module
-
-if TYPE_CHECKING:
-    from megatrain.models.decoder import Decoder
+from megatrain.models.autograd_graph import leaves_of
+from megatrain.models.modules import copy_without, renew_parameters, replace_module
+from megatrain.models.recorder import EmbeddingCalls
+from megatrain.models.support import ModelParts
 
 _PROBE_VOCAB = 7
-_TOLERANCE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKind:
-    """How logits are made from the base's output."""
+    """How logits are computed from the output of the base."""
 
     plain: bool
-    """Whether logits are `softcap(logit_scale * (hidden @ weight.T + bias))`; else the model's own forward runs."""
+    """Whether logits are `softcap(logit_scale * (hidden @ weight.T + bias))`; if not, the model's own forward runs."""
     weight: str | None
     """Name of the (V, H) weight; the embedding's where tied. None for a head that is not plain."""
     bias: str | None
     logit_scale: float
     softcap: float | None
     vocab: int
-    """Logits a token."""
+    """Number of logits per token."""
     used: frozenset[str]
-    """Parameters outside the base that the head uses, tied ones by their first name."""
+    """Parameters that the head reads, tied ones by their first name."""
+    trained: frozenset[str]
+    """Those of them that get a gradient from the logits."""
 
 
 class HiddenStates(nn.Module):
-    """Stands for a model's base: returns the hidden states, and the router logits of its layers, that it was given."""
+    """Stands for the base of a model: returns the hidden states, and the router logits of its layers, that were set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class HiddenStates(nn.Module):
 
 @functools.cache
 def _base_output() -> Any:
-    """The output of a base of which only the hidden states exist; any other field reads as None."""
+    """Class of a base's output in which any field other than the hidden states reads as None."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class HiddenOnly(BaseModelOutputWithPast):
@@ -69,7 +70,8 @@ def _base_output() -> Any:
 
 
 class HeadShell:
-    """The model's own forward on hidden states, its base stubbed. Shares the head's modules with `model`."""
+    """The model's own forward as a function of hidden states, with its base stubbed. Shares the head's modules with the
+    model."""
 
     def __init__(self, model: nn.Module, base_name: str) -> None:
         self.base = HiddenStates()
@@ -88,33 +90,37 @@ class HeadShell:
             self.base.hidden = None
 
 
-def probe_head(decoder: "Decoder") -> HeadKind:
-    """Tells what kind of head a model has. Raises ConfigError when it has none."""
-    model: Any = decoder.model
+def probe_head(parts: ModelParts) -> HeadKind:
+    """Finds out what kind of head a model has. Raises ConfigError where it has none, or one that needs more of its base
+    than hidden states."""
+    model: Any = parts.model
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if output is None:
         raise ConfigError(f"{type(model).__name__} has no language-model head")
     names = {id(p): name for name, p in model.named_parameters()}
-    used, vocab = _used(decoder, names)
+    used, trained, vocab = _used(parts, names)
     weight, bias = getattr(output, "weight", None), getattr(output, "bias", None)
     fitted = None
-    if isinstance(weight, Tensor) and used <= {names.get(id(weight)), names.get(id(bias))}:
-        fitted = _fit(decoder, output)
-    if fitted is None:
-        return HeadKind(plain=False, weight=None, bias=None, logit_scale=1.0, softcap=None, vocab=vocab, used=used)
+    if isinstance(weight, Tensor) and used <= {names.get(id(weight)), names.get(id(bias))} and used == trained:
+        fitted = _fit(parts, output)
     return HeadKind(
-        plain=True,
-        weight=names[id(weight)],
-        bias=names[id(bias)] if bias is not None else None,
-        logit_scale=fitted[0],
-        softcap=fitted[1],
+        plain=fitted is not None,
+        weight=names[id(weight)] if fitted is not None else None,
+        bias=names[id(bias)] if fitted is not None and bias is not None else None,
+        logit_scale=fitted[0] if fitted is not None else 1.0,
+        softcap=fitted[1] if fitted is not None else None,
         vocab=vocab,
         used=used,
+        trained=trained,
     )
 
 
-def _used(decoder: "Decoder", names: dict[int, str]) -> tuple[frozenset[str], int]:
-    """Which parameters the head touches, and how many logits it makes; on meta, so that size does not matter."""
+def _used(parts: ModelParts, names: dict[int, str]) -> tuple[frozenset[str], frozenset[str], int]:
+    """Which parameters the head reads, which of those get a gradient, and how many logits it returns. Runs on meta, so
+    that its size does not matter."""
+    shell = HeadShell(parts.model, parts.base_name)
+    fresh = renew_parameters(shell.model)
+    names = {id(new): names[old] for old, new in fresh.items()}
     used: set[str] = set()
 
     def seen(tensor: Tensor) -> None:
@@ -122,28 +128,32 @@ def _used(decoder: "Decoder", names: dict[int, str]) -> tuple[frozenset[str], in
             used.add(names[id(tensor)])
 
     def answer(*_: Any) -> Tensor:
-        raise ConfigError(f"{type(decoder.model).__name__} looks up an embedding in its head")
+        raise ConfigError(f"{type(parts.model).__name__} looks up an embedding in its head")
 
-    hidden = torch.empty(1, 2, decoder.hidden_size, dtype=decoder.dtype, device="meta")
+    hidden = torch.empty(1, 2, parts.hidden_size, dtype=parts.dtype, device="meta", requires_grad=True)
     try:
-        with torch.no_grad(), EmbeddingCalls(answer, seen):
-            logits = HeadShell(decoder.model, decoder.base_name)(hidden)
+        with torch.enable_grad(), EmbeddingCalls(answer, seen):
+            logits = shell(hidden)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        name = type(decoder.model).__name__
+        name = type(parts.model).__name__
         raise ConfigError(f"{name} asks more of its base than hidden states: {error}") from error
-    return frozenset(used), int(logits.shape[-1])
+    leaves = leaves_of([logits])
+    if id(hidden) not in leaves:
+        raise ConfigError(f"the logits of {type(parts.model).__name__} pass no gradient on to its hidden states")
+    return frozenset(used), frozenset(n for i, n in names.items() if i in leaves), int(logits.shape[-1])
 
 
 @torch.no_grad()
-def _fit(decoder: "Decoder", output: nn.Module) -> tuple[float, float | None] | None:
-    """Scale and cap with which a plain matmul gives the model's own logits; None where nothing does."""
-    width = decoder.hidden_size
+def _fit(parts: ModelParts, output: nn.Module) -> tuple[float, float | None] | None:
+    """(scale, cap) with which a plain matmul gives the model's own logits; None where none does. In fp64, with a small
+    head of random values in the place of the model's."""
+    width = parts.hidden_size
     generator = torch.Generator().manual_seed(0)
     small = nn.Linear(width, _PROBE_VOCAB, bias=getattr(output, "bias", None) is not None, dtype=torch.float64)
     for parameter in small.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    name = next(n for n, m in decoder.model.named_modules() if m is output)
-    shell = HeadShell(decoder.model, decoder.base_name)
+    name = next(n for n, m in parts.model.named_modules() if m is output)
+    shell = HeadShell(parts.model, parts.base_name)
     replace_module(shell.model, name, small)
     hidden = torch.randn(1, 5, width, generator=generator, dtype=torch.float64)
 
@@ -154,7 +164,7 @@ def _fit(decoder: "Decoder", output: nn.Module) -> tuple[float, float | None] | 
     own, plain = logits(1.0)
     if torch.equal(own, plain):
         return 1.0, None
-    # a cap does nothing to small logits, and everything to large ones
+    # a cap leaves small logits as they are, and determines large ones
     for parameter in small.parameters():
         parameter.mul_(1e-6)
     own, plain = logits(1.0)

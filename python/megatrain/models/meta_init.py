@@ -1,4 +1,8 @@
-"""A model built by its own constructors without memory for its parameters: those are on meta, buffers are real."""
+"""Builds a model by its own constructors without memory for parameters: those are on meta, buffers are real.
+
+`torch.device("meta")` and transformers' own empty initialisation put buffers on meta too, and those that are in no
+checkpoint (rotary frequencies) would be lost.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ from megatrain.models.hf_config import sees
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Creates on meta what has no values yet (`torch.empty`) or is as large as only parameters are."""
+    """Creates a tensor on meta where it has no values yet (`torch.empty`) or is as large as only parameters are."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,13 +33,13 @@ class _LargeOnMeta(TorchFunctionMode):
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 _LARGE = 1 << 22
-"""Elements; no buffer that a model computes for itself is as large."""
+"""Elements; no buffer that a model computes for itself is larger."""
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, parameters are on meta from the moment a module registers them: modules are built by their own
-    constructors, buffers with real values included, and no parameter's memory is ever asked for."""
+    """A context in which parameters are on meta as soon as a module registers them. Modules are built by their own
+    constructors, buffers with real values included, and no memory is allocated for a parameter."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -58,7 +62,11 @@ def build_without_storage(
     experts: str | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The model of a configuration: parameters on meta, every buffer real."""
+    """The model of a configuration, in training mode: parameters on meta in `dtype`, every buffer real.
+
+    `attention` is auto, sdpa or eager; `experts` is an experts implementation of transformers, None for its default.
+    Raises ConfigError for a configuration whose model cannot be built.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     check_library()
@@ -73,17 +81,15 @@ def build_without_storage(
         try:
             maker: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
             model: nn.Module = maker.from_config(config, **options)
-        except Exception as error:  # a model's constructor may raise anything for a configuration it cannot have
+        except Exception as error:  # a model's constructor may raise anything for values it refuses
             kind = getattr(config, "model_type", type(config).__name__)
             raise ConfigError(f"model: {kind} cannot be built: {str(error) or type(error).__name__}") from error
     return model.train()
 
 
 def check_library() -> None:
-    """Refuses a transformers whose models were not tried: what layers are called with changes between its versions.
-
-    And a torch too old for what is asked of it.
-    """
+    """Raises ConfigError for a transformers release that was not tried, since the arguments of layers change between
+    releases, and for a torch release that is too old."""
     import transformers
 
     for name, version in (("transformers", transformers.__version__), ("torch", torch.__version__)):

@@ -1,4 +1,4 @@
-"""Public model shapes for `bench` and `plan`: random weights, nothing is downloaded."""
+"""Shapes of public models for `bench` and `plan`, with random weights: nothing is downloaded."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes of a decoder of the Qwen2 family."""
+    """Sizes of a decoder of the Qwen2 architecture."""
 
     layers: int
     hidden: int
@@ -17,7 +17,7 @@ class Shape:
     tied: bool
 
     def config(self) -> dict[str, Any]:
-        """As `model.config` takes it: the keys of a Hugging Face `config.json`."""
+        """A value of `model.config`: the keys of a Hugging Face `config.json`."""
         return {
             "model_type": "qwen2",
             "num_hidden_layers": self.layers,
@@ -43,4 +43,4 @@ SHAPES = {
     "qwen2.5-32b": Shape(layers=64, hidden=5120, intermediate=27648, heads=40, kv_heads=8, vocab=152064, tied=False),
     "qwen2.5-72b": Shape(layers=80, hidden=8192, intermediate=29568, heads=64, kv_heads=8, vocab=152064, tied=False),
 }
-"""Names as on the hub, lower case."""
+"""By name as on the hub, in lower case."""

@@ -1,11 +1,10 @@
-"""What a model's own forward passes to its layers, found out by running it with the layers replaced by stubs.
+"""What a model's own forward passes to its layers, recorded by running it with the layers replaced by stubs.
 
-Masks, rotary tables and per-layer arguments are the model's business: they differ between architectures and library
-versions. So its base runs on the CPU, on stubs that note their arguments and return their input, and the real layers
-are replayed with those arguments later. Nothing here knows a model by name, and nothing touches a device.
+Masks, rotary tables and per-layer arguments differ between architectures and versions of transformers. So the base runs
+on the CPU with stubs that note their arguments and return their input, and the real layers are called with those
+arguments later. Nothing here knows a model by name, and nothing touches a device.
 """
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -18,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatrain.errors import ConfigError
-from megatrain.models.packing import Documents, is_documents
+from megatrain.models.modules import copy_without, replace_module
+from megatrain.models.varlen_attention import Documents, is_documents
 
 NO_MASK = "megatrain_no_mask"
-"""Attention implementation for which transformers builds no mask: what runs on the device needs none of its own."""
+"""An attention implementation that transformers does not know, so that it builds no mask: the recorded one is used."""
 
 
 class EmbeddingCalls(TorchFunctionMode):
-    """Answers every `torch.nn.functional.embedding` call itself, and tells `seen` which tensors any call touches."""
+    """Answers every call of `torch.nn.functional.embedding` itself, and passes every tensor argument of any torch
+    function to `seen`."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class EmbeddingCalls(TorchFunctionMode):
 
 
 class Stub(nn.Module):
-    """Stands for layer `index`: hands its arguments to `take` and returns what that returns."""
+    """Stands for layer `index`: passes its arguments to `take` and returns the result."""
 
     def __init__(
         self, layer: nn.Module, index: int, take: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -70,12 +71,12 @@ class Stub(nn.Module):
             return getattr(object.__getattribute__(self, "_layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hands everything over."""
+        """The result of `take`."""
         return self._take(self._index, args, kwargs)
 
 
 class Replay(nn.Module):
-    """Stands for a module that does not see the hidden states: returns what it returned when it was recorded."""
+    """Stands for a module that does not read the hidden states: returns its recorded outputs, one per call."""
 
     def __init__(self, module: nn.Module, outputs: list[Any]) -> None:
         super().__init__()
@@ -95,24 +96,25 @@ class Replay(nn.Module):
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """Everything a micro-batch's layers are called with, beside the hidden states."""
+    """What the layers are called with for one micro-batch, besides the hidden states."""
 
     args: list[tuple[Any, ...]]
-    """A layer each: positional arguments after the hidden states."""
+    """Per layer: positional arguments, without the hidden states."""
     kwargs: list[dict[str, Any]]
-    """A layer each."""
+    """Per layer: keyword arguments, without the hidden states."""
     embedding_ids: list[Tensor | None]
-    """An embedding call each: what was looked up; None: the token ids themselves."""
+    """Per embedding call: the indices looked up; None where they are the token ids themselves."""
     side: dict[str, list[Any]]
-    """Outputs of the modules that do not see the hidden states, by module name, in the order of their calls."""
+    """Outputs of the modules that do not read the hidden states, by module name, in call order."""
     positions: Tensor | None = None
-    """Position ids that the model made for images, as it hands them to its language part."""
+    """Position ids that the model computed for images, as passed to its language part."""
     visual: Tensor | None = None
-    """Tokens whose hidden states get features of images behind a layer, counted over the batch (T,)."""
+    """(T,) int64, indices into the flattened batch: tokens to whose hidden states image features are added after a
+    layer."""
     _storages: frozenset[int] | None = None
 
     def to(self, device: torch.device) -> "Record":
-        """The same on `device`: copied asynchronously, and one copy of whatever several layers share."""
+        """A copy on `device`, made asynchronously; what several layers share is copied once."""
         if device.type == "cpu":
             return self
         moved: dict[int, Tensor | Documents] = {}
@@ -138,54 +140,15 @@ class Record:
         )
 
     def storages(self) -> frozenset[int]:
-        """Identities of the memory of everything that layers are called with."""
+        """Identities of the storages of all tensors that layers are called with."""
         if self._storages is None:
             tensors = (t for t in tree_flatten((self.args, self.kwargs))[0] if isinstance(t, Tensor))
             self._storages = frozenset(t.untyped_storage()._cdata for t in tensors)
         return self._storages
 
 
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module whose children, parameters and buffers can be replaced without touching the original."""
-    twin = copy.copy(module)
-    for name in _OWN:
-        object.__setattr__(twin, name, copy.copy(getattr(module, name)))
-    return twin
-
-
-_OWN = (
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    # transformers installs hooks when outputs are first asked for; shared, each copy would add to those of all others
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def copy_without(module: nn.Module, omit: nn.Module | None = None) -> nn.Module:
-    """A copy of a module tree that shares tensors with the original, and `omit` itself."""
-    if module is omit:
-        return module
-    twin = shallow_copy(module)
-    for name, child in module._modules.items():
-        if child is not None:
-            twin._modules[name] = copy_without(child, omit)
-    return twin
-
-
-def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts `module` where `name` is."""
-    parent, _, leaf = name.rpartition(".")
-    root.get_submodule(parent)._modules[leaf] = module
-
-
 class _Stop(Exception):
-    """EmbedHead a forward whose rest is of no use."""
+    """Ends a forward whose rest is not needed."""
 
     def __init__(self, value: Any = None) -> None:
         super().__init__()
@@ -193,7 +156,7 @@ class _Stop(Exception):
 
 
 def forward_until_layers(base: nn.Module, layers: str, call: dict[str, Any]) -> Tensor:
-    """What reaches the first layer of `base`, whose `layers` must be `stopping_layers`."""
+    """The hidden states that reach the first layer of `base`, whose `layers` must be `stopping_layers`."""
     try:
         base(**call)
     except _Stop as stop:
@@ -202,7 +165,7 @@ def forward_until_layers(base: nn.Module, layers: str, call: dict[str, Any]) -> 
 
 
 def stopping_layers(layers: nn.ModuleList) -> nn.ModuleList:
-    """Stubs of which the first ends the forward with its hidden states."""
+    """Stubs for layers; the first one called ends the forward with the hidden states it was given."""
 
     def take(_: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _Stop(args[0] if args else kwargs["hidden_states"])
@@ -211,11 +174,11 @@ def stopping_layers(layers: nn.ModuleList) -> nn.ModuleList:
 
 
 class Recorder:
-    """Runs the base of a model on the CPU with stubs for layers."""
+    """Runs the base of a model on the CPU with stubs for its layers."""
 
     def __init__(self, base: nn.Module, layers: str, dtype: torch.dtype, tuple_output: bool = False) -> None:
-        """`base` has its buffers on the CPU and its parameters anywhere; `layers` names its layer list; `dtype` is that
-        of the hidden states; `tuple_output` whether a layer's output is a tuple that starts with the hidden states."""
+        """`base` has its buffers on the CPU and its parameters anywhere; `layers` is the name of its layer list,
+        `dtype` that of the hidden states; `tuple_output` says whether a layer returns a tuple that starts with them."""
         real = base.get_submodule(layers)
         assert isinstance(real, nn.ModuleList)
         self.layers = layers
@@ -242,34 +205,35 @@ class Recorder:
             (m, dict(m.__dict__), dict(m._buffers)) for m in self.base.modules() if m._buffers or m is self.base
         ]
         self.places_by_layer = False
-        """Whether only the layers know places, and the base takes no positions, so that it can do without them."""
+        """Whether the base takes no position ids because only its layers use positions (ALiBi), so none are passed."""
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._hidden: list[Tensor] = []
         self._tail = False
         self.language: dict[str, Any] = {}
-        """What the module that holds the layers was last called with."""
+        """Keyword arguments of the last call of the module that holds the layers."""
         if self._language is not self.base:
             self._language.register_forward_pre_hook(lambda _m, _a, k: self.language.update(k), with_kwargs=True)
 
     @property
     def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What each layer that was reached was called with, beside the hidden states."""
+        """(args, kwargs) of each layer called in the last run, without the hidden states."""
         return self._calls
 
     @property
     def hidden(self) -> list[Tensor]:
-        """The hidden states that each layer got."""
+        """The hidden states passed to each layer in the last run."""
         return self._hidden
 
     def begin(self, *, to_the_end: bool = False) -> None:
-        """Forgets the last run. The next one ends at the last layer, or behind it."""
+        """Forgets the last run. The next one ends at the last layer, or with `to_the_end` at the end of the forward."""
         self.reset()
         self._calls, self._hidden, self._tail = [], [], to_the_end
         self.language.clear()
 
     def reset(self) -> None:
-        """Puts every buffer and cached length back, so that a record depends on its own batch alone (dynamic rotary
-        scalings keep what they saw, and a resumed run would not have seen it)."""
+        """Restores every buffer and cached length, so that a record depends on its own batch alone: dynamic rotary
+        scaling keeps the longest length seen (`dynamic_rope_update` in transformers.modeling_rope_utils), which a
+        resumed run would not have seen."""
         for module, attributes, buffers in self._state:
             for name in [n for n in module.__dict__ if n not in attributes]:
                 del module.__dict__[name]
@@ -284,6 +248,8 @@ class Recorder:
                 f"layer {index} of {type(self.base).__name__} is called in place {len(self._calls)}: layers that do "
                 "not run once each, in order, cannot be streamed"
             )
+        if index == 0 and self._tail and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # the embedding gets no gradient; the layers after it do
         self._calls.append((tuple(args[1:]), kwargs))
         self._hidden.append(hidden)
         if index == self.num_layers - 1 and not self._tail:
@@ -295,9 +261,9 @@ class Recorder:
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        images: dict[str, Any] | None = None,  # what the model takes beside the tokens, by its names
+        images: dict[str, Any] | None = None,  # the model's further inputs, by its names
     ) -> dict[str, Any]:
-        """Keyword arguments for the base. Raises ConfigError for what the base does not take."""
+        """Keyword arguments for the base. Raises ConfigError for an input that the base does not take."""
         call: dict[str, Any] = {"input_ids": input_ids, **(images or {})}
         for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
             if value is not None:
@@ -318,7 +284,7 @@ class Recorder:
         position_ids: Tensor | None = None,  # (batch, seq)
         images: dict[str, Any] | None = None,  # pixels, grids and token types, by the model's names
     ) -> Record:
-        """What the layers of this micro-batch are called with."""
+        """Records what the layers are called with for this micro-batch."""
         self.begin()
         looked_up: list[Tensor | None] = []
         side: dict[str, list[Any]] = {name: [] for name in self.side}
@@ -351,18 +317,8 @@ class Recorder:
         )
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module tree with every buffer on meta, as the parameters are."""
-    twin = copy_without(module)
-    for child in twin.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = buffer.to("meta")
-    return twin
-
-
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two tensors are the same values by identity of their memory."""
+    """Whether two tensors are views of the same memory with the same shape and strides."""
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)

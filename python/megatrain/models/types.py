@@ -1,9 +1,10 @@
-"""The parts of a model that everything else refers to: tensors, units, dtypes."""
+"""What the rest of the package refers to: tensors and units of a model, dtypes, and a layer as a function."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 Role = Literal["trainable", "frozen"]
 
@@ -20,16 +21,16 @@ CORE_DTYPES = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-"""Element types by the core's names."""
+"""Element types that the core stores, by torch's dtype."""
 
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Compute types by the configuration's names."""
+"""Compute dtypes by their names in the configuration."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """One tensor of the model and where it lives."""
+    """One tensor of the model and where it is stored."""
 
     name: str
     """Hugging Face state-dict name."""
@@ -39,17 +40,29 @@ class TensorRef:
     """Index in the unit."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """What it is stored as: the precision's for a trainable tensor, its own for a frozen one."""
+    """Stored dtype: the compute precision for a trainable tensor, its own for a frozen one."""
     role: Role
     is_buffer: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What is sent to the device in one piece."""
+    """The tensors that are sent to the device together."""
 
     name: str
     role: Literal["embed", "layer", "head"]
     tensors: tuple[TensorRef, ...]
     structure: int | None
     """Index of the layer's structure; None for embed and head."""
+
+
+class LayerFunctions(Protocol):
+    """A layer with its weights bound, from which functions of the hidden states are made."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = True) -> Any:
+        """hidden -> hidden, both (batch, seq, width)."""
+
+    def training_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Tensor | None, *, compiled: bool = True
+    ) -> Any:
+        """hidden -> hidden, or (hidden, router sums) where the layer has a router; `counted` (tokens, 1) fp32."""

@@ -1,8 +1,8 @@
 """What a vision-language model does with images before its first language layer, found by running its own code.
 
-The modules beside the language model (vision tower, projector) belong to the embed unit: they are sent with it and run
-with the model's own forward up to the first layer. A recording has no use for their values. There they are shadows,
-which work out on meta what shape a part returns and return zeros of it.
+The modules besides the language model (vision tower, projector) belong to the embed unit: they are sent with it and run
+as part of the model's own forward up to the first layer. A recording does not need their values, only their shapes, so
+there a stub runs each part on meta and returns zeros of the right shape.
 """
 
 import collections
@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.errors import ConfigError
 from megatrain.models.fused_attention import FusedAttention
-from megatrain.models.recorder import EmbeddingCalls, Recorder, copy_without, replace_module
+from megatrain.models.modules import copy_without, renew_parameters, replace_module
+from megatrain.models.recorder import EmbeddingCalls, Recorder
 from megatrain.models.trace import check_arguments
 
 INPUTS = (
@@ -36,40 +37,41 @@ INPUTS = (
     "token_type_ids",
     "mm_token_type_ids",
 )
-"""What processors make beside the tokens, by the names that transformers' models take it by."""
+"""What processors return besides the tokens, by the argument names of transformers' models."""
 PLACEHOLDERS = {"pixel_values": "image_token_id", "pixel_values_videos": "video_token_id"}
-"""Which configured token stands where the features of an input go."""
+"""Per input: the key of the configuration that holds the token in whose place its features are put."""
 _KNOWN_SHAPES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """How a model sees."""
+    """What the vision parts feed into the decoder."""
 
     parts: tuple[str, ...]
-    """Modules of the base that see images, by name."""
+    """Modules of the base that process images, by name."""
     trained: frozenset[str]
-    """Parameters in them that get a gradient from an image, by their names in the base."""
+    """Their parameters that get a gradient from an image, by their names in the base."""
     before: frozenset[int]
-    """`id` of every other tensor of the recorder's base that images need before the first layer."""
+    """`id` of every other tensor of the recorder's base that is used before the first layer, given an image."""
     deepstack: int
-    """Behind how many of the first layers features are added to the hidden states."""
+    """After how many of the first layers image features are added to the hidden states (DeepStack, arXiv
+    2406.04334)."""
     placeholders: dict[str, int]
-    """Token ids by the input whose features take their places."""
+    """Per input: the id of the token in whose place its features are put."""
     kept_bytes: float
-    """What autograd keeps of the parts for a token of an image, their blocks recomputed."""
+    """Bytes that autograd keeps of the parts per image token, with their blocks recomputed."""
     running_bytes: float
-    """What one of the blocks keeps for it."""
+    """Bytes that one block keeps per image token."""
 
 
 class _OnMeta(TorchFunctionMode):
-    """Whatever one tensor on meta takes part in is computed on meta."""
+    """Computes on meta whatever has a tensor on meta among its arguments."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # no mode outside looks at what is here
+        with torch._C.DisableTorchFunction():  # outer modes must not see what happens here
             if any(isinstance(value, Tensor) and value.is_meta for value in tree_flatten((args, kwargs))[0]):
                 args, kwargs = tree_map(_to_meta, args), tree_map(_to_meta, kwargs)
                 if func is F.scaled_dot_product_attention:
@@ -82,31 +84,28 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 
 
 def _to_meta(value: Any) -> Any:
-    # a single number goes with tensors of any device, and may be a size, whose value counts
+    # a 0-d tensor combines with tensors of any device, and may be a size, whose value is needed
     return value.to("meta") if isinstance(value, Tensor) and value.ndim else value
 
 
 def _floats_to_meta(value: Any) -> Any:
-    # counts and sizes keep their values: shapes depend on them
+    # integers keep their values: shapes depend on counts and sizes
     return value.detach().to("meta") if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-class Shadow(nn.Module):
-    """Stands for a part of the base that sees images: returns zeros of the shapes that the part would return."""
+class VisionStub(nn.Module):
+    """Stands for a vision part of the base: returns zeros of the shapes that the part would return."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         twin = copy_without(part)
-        for module in twin.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    floating = parameter.is_floating_point()
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=floating)
+        renew_parameters(twin)
         object.__setattr__(self, "_part", part)  # not registered: its parameters are not the recorder's
         object.__setattr__(self, "_twin", twin)
         self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         self.watch: Callable[[Tensor, list[Tensor]], Tensor] | None = None
-        """Makes a tensor with values of one on meta that has its graph, and the inputs; None: zeros will do."""
+        """Given a tensor on meta that the part returned, and its inputs, makes a tensor with values in its place; None:
+        zeros."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -120,7 +119,7 @@ class Shadow(nn.Module):
         return object.__getattribute__(self, "_twin")  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part returns, in shape and type."""
+        """Tensors of the shapes and dtypes that the part returns."""
         if self.watch is not None:
             watch, inputs = self.watch, [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, Tensor)]
             with torch.enable_grad(), _OnMeta():
@@ -143,7 +142,7 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _key(tree: Any) -> Any:
-    """What the shapes of a part's outputs depend on: shapes of numbers with a point, values of whole ones."""
+    """What the shapes of a part's outputs depend on: the shapes of floating-point inputs and the values of integers."""
     leaves, structure = tree_flatten(tree)
     found: list[Any] = [structure]
     for value in leaves:
@@ -155,35 +154,27 @@ def _key(tree: Any) -> Any:
     return tuple(map(repr, found))
 
 
-def part_names(base: nn.Module, layers: str) -> tuple[str, ...]:
-    """Modules of the base beside the one that holds the language layers."""
-    language = layers.partition(".")[0]
-    return tuple(
-        name for name, child in base.named_children() if name != language and any(True for _ in child.parameters())
-    )
-
-
 def stub_out(recorder: Recorder, parts: tuple[str, ...]) -> None:
-    """Puts shadows in the places of the parts of a recorder's base."""
+    """Replaces the vision parts of a recorder's base by stubs."""
     for name in parts:
-        replace_module(recorder.base, name, Shadow(recorder.base.get_submodule(name)))
+        replace_module(recorder.base, name, VisionStub(recorder.base.get_submodule(name)))
 
 
 def trace_vision(recorder: Recorder, parts: tuple[str, ...], config: Any, calls: int) -> VisionSpec:
-    """Runs the recorder's base to its end on a small image and checks that it can be streamed. `calls` is how often it
-    looks up an embedding for text alone.
+    """Runs the recorder's base to its end on a small image and checks that it can be streamed. `calls` is the number of
+    embedding calls for text alone.
 
-    Raises ConfigError, naming the reason, when images do more than to change the hidden states.
+    Raises ConfigError, with the reason, where images do more than change the hidden states.
     """
     base, name = recorder.base, type(recorder.base).__name__
-    shadows: dict[str, Any] = {part: base.get_submodule(part) for part in parts}
+    stubs: dict[str, Any] = {part: base.get_submodule(part) for part in parts}
     generator = torch.Generator().manual_seed(0)
     made: list[tuple[Tensor, Tensor]] = []
 
     def watch(like: Tensor, inputs: list[Tensor]) -> Tensor:
         if not like.is_floating_point():
             return _zeros(like)
-        # values that differ, so that what is done with them shows; and a way back to whatever the part was given
+        # distinct values, so that what is done with them shows; and a graph that leads back to the part's inputs
         leaf = torch.randn(like.shape, generator=generator).to(like.dtype).requires_grad_()
         made.append((leaf, like))
         return leaf + sum(v.flatten()[:1].sum().to(leaf.dtype) * 0 for v in inputs if v.requires_grad)
@@ -191,7 +182,7 @@ def trace_vision(recorder: Recorder, parts: tuple[str, ...], config: Any, calls:
     own = {id(t) for t in (*base.parameters(), *base.buffers())}
     before: set[int] = set()
     looked_up = 0
-    saved = _Saved([shadow.twin for shadow in shadows.values()])
+    saved = _Saved([stub.twin for stub in stubs.values()])
 
     def seen(tensor: Tensor) -> None:
         if id(tensor) in own and not recorder.calls:
@@ -205,16 +196,16 @@ def trace_vision(recorder: Recorder, parts: tuple[str, ...], config: Any, calls:
 
     try:
         images, ids = _example(recorder, config)
-        for shadow in shadows.values():
-            shadow.watch = watch
+        for stub in stubs.values():
+            stub.watch = watch
         recorder.begin(to_the_end=True)
         with torch.enable_grad(), EmbeddingCalls(answer, seen), saved:
             base(**recorder.call(ids, None, None, images))
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{name} could not be run on a stub of an image: {error}") from error
     finally:
-        for shadow in shadows.values():
-            shadow.watch = None
+        for stub in stubs.values():
+            stub.watch = None
     if len(recorder.calls) != recorder.num_layers:
         raise ConfigError(f"{name} ran {len(recorder.calls)} of its {recorder.num_layers} layers on an image")
     if looked_up != calls:
@@ -223,7 +214,7 @@ def trace_vision(recorder: Recorder, parts: tuple[str, ...], config: Any, calls:
     features = int((ids == config.image_token_id).sum())
     return VisionSpec(
         parts=parts,
-        trained=_trained(recorder.hidden[-1], made, {part: shadow.twin for part, shadow in shadows.items()}),
+        trained=_trained(recorder.hidden[-1], made, {part: stub.twin for part, stub in stubs.items()}),
         before=frozenset(before),
         deepstack=_deepstack(recorder, name),
         placeholders={
@@ -237,7 +228,7 @@ def trace_vision(recorder: Recorder, parts: tuple[str, ...], config: Any, calls:
 
 
 class _Saved(contextlib.AbstractContextManager[None]):
-    """Counts what autograd keeps of modules on meta, as it would be with their blocks recomputed."""
+    """Counts the bytes that autograd keeps of modules on meta, as if their blocks were recomputed."""
 
     def __init__(self, twins: list[nn.Module]) -> None:
         modules = [module for twin in twins for module in twin.modules()]
@@ -255,7 +246,7 @@ class _Saved(contextlib.AbstractContextManager[None]):
 
     @property
     def kept(self) -> float:
-        """Bytes of the inputs of all blocks; everything where nothing can be recomputed."""
+        """Bytes of the inputs of all blocks; of everything where there are no blocks."""
         return self._inputs if self._blocks else self._total
 
     @property
@@ -283,14 +274,14 @@ class _Saved(contextlib.AbstractContextManager[None]):
 
 
 def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that transformers can recompute one by one."""
+    """Modules that transformers can recompute one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute_blocks(parts: Iterable[nn.Module]) -> None:
-    """Makes the blocks of the parts that see images keep their input alone when they are trained through."""
+    """Makes the blocks of vision parts keep only their input for backward (non-reentrant checkpointing)."""
     for block in blocks_of(module for part in parts for module in part.modules()):
         made: Any = block
         made.gradient_checkpointing = True
@@ -298,8 +289,8 @@ def recompute_blocks(parts: Iterable[nn.Module]) -> None:
 
 
 def _trained(hidden: Tensor, made: list[tuple[Tensor, Tensor]], twins: dict[str, nn.Module]) -> frozenset[str]:
-    """Which parameters the last layer's hidden states depend on, by way of what the parts returned (a tensor that stood
-    for it and the one on meta)."""
+    """Names of the parameters of the parts on which the last layer's hidden states depend. `made` holds, for each
+    tensor that a part returned, the leaf that stood for it and the tensor on meta."""
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(hidden.sum(), [leaf for leaf, _ in made], allow_unused=True)
     used = [like for (_, like), grad in zip(made, grads, strict=True) if grad is not None and like.requires_grad]
     named = [(f"{part}.{name}", p) for part, twin in twins.items() for name, p in twin.named_parameters()]
@@ -313,8 +304,8 @@ def _trained(hidden: Tensor, made: list[tuple[Tensor, Tensor]], twins: dict[str,
 
 
 def _example(recorder: Recorder, config: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """One image as a processor would hand it over, and a row of tokens with places for it: either as patches with the
-    sides of the image, or as the square image that the vision part is made for."""
+    """One image as a processor would return it, and a row of tokens with places for it: either patches and the grid of
+    the image, or a square image of the size that the vision part is made for."""
     see: Any = config.vision_config
     if "image_grid_thw" in recorder.accepts:
         side = 2 * see.spatial_merge_size
@@ -336,7 +327,8 @@ def _example(recorder: Recorder, config: Any) -> tuple[dict[str, Tensor], Tensor
 
 
 def count_features(recorder: Recorder, images: dict[str, Any], key: str, width: int) -> int | None:
-    """How many hidden states of `width` the model makes of the input `key`; None where it has none, or cannot say."""
+    """The number of hidden states of `width` that the model makes of the input `key`; None where there is none, or
+    where the model's own code fails on it."""
     if key not in images:
         return None
     extract: Any = recorder.base.get_image_features if key == "pixel_values" else recorder.base.get_video_features
@@ -355,11 +347,11 @@ def _count(extract: Any, images: dict[str, Any], width: int) -> int:
 
 
 def _deepstack(recorder: Recorder, name: str) -> int:
-    """How many layers have features added to what they return. Raises ConfigError for any other change between two."""
+    """After how many layers features are added. Raises ConfigError for any other change between two layers."""
     features = list(recorder.language.get("deepstack_visual_embeds") or ())
     mask = recorder.language.get("visual_pos_masks")
     if len(features) >= recorder.num_layers:
-        raise ConfigError(f"{name} adds features of images behind its last layer, so its head cannot be cut off")
+        raise ConfigError(f"{name} adds features of images after its last layer, so its head cannot be cut off")
     for index, (given, got) in enumerate(zip(recorder.hidden, recorder.hidden[1:], strict=False)):
         wanted = given.detach()
         if index < len(features) and mask is not None:
@@ -370,13 +362,13 @@ def _deepstack(recorder: Recorder, name: str) -> int:
 
 
 def add_features(hidden: Tensor, where: Tensor, features: Tensor) -> Tensor:
-    """Hidden states (batch, seq, width) with `features` (T, width) added to the tokens `where` (T,), counted over the
-    whole batch."""
+    """Hidden states (batch, seq, width) with `features` (T, width) added to the tokens `where` (T,), int64, which index
+    the flattened batch."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     changed = flat.index_select(0, where) + features.to(hidden.dtype)
     return flat.index_copy(0, where, changed).view_as(hidden)
 
 
-def of_features(grad: Tensor, where: Tensor) -> Tensor:
-    """The gradient (T, width) of what `add_features` added, of the gradient of its result."""
+def feature_grad(grad: Tensor, where: Tensor) -> Tensor:
+    """The gradient (T, width) of the features, given `grad` of the result of `add_features`."""
     return grad.reshape(-1, grad.shape[-1]).index_select(0, where)

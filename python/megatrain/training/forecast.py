@@ -18,7 +18,7 @@ from megatrain.system.hardware import Machine
 if TYPE_CHECKING:
     from megatrain.data import Dataset
     from megatrain.models.decoder import Decoder
-    from megatrain.training.metrics import ModelCount
+    from megatrain.models.flops import ModelCount
     from megatrain.training.setup import ModelSetup
 
 GIVEN_UP_BY_IMMEDIATE = (

@@ -20,12 +20,12 @@ from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
+from megatrain.models.flops import ModelCount, count_model
 from megatrain.models.hf_config import check, load_config, text_config
 from megatrain.planning import planner
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
-from megatrain.training import metrics
 from megatrain.training.run_dir import steps_in
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
@@ -52,11 +52,11 @@ class ModelSetup:
     """The pretrained weights, opened and checked; None for a model that starts at random."""
 
     @property
-    def count(self) -> metrics.ModelCount:
+    def count(self) -> ModelCount:
         """What a token costs."""
         decoder = self.decoder
         tensors = [(t.name, t.unit, t.shape) for t in decoder.tensors.values() if not t.is_buffer]
-        return metrics.count_model(decoder.config, tensors, decoder.num_layers)
+        return count_model(decoder.config, tensors, decoder.num_layers)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -117,9 +117,9 @@ def prepare_model(
         frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
     )
     if source is not None:
-        decoder.layout = exported(source, decoder)
+        decoder.set_layout(exported(source, decoder))
     elif pretrained and files is not None and files.gguf is not None:
-        decoder.layout = library({name: ref.shape for name, ref in decoder.tensors.items()})
+        decoder.set_layout(library({name: ref.shape for name, ref in decoder.tensors.items()}))
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {decoder.num_embeddings} rows, and "

@@ -60,8 +60,12 @@ class TensorRef(Protocol):
 class Decoder(Protocol):
     """The model, as far as its weights go."""
 
-    layout: Layout | None
-    """How its source holds the tensors, so that an export does too; None: as models of its kind are published."""
+    @property
+    def layout(self) -> Layout | None:
+        """How its source holds the tensors, so that an export does too; None: as models of its kind are published."""
+
+    def set_layout(self, layout: Layout | None) -> None:
+        """Once the source is known."""
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -347,7 +351,7 @@ def load(
     Moments and counts are left alone. `progress` gets bytes done and bytes in all, from several threads in turn.
     Returns what was read. Raises ConfigError, also when a weight is not finite."""
     found, twins = matched(source, decoder)
-    decoder.layout = None if source.quantised else found | twins
+    decoder.set_layout(None if source.quantised else found | twins)
     work = [piece for theirs, stored in found.items() for piece in _cut(stored, source.entries[theirs])]
     total = sum(source.entries[theirs].nbytes for theirs in found)
     done, turn = [0], threading.Lock()

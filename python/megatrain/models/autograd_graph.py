@@ -1,0 +1,35 @@
+"""What a result depends on, read off its autograd graph without running a backward."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> set[int]:
+    """`id` of every leaf that `outputs` pass a gradient on to.
+
+    Raises ConfigError where reentrant checkpointing is part of the graph: it starts a backward of its own within
+    backward, which `torch.autograd.grad`, and so a streamed layer, does not allow (torch.utils.checkpoint).
+    """
+    outputs = list(outputs)
+    found = {id(tensor) for tensor in outputs if tensor.requires_grad and tensor.is_leaf}
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen: set[Any] = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise ConfigError(
+                "checkpointing with use_reentrant=True cannot be streamed: pass use_reentrant=False, or leave it out, "
+                "since megatrain decides itself what is recomputed (plan.activation)"
+            )
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found

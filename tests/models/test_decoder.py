@@ -224,6 +224,34 @@ def test_a_model_with_many_unused_parameters_says_so_in_a_line(caplog: pytest.Lo
     assert {t.role for t in ours.decoder.tensors.values() if "tower" in t.name} == {"frozen"}
 
 
+ZERO = [
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    ("mistral", {"sliding_window": -1}, "sliding_window is -1"),
+    ("gemma3_text", {"head_dim": 16, "sliding_window": 0}, "sliding_window is 0"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 2}, "sliding_window is 0"),
+    ("llama4_text", {"attention_chunk_size": 0, "num_local_experts": 2}, "attention_chunk_size is 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), ZERO, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_window_without_the_token_itself_is_refused(
+    kind: str, changes: dict[str, Any], words: str, attention: str
+) -> None:
+    settings = config(kind, **changes)
+    with pytest.raises(ConfigError, match=f"{kind}: {words}.*null for full attention"):
+        Decoder.from_config(settings, attention=attention)
+    model = build_without_storage(settings, torch.float32, attention)
+    with pytest.raises(ConfigError, match=f"{type(model).__name__}: {words}.*null for full attention"):
+        Decoder(model)
+
+
+def test_a_window_that_no_layer_has_is_not_looked_at() -> None:
+    assert decoder("qwen2", use_sliding_window=False, sliding_window=0).num_layers == 4
+    assert decoder("mistral", sliding_window=None).num_layers == 4
+    assert decoder("mistral", sliding_window=1).num_layers == 4
+
+
 def test_an_experts_implementation_that_gathers_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="batched_mm"):
         Decoder.from_config(config("mixtral", num_local_experts=4), experts="batched_mm")

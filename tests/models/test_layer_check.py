@@ -162,6 +162,27 @@ def test_a_layer_that_cannot_run_without_values_is_tried_on_zeros() -> None:
         engine(model)
 
 
+class Untriable(Counting):
+    """Runs only on values that are not all zero, as kernels that exist for the card alone do not run on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().abs().sum()) == 0:
+            raise RuntimeError("no kernel")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["seen", "count", "last"])
+def test_a_layer_that_cannot_be_tried_before_is_checked_in_the_first_step(how: str) -> None:
+    data = batches(2)
+    ours = engine(with_activation(lambda _: Untriable(how)))
+    before = dict(ours.state_dict())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"layers\.0 changes state of its own .*act_fn\.{how}"):
+            ours.step(data)
+    assert all(torch.equal(ours.weight(name), value) for name, value in before.items())
+    check_training(with_activation(lambda _: Untriable("nothing")), steps())
+
+
 @pytest.mark.parametrize("place", ["norm", "embed_tokens"])
 def test_what_runs_outside_the_layers_must_not_change_state_either(place: str) -> None:
     model = build()
@@ -282,6 +303,28 @@ def test_parameters_of_norm_and_head_that_get_no_gradient_are_left_as_they_are()
     assert set(exact.gradients) == {n for n, t in ours.decoder.tensors.items() if t.role == "trainable"}
     assert "lm_head.weight" in exact.gradients
     assert not {"model.norm.weight", "lm_head.bias"} & set(exact.gradients)
+
+
+class Sometimes(nn.Module):
+    """An activation with a scale that is used for some inputs alone."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.scale = nn.Parameter(torch.full((128,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(x)
+        return x * self.scale if self.always or float(x.detach().abs().sum()) == 0 else x
+
+
+def test_a_parameter_that_a_step_gives_no_gradient_is_refused_by_name() -> None:
+    ours, data = engine(with_activation(lambda index: Sometimes(index != 2))), batches(2)
+    before = dict(ours.state_dict())
+    with pytest.raises(ConfigError, match=r"no gradient to model\.layers\.2\.mlp\.act_fn\.scale"):
+        ours.step(data)
+    assert all(torch.equal(ours.weight(name), value) for name, value in before.items())
+    check_training(with_activation(lambda _: Sometimes(True)), steps())
 
 
 def test_a_layer_that_passes_no_gradient_on_is_refused() -> None:

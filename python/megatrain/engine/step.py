@@ -1,7 +1,7 @@
 """One pass over the units: forward, loss, backward. What to compute next, and where everything is, the core says."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,8 +12,11 @@ from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout
+from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
+from megatrain.models.state_changes import StateSnapshot, refusal
 from megatrain.models.vision import add_features, feature_grad
+from megatrain.names import format_names
 
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
 
@@ -108,6 +111,8 @@ class Pass:
         self._routed: dict[tuple[int, int], Tensor] = {}
         """By unit and micro-batch: (2, E) sums of its routers."""
         self._router_grad: Tensor | None = None
+        self._without: dict[int, set[int]] = {}
+        """By unit: trained tensors that no micro-batch has given a gradient so far."""
         self.aux_loss: Tensor | None = None
         """The router's auxiliary loss over all tokens of the step (0-d, on the device), without its coefficient."""
         self.losses: list[Tensor | None] = [None] * count
@@ -172,7 +177,12 @@ class Pass:
             )
             turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
         self._hidden[m] = None  # the turn holds it, or the stage does
+        before = None if template.tried else StateSnapshot(template.module)
         self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
+        if before is not None:
+            if changed := before.changed():
+                raise ConfigError(refusal(shop.decoder.units[unit].name, changed))
+            template.tried = True
         if turn.aux is not None:
             self._routed[unit, m] = turn.aux
         self._turns[unit, m] = turn
@@ -235,8 +245,22 @@ class Pass:
         grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
         assert grads[0] is not None
         self._grad[m] = grads[0]
+        self._require_gradients(op, grads[1:])
         accumulate([t for t in self._targets(op) if t is not None], grads[1:], op.first)
         self._round(op)
+
+    def _require_gradients(self, op: ComputeOp, grads: Sequence[Tensor | None]) -> None:
+        """Raises ConfigError for a trained parameter of a layer that no micro-batch of the pass gives a gradient: torch
+        would skip its update, decay included. `models/layer_check.py` has frozen those that never get one."""
+        without = {index for index, grad in enumerate(grads) if grad is None}
+        self._without[op.unit] = without & self._without.get(op.unit, without)
+        if op.last and self._without[op.unit]:
+            trained = [ref for ref in self._shop.decoder.units[op.unit].tensors if ref.role == "trainable"]
+            names = format_names([trained[index].name for index in sorted(self._without[op.unit])])
+            raise ConfigError(
+                f"the step gives no gradient to {names}: the layer does not use it for these inputs. torch would not "
+                "update it in such a step, which is not supported; freeze it, or use it for all inputs"
+            )
 
     def _balance(self) -> None:
         """The router's auxiliary loss, once every layer has seen every micro-batch, and what it sends back to each."""

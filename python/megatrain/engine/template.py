@@ -170,6 +170,8 @@ class LayerTemplate:
         self.layout = layout
         self.parameters = self.bound.trainable
         move_shared_buffers(self.module, region.device)
+        self.tried = first not in decoder.untried
+        """Whether it is known that the forward changes no state of the module."""
         self._index = [
             (self.module.get_submodule(path), name)
             for path, name in sorted(decoder.index_names)

@@ -65,6 +65,8 @@ class Decoder:
     """The router's auxiliary loss; None where the model has none, or does not add it."""
     gates: tuple[Gates, ...]
     """Per layer: its routers; empty without an auxiliary loss."""
+    untried: frozenset[int]
+    """Layers that `layer_check.py` could not run: the first step checks that their forward changes no state."""
     index_names: frozenset[tuple[str, str]]
     """`(module, attribute)` within a layer of attributes that hold the layer's index."""
     structure_of: tuple[int, ...]

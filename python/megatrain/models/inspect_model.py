@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
-from megatrain.models.layer_check import untrained_parameters
+from megatrain.models.layer_check import try_layers
 from megatrain.models.lm_head import HeadKind, probe_head
 from megatrain.models.moe import find_router_loss
 from megatrain.models.packing import use_varlen_attention
@@ -76,8 +76,9 @@ def _inspect(
     tied = head.weight is not None and places.of(head.weight) == "embed"
     if not head.plain and any(places.of(name) == "embed" for name in head.used):
         raise ConfigError(f"{type(parts.model).__name__} ties its embedding to a head that is no plain matmul")
+    trials = try_layers(parts, recorder, gates)
     untrained = [
-        *untrained_parameters(parts, recorder, gates),
+        *trials.untrained,
         *_untrained_outside_layers(parts, recorder, found, vision, head, places),
     ]
     _freeze(parts.model, freeze, untrained, taken.aliases)
@@ -102,6 +103,7 @@ def _inspect(
         tied=tied,
         router=router,
         gates=gates,
+        untried=trials.untried,
         index_names=index_names,
         structure_of=structure_of,
         structures=firsts,

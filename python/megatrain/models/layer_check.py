@@ -2,6 +2,7 @@
 would not update them, and whether it does anything that a streamed layer cannot.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -20,12 +21,21 @@ from megatrain.models.support import ModelParts
 log = logging.getLogger(__name__)
 
 
-def untrained_parameters(parts: ModelParts, recorder: Recorder, gates: Sequence[Gates]) -> list[str]:
-    """Full names of the parameters of layers that get no gradient, because the forward does not read them, or reads
-    them under `detach` or `no_grad`: torch's optimizers skip such a parameter, decay included.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTrials:
+    """What the trials of all layers have shown."""
 
-    Each layer is run on meta as the engine runs it: by one copy per structure, with its own index and arguments. A
-    layer whose work depends on values (experts in a loop) is run on the CPU instead, on zeros, once per structure.
+    untrained: tuple[str, ...]
+    """Full names of the parameters that get no gradient, because the forward does not read them, or reads them under
+    `detach` or `no_grad`: torch's optimizers skip such a parameter, decay included."""
+    untried: frozenset[int]
+    """Indices of the layers that could not be run: the first step checks them instead."""
+
+
+def try_layers(parts: ModelParts, recorder: Recorder, gates: Sequence[Gates]) -> LayerTrials:
+    """Runs every layer on two tokens: on meta, by one copy per structure with the layer's own index and arguments, as
+    the engine runs it. A layer whose work depends on values (experts in a loop) is run on the CPU instead, on zeros,
+    once per structure.
 
     Raises ConfigError, with the layer's name, for a layer whose forward changes state of its own, changes its input in
     place, does not pass the gradient on, or checkpoints reentrantly.
@@ -34,6 +44,7 @@ def untrained_parameters(parts: ModelParts, recorder: Recorder, gates: Sequence[
     index_names = index_attributes(parts.layers)
     of, firsts = structures(parts.layers, index_names)
     untrained: list[str] = []
+    untried: set[int] = set()
     for structure, first in enumerate(firsts):
         same = [index for index, own in enumerate(of) if own == structure]
         trial = _Trial(parts, first, recorder.tuple_output, gates[first])
@@ -46,19 +57,22 @@ def untrained_parameters(parts: ModelParts, recorder: Recorder, gates: Sequence[
             raise
         except Exception as error:  # a layer may raise anything for tensors without values
             log.debug("%s does not run on meta: %s", parts.layer_name(first), error)
-            found = dict.fromkeys(same, _on_cpu(trial, record, first))
+            names = _on_cpu(trial, record, first)
+            found = dict.fromkeys(same, names or [])
+            untried |= set(same) if names is None else set()
         untrained += [f"{parts.layer_name(index)}.{name}" for index, names in found.items() for name in names]
-    return untrained
+    return LayerTrials(untrained=tuple(untrained), untried=frozenset(untried))
 
 
-def _on_cpu(trial: "_Trial", record: Record, first: int) -> list[str]:
+def _on_cpu(trial: "_Trial", record: Record, first: int) -> list[str] | None:
+    """Parameters without gradient; None where the layer does not run on the CPU either."""
     try:
         return trial.run("cpu", record, first)
     except ConfigError:
         raise
     except Exception as error:  # its kernels may exist for the card alone
-        log.info("layer %d runs neither on meta nor on zeros, so it is not tried before it is used: %s", first, error)
-        return []
+        log.info("layer %d runs neither on meta nor on zeros, so the first step checks it instead: %s", first, error)
+        return None
 
 
 class _Trial:

@@ -7,6 +7,7 @@ norm, a counter, a weight normalised in place) would be neither kept nor that of
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,17 +20,38 @@ _WRITES_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten
 where the sixth (`training`) is true."""
 
 
+class StateSnapshot:
+    """The state of a module at one time, to be compared with its later state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Copies the values of buffers, if they have any; parameters are known by their version counters."""
+        self._module = module
+        self._tensors = {name: _identity(tensor) for name, tensor in tensors_of(module)}
+        self._values = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+        self._versions = {name: parameter._version for name, parameter in module.named_parameters()}
+        self._attributes = _attributes(module)
+
+    def changed(self) -> list[str]:
+        """Names, within the module, of what has changed since."""
+        module = self._module
+        names = _differing(self._tensors, {name: _identity(tensor) for name, tensor in tensors_of(module)})
+        names += _differing(self._attributes, _attributes(module))
+        now = dict(module.named_buffers())
+        names += [name for name, old in self._values.items() if name not in names and not torch.equal(old, now[name])]
+        # views of one region of the engine share a version counter, so it shows a parameter only where nothing else did
+        return names or [name for name, p in module.named_parameters() if p._version != self._versions[name]]
+
+
 class StateWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, notes every operation that writes into a tensor of a module, views and `.data` included."""
+    """While entered, notes every operation that writes into a tensor of a module: views and `.data`, which version
+    counters do not show, included."""
 
     def __init__(self, module: nn.Module) -> None:
         """`module` may be on meta: what is noted is that a tensor is written, not its values."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._module = module
-        self._written: dict[str, None] = {}
-        self._tensors = dict(_tensors(module))
-        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in self._tensors.items()}
-        self._attributes = _attributes(module)
+        self._snapshot = StateSnapshot(module)
+        self._written: set[str] = set()
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors_of(module)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,27 +67,14 @@ class StateWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, value: Any) -> None:
         for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor) and (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
-                self._written[name] = None
+                self._written.add(name)
 
     def changed(self) -> list[str]:
         """Names, within the module, of the tensors that were written or replaced and the attributes that differ."""
-        now, attributes_now = dict(_tensors(self._module)), _attributes(self._module)
-        names = dict(self._written)
-        for name, tensor in {**self._tensors, **now}.items():
-            before, after = self._tensors.get(name), now.get(name)
-            same_memory = before is after is tensor and tensor.untyped_storage()._cdata in self._names
-            if not same_memory:
-                names[name] = None
-        for name in self._attributes.keys() | attributes_now.keys():
-            if name not in self._attributes or self._attributes[name] != attributes_now.get(name, _ABSENT):
-                names[name] = None
-        return sorted(names)
+        return sorted({*self._written, *self._snapshot.changed()})
 
 
-_ABSENT = object()
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter, buffer and plain tensor attribute of a module tree, by name."""
     found = []
     for path, child in module.named_modules():
@@ -73,6 +82,14 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
         for held in (child._parameters, child._buffers, child.__dict__):
             found += [(prefix + name, value) for name, value in held.items() if isinstance(value, Tensor)]
     return found
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor.untyped_storage()._cdata
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in before | after if name not in before or name not in after or before[name] != after[name]]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Cutting models into units, and refusing those that cannot be streamed."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,26 @@ def test_embed_and_head_hold_what_runs_before_and_after_the_layers() -> None:
     assert tied.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert [t.name for t in gpt2.units[0].tensors] == ["transformer.wte.weight", "transformer.wpe.weight"]
     assert [t.name for t in gpt2.units[-1].tensors] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+
+
+def test_a_decoder_is_frozen_and_complete() -> None:
+    cut = decoder()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cut.tied = True  # type: ignore[misc]
+    fields = {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut)}
+    assert Decoder.from_fields(**fields).units is cut.units
+    del fields["units"]
+    with pytest.raises(TypeError, match=r"fields \['units'\] are missing or unknown"):
+        Decoder.from_fields(**fields)
+
+
+def test_names_within_a_unit_are_those_of_its_own_modules() -> None:
+    for kind in ("llama", "gpt2"):
+        cut = decoder(kind)
+        for index, layer in enumerate(cut.layers):
+            assert cut.local_names(index + 1) == {name: i for i, (name, _) in enumerate(layer.named_parameters())}
+        assert list(cut.local_names(0)) == [t.name for t in cut.units[0].tensors]
+        assert list(cut.local_names(5)) == [t.name for t in cut.units[5].tensors]
 
 
 def test_building_allocates_no_parameters_and_real_buffers() -> None:

@@ -183,6 +183,33 @@ def test_a_layer_that_cannot_be_tried_before_is_checked_in_the_first_step(how: s
     check_training(with_activation(lambda _: Untriable("nothing")), steps())
 
 
+def test_a_head_and_a_base_must_not_change_state_either() -> None:
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Head(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    class Counted(LlamaModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            return super().forward(*args, **kwargs)
+
+    model = build()
+    model.lm_head.__class__ = Head
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes state of its own \(lm_head\.calls\)"):
+        engine(model)
+    model = LlamaForCausalLM(config())
+    model.model.__class__ = Counted
+    model.model.register_buffer("seen", torch.zeros(()))
+    with pytest.raises(ConfigError, match=r"Counted changes state of its own \(seen\)"):
+        engine(model)
+
+
 @pytest.mark.parametrize("place", ["norm", "embed_tokens"])
 def test_what_runs_outside_the_layers_must_not_change_state_either(place: str) -> None:
     model = build()
@@ -325,6 +352,32 @@ def test_a_parameter_that_a_step_gives_no_gradient_is_refused_by_name() -> None:
         ours.step(data)
     assert all(torch.equal(ours.weight(name), value) for name, value in before.items())
     check_training(with_activation(lambda _: Sometimes(True)), steps())
+
+
+def test_an_argument_of_layers_that_depends_on_weights_without_gradient_is_refused() -> None:
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Biased(LlamaModel):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.bias = nn.Linear(16, 16)
+
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            hidden = self.embed_tokens(input_ids)
+            cos, sin = self.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+            with torch.no_grad():
+                cos = self.bias(cos)
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=(cos, sin))
+            return (self.norm(hidden),)
+
+    model = LlamaForCausalLM(config())
+    model.model = Biased(config())
+    with pytest.raises(
+        ConfigError, match=r"passes layer 0 a second input computed from weights \(position_embeddings\)"
+    ):
+        megatrain.Decoder(model)
 
 
 def test_a_layer_that_passes_no_gradient_on_is_refused() -> None:

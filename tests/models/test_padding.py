@@ -1,9 +1,9 @@
-"""Padding before, behind and between the tokens of a row, with what stock transformers makes of it."""
+"""Padding before, after and between the tokens of a row: the numbers of stock transformers."""
 
 import pytest
 import torch
 
-from support.reference import batches, build, check_training, engine, loss_sum, supervised
+from support.reference import batches, build, check_training, engine, error, loss_sum, supervised
 
 EAGER = {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}
 
@@ -31,3 +31,16 @@ def test_training_on_rows_padded_at_both_ends_equals_plain_pytorch() -> None:
     check_training(
         build("gemma2", **EAGER), [[padded(3, 4, seed=seed), padded(7, 2, seed=seed + 9)] for seed in (0, 1)]
     )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_right_padding_trains_alike_under_each_implementation_of_attention(attention: str) -> None:
+    model = build(attn_implementation=attention)
+    steps = [[padded(0, 4, seed=seed), padded(0, 9, seed=seed + 9)] for seed in (0, 1)]
+    ours, _ = check_training(model, steps)
+    other = engine(build(attn_implementation="eager" if attention == "sdpa" else "sdpa"))
+    for step in steps:
+        other.step(step)
+    for name in ours.state_dict():
+        assert error(ours.gradient(name), other.gradient(name)) < 1e-5, name
+    assert ours.evaluate(steps[0]) == pytest.approx(other.evaluate(steps[0]), rel=1e-6)

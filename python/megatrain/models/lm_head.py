@@ -16,6 +16,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.autograd_graph import leaves_of
 from megatrain.models.modules import copy_without, renew_parameters, replace_module
 from megatrain.models.recorder import EmbeddingCalls
+from megatrain.models.state_changes import StateWatch, refusal
 from megatrain.models.support import ModelParts
 
 _PROBE_VOCAB = 7
@@ -131,12 +132,15 @@ def _used(parts: ModelParts, names: dict[int, str]) -> tuple[frozenset[str], fro
         raise ConfigError(f"{type(parts.model).__name__} looks up an embedding in its head")
 
     hidden = torch.empty(1, 2, parts.hidden_size, dtype=parts.dtype, device="meta", requires_grad=True)
+    watch = StateWatch(shell.model)
     try:
-        with torch.enable_grad(), EmbeddingCalls(answer, seen):
+        with torch.enable_grad(), watch, EmbeddingCalls(answer, seen):
             logits = shell(hidden)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         name = type(parts.model).__name__
         raise ConfigError(f"{name} asks more of its base than hidden states: {error}") from error
+    if changed := watch.changed():
+        raise ConfigError(refusal(type(parts.model).__name__, changed))
     leaves = leaves_of([logits])
     if id(hidden) not in leaves:
         raise ConfigError(f"the logits of {type(parts.model).__name__} pass no gradient on to its hidden states")

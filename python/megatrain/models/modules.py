@@ -3,6 +3,7 @@
 import copy
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -82,16 +83,23 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 def renew_parameters(twin: nn.Module, device: str = "meta") -> dict[int, nn.Parameter]:
     """Replaces every parameter of a copied tree by a new one on `device` that wants a gradient where it can have one.
-    New ones by `id` of the old; on the CPU they are zeros in memory that is not touched until it is written."""
+    Returns the new ones by `id` of the old. On the CPU they are zeros that take no memory as long as they are only
+    read."""
     made: dict[int, nn.Parameter] = {}
     for module in twin.modules():
         for name, old in module._parameters.items():
             if old is not None:
                 if id(old) not in made:
-                    value = torch.zeros(old.shape, dtype=old.dtype, device=device)
+                    value = torch.empty(old.shape, dtype=old.dtype, device="meta") if device == "meta" else _zeros(old)
                     made[id(old)] = nn.Parameter(value, requires_grad=value.is_floating_point())
                 module._parameters[name] = made[id(old)]
     return made
+
+
+def _zeros(like: Tensor) -> Tensor:
+    # numpy asks for zeroed pages, of which the kernel maps one and the same until they are written; torch writes zeros
+    pages = np.zeros(like.numel() * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(pages).view(like.dtype).view(like.shape)
 
 
 def to_meta(tree: Any) -> Any:

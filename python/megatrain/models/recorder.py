@@ -5,9 +5,10 @@ on the CPU with stubs that note their arguments and return their input, and the 
 arguments later. Nothing here knows a model by name, and nothing touches a device.
 """
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -239,6 +240,18 @@ class Recorder:
                 del module.__dict__[name]
             module.__dict__.update(attributes)
             object.__setattr__(module, "_buffers", {k: v.clone() if v is not None else v for k, v in buffers.items()})
+
+    @contextlib.contextmanager
+    def weights_as(self, value: float) -> Iterator[None]:
+        """A context in which every floating-point parameter of the base is `value`; they are 0 outside it."""
+        cells = [p.detach().as_strided((), ()) for p in self.base.parameters() if p.is_floating_point()]
+        try:
+            for cell in cells:
+                cell.fill_(value)
+            yield
+        finally:
+            for cell in cells:
+                cell.zero_()
 
     def _take(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)

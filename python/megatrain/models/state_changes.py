@@ -5,6 +5,7 @@ buffers are copied to the device again for each use. So state that a forward cha
 norm, a counter, a weight normalised in place) would be neither kept nor that of plain PyTorch.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from megatrain.names import format_names
 _WRITES_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 """Operations whose schema does not declare that they write their fourth and fifth argument, running mean and variance,
 where the sixth (`training`) is true."""
+
+
+@functools.cache
+def _written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Index and name of the arguments that an operation writes into, by its schema."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 class StateSnapshot:
@@ -57,9 +68,8 @@ class StateWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._note(args[index] if index < len(args) else kwargs.get(argument.name))
+        for index, name in _written_arguments(func):
+            self._note(args[index] if index < len(args) else kwargs.get(name))
         if func._schema.name in _WRITES_STATISTICS and args[5]:
             self._note(args[3:5])
         return func(*args, **kwargs)

@@ -102,11 +102,14 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
         )
     )
     side = tuple(path for path in side if not any(path.startswith(f"{other}.") for other in side))
-    holders = ("", recorder.layers.rpartition(".")[0])  # their attributes are reset for every record
-    changed = [n for n in watch.changed() if n.rpartition(".")[0] not in holders and not _within(n, side)]
+    # what rotary tables keep, and attributes of the modules that hold the layers, are reset for every record
+    holders = ("", recorder.layers.rpartition(".")[0])
+    stored = {path for path, _ in (*base.named_parameters(), *base.named_buffers())}
+    changed = [path for path in watch.changed() if not _within(path, side)]
+    changed = [path for path in changed if path in stored or path.rpartition(".")[0] not in holders]
     if changed:
         raise ConfigError(refusal(name, changed))
-    return Probe(
+    found = Probe(
         record=Record([a for a, _ in recorder.calls], [k for _, k in recorder.calls], looked_up, {}),
         before=frozenset(used["before"]),
         after=frozenset(used["after"]),
@@ -118,6 +121,8 @@ def probe(recorder: Recorder, input_ids: Tensor) -> Probe:
         tables=tuple(tables),
         plain_embedding=len(rows) == 1 and looked_up == [None] and is_same(rows[0], recorder.hidden[0]),
     )
+    _refuse_weights_in_arguments(recorder, name, input_ids)
+    return found
 
 
 def _check_chain(recorder: Recorder, name: str, between: set[int]) -> None:
@@ -140,6 +145,18 @@ def check_arguments(recorder: Recorder, name: str) -> None:
                 raise ConfigError(f"{name} passes layer {index} a second input computed from embeddings ({key})")
             if isinstance(value, (dict, list)):
                 raise ConfigError(f"{name} passes state from layer to layer ({key}), so layers cannot be streamed")
+
+
+def _refuse_weights_in_arguments(recorder: Recorder, name: str, input_ids: Tensor) -> None:
+    """Refuses arguments of layers that depend on weights without a gradient (`no_grad`, `detach`): they are recorded on
+    the CPU, where no weights are. Seen by recording with NaN for every weight."""
+    with recorder.weights_as(float("nan")):
+        record = recorder.record(input_ids)
+    for index, (args, kwargs) in enumerate(zip(record.args, record.kwargs, strict=True)):
+        for key, value in [*enumerate(args, 1), *kwargs.items()]:
+            leaves = tree_flatten(value)[0]
+            if any(isinstance(t, Tensor) and t.is_floating_point() and bool(t.isnan().any()) for t in leaves):
+                raise ConfigError(f"{name} passes layer {index} a second input computed from weights ({key})")
 
 
 def _tail(recorder: Recorder, name: str, calls: list[tuple[str, str, Any, Any]], last: Tensor) -> tuple[str, ...]:

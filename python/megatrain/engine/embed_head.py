@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
@@ -66,7 +66,7 @@ def accumulate(targets: Sequence[Tensor], grads: Sequence[Tensor | None], first:
 class EmbedTemplate:
     """The model's own forward up to its first layer."""
 
-    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region) -> None:
+    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region, casts: CastBuffer | None = None) -> None:
         self.decoder = decoder
         real = decoder.base.get_submodule(decoder.layers_name)
         assert isinstance(real, nn.ModuleList)
@@ -83,7 +83,7 @@ class EmbedTemplate:
         move_shared_buffers(self._base, region.device)
         prefix = f"{decoder.base_name}." if decoder.base_name else ""
         names = {n.removeprefix(prefix): i for n, i in decoder.local_names(0).items()}
-        self.bound = BoundTensors(places_of(self._base, names), layout, region)
+        self.bound = BoundTensors(places_of(self._base, names), layout, region, casts)
         self.layout = layout
         self._tables = {index for index, _ in decoder.tables}
         self.others = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
@@ -196,7 +196,14 @@ class RowSums:
 class HeadTemplate:
     """Final norm and language-model head, and the loss on them."""
 
-    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region, embed: UnitLayout) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: UnitLayout,
+        region: Region,
+        embed: UnitLayout,
+        casts: CastBuffer | None = None,
+    ) -> None:
         self.decoder = decoder
         self.layout = layout
         self.kind = decoder.head
@@ -212,15 +219,19 @@ class HeadTemplate:
             root = base if name.startswith(prefix) and prefix else self._shell.model
             owner, _, leaf = (name.removeprefix(prefix) if root is base else name).rpartition(".")
             places[index] = (root.get_submodule(owner), leaf)
-        self.bound = BoundTensors(places, layout, region)
+        self.bound = BoundTensors(places, layout, region, casts)
         self._region = region
         self._embed_slice = None
         self._tied: nn.Parameter | None = None
+        self._tied_cast: Tensor | None = None
+        """Where the copy of a tied weight is that is stored in another type than the head computes with."""
         names = decoder.local_names(decoder.num_layers + 1)
         if decoder.tied:
             assert self.kind.weight is not None
             self._embed_slice = embed.slices[decoder.tensors[self.kind.weight].tensor]
             view = region.view(self._embed_slice.byte, self._embed_slice.shape, self._embed_slice.dtype)
+            if view.dtype != decoder.dtype:
+                view = self._tied_cast = self.bound.reserve_cast(self._embed_slice.shape, decoder.dtype)
             self._tied = nn.Parameter(view, requires_grad=self._embed_slice.trainable)
             for alias in decoder.aliases:
                 owner, _, leaf = alias.rpartition(".")
@@ -239,11 +250,17 @@ class HeadTemplate:
 
     def bind(self, image: int, tied_image: int | None) -> None:
         """Makes the weights views of the head's image, and a tied one a view of the embed unit's."""
-        self.bound.bind(image)
-        if self._tied is not None and tied_image is not None and self._embed_slice is not None:
-            cut = self._embed_slice
-            view = self._region.view(tied_image + cut.byte, cut.shape, cut.dtype)
-            self._tied.data = view if view.dtype == self.decoder.dtype else view.to(self.decoder.dtype)
+        unit = self.decoder.num_layers + 1
+        if self._tied is None or tied_image is None or self._embed_slice is None:
+            self.bound.bind(image, unit)
+            return
+        cut = self._embed_slice
+        view = self._region.view(tied_image + cut.byte, cut.shape, cut.dtype)
+        if self._tied_cast is not None:
+            self.bound.bind(image, unit, [(self._tied_cast, view)])
+            return
+        self.bound.bind(image, unit)
+        self._tied.data = view
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""

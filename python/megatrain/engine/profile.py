@@ -17,7 +17,7 @@ from megatrain.engine import compile_memory
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
-from megatrain.engine.template import LayerCall, RoutedCall
+from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
 from megatrain.errors import ConfigError
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
@@ -84,7 +84,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
         return known[structure, rows, seq]
     first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first])
+    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
     def to_meta(value: Any) -> Any:
@@ -129,7 +129,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]),
+            on_meta(decoder.layers[first]).train(),
             record.args[first],
             record.kwargs[first],
             (rows, seq, decoder.hidden_size),
@@ -231,6 +231,16 @@ def plan_request(
     }
 
 
+def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
+    """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
+    least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
+    return [
+        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
+        + (asked["input_bytes"] if planned["input"] == "host" else 0)
+        for asked, planned in zip(request["units"], plan["units"], strict=True)
+    ]
+
+
 def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
     """Groups as the core takes them, and which are idle. What sees images has the same settings once more: in a step
     without an image (not `seen`) it has no gradient, so torch leaves it as it is."""
@@ -300,11 +310,12 @@ def _workspace(
         grads = int(tokens * decoder.vision_spec.kept_bytes) if trained else 0
         grads += sum(torch.Size(t.shape).numel() for t in trained) * size
         deepstack = decoder.vision_spec.deepstack * hidden
+    casts = cast_bytes(decoder)
     # between two layers every micro-batch has one gradient or one set of hidden states
     passing = (micro_batches + 1) * hidden + micro_batches * deepstack
     return {
-        "workspace_bytes": max(beside, loss, front) + passing,
-        "late_workspace_bytes": max(*running, embed + front + grads) + passing,
+        "workspace_bytes": max(beside, loss, front) + passing + casts,
+        "late_workspace_bytes": max(*running, embed + front + grads) + passing + casts,
     }
 
 

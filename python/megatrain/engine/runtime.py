@@ -10,13 +10,13 @@ from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core
 from megatrain.engine import options as arguments
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, plan_request
+from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
-from megatrain.engine.template import GradientViews, LayerTemplate, unit_layouts
+from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
@@ -183,7 +183,8 @@ class Runtime:
     def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
         self.check()
-        request = json.dumps(self.request(micro_batch, micro_batches))
+        asked = self.request(micro_batch, micro_batches)
+        request = json.dumps(asked)
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
             planned = _core.plan(request)
@@ -194,7 +195,7 @@ class Runtime:
             log.warning("%s", warning)
         try:
             fill(core)
-            workshop = self._build(core, json.loads(planned))
+            workshop = self._build(core, asked, json.loads(planned))
         except BaseException:
             core.close()
             raise
@@ -243,7 +244,7 @@ class Runtime:
             except ValueError as error:
                 raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
-    def _build(self, core: Any, plan: dict[str, Any]) -> StepTemplates:
+    def _build(self, core: Any, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
         """Templates and views over the core's regions."""
         decoder = self._decoder
         layouts = unit_layouts(decoder, json.loads(core.layout()))
@@ -254,23 +255,38 @@ class Runtime:
 
         places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
         assert places is not None
+        size = cast_bytes(decoder)
+        casts = CastBuffer(size, places.device) if size else None
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
             weights=places,
+            casts=casts,
             stage=stage,
-            stage_bytes=int(plan.get("stage_bytes") or 0),
-            embed=EmbedTemplate(decoder, layouts[0], places),
-            layers=[
-                LayerTemplate(decoder, s, layouts[first + 1], places, self.compiled)
-                for s, first in enumerate(decoder.structures)
-            ],
-            head=HeadTemplate(decoder, layouts[-1], places, layouts[0]),
+            staged_bytes=staged_bytes(request, plan),
+            embed=EmbedTemplate(decoder, layouts[0], places, casts),
+            layers=self._layer_templates(layouts, places, casts),
+            head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             generator=_seeder(self.device),
             group=int(plan["group"]),
         )
+
+    def _layer_templates(
+        self, layouts: list[UnitLayout], weights: Region, casts: CastBuffer | None
+    ) -> list[LayerTemplate]:
+        """The template of each layer. A structure has several where its layers' frozen tensors are stored in several
+        types."""
+        made: dict[tuple[int, tuple[Slice, ...]], LayerTemplate] = {}
+        templates = []
+        for layer, structure in enumerate(self._decoder.structure_of):
+            layout = layouts[layer + 1]
+            key = structure, layout.slices
+            if key not in made:
+                made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
+            templates.append(made[key])
+        return templates
 
 
 def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:

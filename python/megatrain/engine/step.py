@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.saved_tensors import CheckpointedCall
@@ -45,11 +45,14 @@ class StepTemplates:
     decoder: Decoder
     layouts: list[UnitLayout]
     weights: Region
+    casts: CastBuffer | None
+    """None where every weight is computed in the type it is stored in."""
     stage: Region | None
-    stage_bytes: int
+    staged_bytes: list[int]
+    """By unit: what the core copies of the stage to the host and back for one micro-batch."""
     embed: EmbedTemplate
     layers: list[LayerTemplate]
-    """By structure."""
+    """By layer; those of one structure whose tensors are laid out alike share theirs."""
     head: HeadTemplate
     grads: list[GradientViews]
     """By unit: views in region `grads`, transfer precision."""
@@ -64,7 +67,7 @@ class StepTemplates:
         """Switches dropout on or off everywhere."""
         self.embed.train(training)
         self.head.train(training)
-        for layer in self.layers:
+        for layer in set(self.layers):
             layer.train(training)
 
 
@@ -90,6 +93,8 @@ class Pass:
         self._collect = collect
         self._preparer = preparer
         self._prepared = prepared
+        if workshop.casts is not None:
+            workshop.casts.clear()
         count = len(prepared.micro_batches)
         # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
         with_batch = options.loss_fn is not None
@@ -146,7 +151,7 @@ class Pass:
         assert micro is not None
         if m >= shop.group:  # masks of one group at a time
             micro = self._micro[m] = self._preparer.with_record(micro)
-        shop.embed.bound.bind(op.weights)
+        shop.embed.bound.bind(op.weights, 0)
         self._reseed(m, 0)
         self._hidden[m], features = shop.embed.forward(micro)
         self._features[m] = dict(enumerate(features, 1))
@@ -157,20 +162,25 @@ class Pass:
         assert micro is not None
         assert micro.record is not None
         assert hidden is not None
-        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template = shop.layers[unit - 1]
         template.bind(op.weights, unit - 1)
         layer = self._layer(template, micro, unit - 1)
         if not self._training:
             self._hidden[m] = self._with_features(micro, unit, m, layer(hidden))
             return
         turn = CheckpointedCall(
-            layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit)
+            layer,
+            shop.weights,
+            frozenset((shop.weights.storage,)),
+            op.weights,
+            lambda: self._reseed(m, unit),
+            shop.casts.region if shop.casts is not None else None,
         )
         if op.stage is not None:
             shared = micro.record.storages() | (
                 micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
             )
-            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
+            turn.use_stage(shop.stage, op.stage, shop.staged_bytes[unit], shared)
         self._hidden[m] = None  # the turn holds it, or the stage does
         self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
         if turn.aux is not None:
@@ -227,7 +237,7 @@ class Pass:
         vision_spec, visual = shop.decoder.vision_spec, micro.record.visual
         if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
             self._features[m][unit] = of_features(grad, visual)
-        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template = shop.layers[unit - 1]
         template.bind(op.weights, unit - 1)
         if self._routed and self._router_grad is None:
             self._balance()
@@ -255,7 +265,7 @@ class Pass:
         assert micro is not None
         assert grad is not None
         self._grad[m] = self._micro[m] = None
-        shop.embed.bound.bind(op.weights)
+        shop.embed.bound.bind(op.weights, 0)
         if op.first:
             self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
         if op.grad is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.loss import IGNORE
+from megatrain.engine.numerics import full_precision
 from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
@@ -121,7 +122,8 @@ class InputPreprocessor:
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
-        checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
+        with full_precision:  # rotary tables are products of matrices
+            checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
         # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
         whole = self.decoder.router is not None and any(m.num_tokens for m in checked)
         used = [m for m in checked if m.num_tokens or keep_empty or whole]
@@ -200,7 +202,7 @@ class InputPreprocessor:
 
     def _of_shape(self, shape: tuple[int, int]) -> tuple[Record, Record]:
         """Record of a micro-batch without padding or packing, on the CPU and on the device: its shape decides it."""
-        with self._lock:
+        with self._lock, full_precision:
             if shape not in self._plain:
                 record = self.decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
                 self._plain[shape] = record, record.to(self._device)

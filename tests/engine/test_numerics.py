@@ -93,16 +93,20 @@ def test_a_deterministic_run_on_a_card_says_once_that_another_kernel_computes_at
 def fp32_settings() -> tuple[Any, ...]:
     of = torch.backends
     kernels = (of, of.cuda.matmul, of.cudnn, of.cudnn.conv, of.mkldnn, of.mkldnn.matmul, of.mkldnn.conv)
-    legacy = torch.get_float32_matmul_precision(), of.cuda.matmul.allow_tf32, of.cudnn.allow_tf32
+    try:
+        legacy = torch.get_float32_matmul_precision(), of.cuda.matmul.allow_tf32, of.cudnn.allow_tf32
+    except RuntimeError:  # they cannot say what the newer settings are
+        legacy = ("mixed", None, None)
     return *legacy, *(kernel.fp32_precision for kernel in kernels)
 
 
 @pytest.fixture
 def fp32_as_before() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision(), torch.backends.fp32_precision
     yield
-    torch.backends.fp32_precision = before[1]
-    torch.set_float32_matmul_precision(before[0])
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for kernel in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        kernel.fp32_precision = "none"
 
 
 @pytest.mark.usefixtures("fp32_as_before")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.cli import output
 from megatrain.cli.output import json_line, line, table
+from megatrain.config.constraints import refuse_processes
 from megatrain.errors import ConfigError, StorageError
 from megatrain.training.stop import Stop
 
@@ -26,9 +27,8 @@ def run(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
         # Bars of the libraries beneath, which elsewhere would fill a log; ours knows by itself.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if args.verb in ("train", "bench", "eval") and processes not in ("", "1"):
-        raise ConfigError(f"WORLD_SIZE is {processes}: more than one process is not supported yet; start a single one")
+    if args.verb in ("train", "bench", "eval"):
+        refuse_processes()
     verb = {
         "train": _train,
         "plan": _plan,

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from megatrain.config.constraints import check_eps
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -188,6 +189,8 @@ def _optimizer(section: str, owner: Any) -> None:
     for beta in owner.betas or ():
         if not 0 <= beta < 1:
             raise ConfigError(f"{section}.betas holds {beta}; each must be at least 0 and below 1")
+    if owner.eps is not None and owner.betas is not None:
+        check_eps(owner.eps, owner.betas, f"{section}.eps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

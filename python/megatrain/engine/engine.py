@@ -22,7 +22,14 @@ from megatrain.engine import numerics
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.embed_head import LossFn
-from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs, check_list_of_batches
+from megatrain.engine.inputs import (
+    Batch,
+    InputPreprocessor,
+    MicroBatch,
+    StepInputs,
+    check_list_of_batches,
+    largest_shape,
+)
 from megatrain.engine.optimizer import AdamW
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
@@ -260,14 +267,17 @@ class Engine:
     # ----------------------------------------------------------------------------------- without training
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update."""
+        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update.
+
+        As many batches pass through the model at a time as a step was planned for; one, where nothing was planned yet.
+        """
         self._usable()
         total, tokens = 0.0, 0
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
-        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches):
-            run = self._passes.evaluate(prepared)
+        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
+            run = self._passes.evaluate(prepared, largest=largest_shape(batches))
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
             tokens += prepared.num_tokens
         if not tokens:
@@ -285,8 +295,8 @@ class Engine:
             for b in given
         ]
         found: list[Tensor] = []
-        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches, keep_empty=True):
-            run = self._passes.evaluate(prepared)
+        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches or 1, keep_empty=True):
+            run = self._passes.evaluate(prepared, largest=largest_shape(labelled))
             for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
                 assert values is not None
                 found.append(values.view(micro.shape)[:, :-1].float().cpu())
@@ -397,8 +407,8 @@ class Engine:
         return numerics.key(
             self.decoder,
             self.device,
-            micro_batch=self._runtime.micro_batch,
-            micro_batches=self._runtime.micro_batches,
+            micro_batch=self._runtime.nominal[0],
+            micro_batches=self._runtime.nominal[1],
             grad_precision=self.grad_precision,
             loss_chunk=self._runtime.settings.get("loss_chunk"),
             compiled=self._runtime.compiled,

@@ -6,6 +6,7 @@ and rotary tables (by the recorder), which embedding rows are looked up. The dev
 
 import collections
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -104,6 +105,21 @@ def check_list_of_batches(batches: Any) -> None:
         raise ConfigError(f"micro-batches must be a list of dicts, not {type(batches).__name__}")
 
 
+def largest_shape(batches: Sequence[Batch]) -> tuple[int, int]:
+    """(batch, seq) of the batch with most tokens, so that one plan serves them all. What is no batch is left to
+    `InputPreprocessor.prepare` to refuse."""
+    largest = (0, 0)
+    given: Sequence[Any] = batches
+    for batch in given:
+        try:
+            rows = batch["input_ids"]
+            shape = len(rows), len(rows[0])
+        except (TypeError, KeyError, IndexError):
+            continue
+        largest = max(largest, shape, key=math.prod)
+    return largest
+
+
 class InputPreprocessor:
     """Checks and records micro-batches for one model; safe to call from another thread."""
 
@@ -136,11 +152,10 @@ class InputPreprocessor:
         )
 
     def in_groups(
-        self, batches: Sequence[Batch], most: int | None, *, need_labels: bool = True, keep_empty: bool = False
+        self, batches: Sequence[Batch], size: int, *, need_labels: bool = True, keep_empty: bool = False
     ) -> Iterator[StepInputs]:
-        """Batches as they are given, `most` at a time (None: all at once); groups without a supervised token are left
-        out, except with `keep_empty`."""
-        size = most or max(1, len(batches))
+        """Batches as they are given, `size` at a time; groups without a supervised token are left out, except with
+        `keep_empty`."""
         for start in range(0, len(batches), size):
             part = batches[start : start + size]
             prepared = self.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
@@ -227,8 +242,13 @@ class InputPreprocessor:
         decoder = self.decoder
         _in_range(where, "token id", ids, decoder.num_embeddings, "the model's embedding has")
         limit = decoder.max_positions
-        if limit is not None and shape[1] > limit:
-            raise ConfigError(f"{where}: sequence of {shape[1]} tokens, but the model has positions for {limit}")
+        # packed rows are as long as one likes: what counts is the largest position, for models that are given them
+        counts = batch.get("position_ids") is None or "position_ids" not in decoder.recorder.accepts
+        if limit is not None and shape[1] > limit and counts:
+            raise ConfigError(
+                f"{where}: sequence of {shape[1]} tokens, but the model has positions for {limit}; shorten the row, or "
+                "give the position_ids of its documents where it holds several"
+            )
         labels = batch.get("labels")
         if labels is None and need_labels:
             raise ConfigError(f"{where} has no labels")

@@ -28,7 +28,8 @@ def key(
     compiled: bool,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step."""
+    """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step; None where the
+    engine was made without: it is then the caller's, who gives each step's micro-batches."""
     import transformers
 
     return {
@@ -86,7 +87,10 @@ def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def _agree(name: str, stored: Any, current: Any) -> bool:
-    """Whether two values are the same; earlier versions did not name the kernels of attention."""
+    """Whether two values are the same; earlier versions did not name the kernels of attention, and named a split that
+    nobody had asked for."""
+    if name in ("micro_batch", "micro_batches") and (stored is None or current is None):
+        return True
     if name == "attention" and stored == "sdpa" and isinstance(current, str):
         return current.partition(":")[0] == "sdpa"
     return bool(stored == current)
@@ -104,22 +108,20 @@ class _FullPrecision:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._before = _Fp32Settings("highest", False, [])
+        self._before: _Fp32Settings | None = None
 
     def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
             if self._inside == 1:
                 self._before = _Fp32Settings.read()
-                _Fp32Settings("highest", False, []).set()
-                for kernel in _fp32_kernels():
-                    if kernel.fp32_precision not in ("none", "ieee"):
-                        kernel.fp32_precision = "ieee"
+                ieee = ["ieee"] * len(_fp32_kernels())
+                _Fp32Settings("highest", False, ieee, ieee).set()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside:
+            if not self._inside and self._before is not None:
                 self._before.set()
 
 
@@ -130,28 +132,30 @@ class _Fp32Settings(NamedTuple):
     matmul: str
     cudnn: bool
     kernels: list[str]
+    """Of each kind of kernel, what it resolves to."""
+    own: list[str]
+    """What to set it to for that: `none` where it is what it follows, which torch does not tell from set alike."""
 
     @classmethod
     def read(cls) -> "_Fp32Settings":
-        """Those in force. A kind of kernel whose precision is that of what it follows is taken to follow it, which
-        torch does not tell apart."""
+        """Those in force."""
         try:
             matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         except RuntimeError:  # the caller has used both interfaces, and the newer one counts
             matmul, cudnn = "highest", False
-        above = _fp32_parents()
-        own = [
-            "none" if kernel.fp32_precision == parent.fp32_precision else kernel.fp32_precision
-            for kernel, parent in zip(_fp32_kernels(), above, strict=True)
-        ]
-        return cls(matmul, cudnn, own)
+        found = [str(kernel.fp32_precision) for kernel in _fp32_kernels()]
+        above = [str(parent.fp32_precision) for parent in _fp32_parents()]
+        return cls(
+            matmul, cudnn, found, ["none" if one == other else one for one, other in zip(found, above, strict=True)]
+        )
 
     def set(self) -> None:
         """Puts them in force."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.backends.cudnn.allow_tf32 = self.cudnn
-        for kernel, precision in zip(_fp32_kernels(), self.kernels, strict=False):
-            kernel.fp32_precision = precision
+        for kernel, wanted, own in zip(_fp32_kernels(), self.kernels, self.own, strict=True):
+            if kernel.fp32_precision != wanted:
+                kernel.fp32_precision = own
 
 
 def _fp32_kernels() -> list[Any]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatrain.config.constraints import check_eps
 from megatrain.errors import ConfigError
 from megatrain.names import match
 
@@ -115,4 +116,5 @@ def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> G
     for value in (beta1, beta2):
         if not 0.0 <= value < 1.0:
             raise ConfigError(f"{where}: betas must be in [0, 1), not {(beta1, beta2)}")
+    check_eps(eps, (beta1, beta2), f"{where}: eps")
     return Group(params=params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import constraints
 from megatrain.errors import ConfigError
 from megatrain.units import is_count, parse_size
 
@@ -34,10 +35,7 @@ def check(
     precisions: Iterable[str],
 ) -> None:
     """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
-        )
+    constraints.refuse_processes()
     if grad_precision not in precisions:
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
@@ -61,11 +59,7 @@ def check(
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     if max_grad_norm is not None and not positive(max_grad_norm):
         raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
-    if update == "immediate" and max_grad_norm is not None:
-        raise ConfigError(
-            f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
-            f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
-        )
+    constraints.refuse_clipped_immediate(update, max_grad_norm)
 
 
 def mapping(name: str, given: Any) -> None:
@@ -98,7 +92,8 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
     if micro_batch is not None and positions is not None and micro_batch[1] > positions:
         raise ConfigError(
             f"micro_batch is {tuple(micro_batch)} and the model has positions for {positions} tokens; lower its second "
-            "number"
+            "number. Rows of several documents, whose position_ids restart, may be longer: they are planned by their "
+            f"tokens, as {(-(-micro_batch[0] * micro_batch[1] // positions), positions)} here"
         )
 
 

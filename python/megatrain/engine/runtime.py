@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core
+from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
@@ -72,6 +74,8 @@ class Runtime:
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
+        self.nominal = micro_batch, micro_batches
+        """The split of a step that was asked for; None: steps are split as the caller gives them."""
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self._sized = micro_batch is not None and micro_batches is not None
         self._core: Any = None
@@ -126,9 +130,11 @@ class Runtime:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
         return core_groups(self._decoder, self._optimizer, seen)
 
-    def ready(self, prepared: StepInputs, between_passes: bool) -> Any:
-        """The core, planned at least for these micro-batches. `between_passes`: no gradients wait for their update."""
-        largest, count = prepared.largest, len(prepared.micro_batches)
+    def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> Any:
+        """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
+        `between_passes`: no gradients wait for their update."""
+        count = len(prepared.micro_batches)
+        largest = max(prepared.largest, larger, key=math.prod)
         if self._core is None:
             self._start(self.micro_batch or largest, self.micro_batches or count, self._fill)
         assert self.micro_batch is not None
@@ -304,18 +310,15 @@ def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 on a card that computes in it, and fp32 on the CPU. Raises ConfigError where neither is right."""
-    if precision == "auto":
-        if device.type == "cpu":
-            return "fp32"
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return "bf16"
-        raise ConfigError(
-            f"precision: auto: {torch.cuda.get_device_name(device)} has no native bf16; ask for precision: fp32"
-        )
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision must be auto, {' or '.join(PRECISIONS)}, not {precision!r}")
-    return precision
+    """The precision of compute on a device, by the rule that the configuration has too."""
+    card = device.type == "cuda"
+    return constraints.choose_precision(
+        precision,
+        device.type,
+        native_bf16=card and torch.cuda.get_device_capability(device) >= (8, 0),
+        card=torch.cuda.get_device_name(device) if card else "",
+        key="precision",
+    )
 
 
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":

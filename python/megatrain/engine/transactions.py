@@ -179,9 +179,14 @@ class Passes:
             self._runtime.core.abandon()
         self.waiting = None
 
-    def evaluate(self, prepared: StepInputs, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
-        """A pass without backward, with what it found."""
-        core = self._runtime.ready(prepared, not self.num_waiting)
+    def evaluate(
+        self,
+        prepared: StepInputs,
+        collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,
+        largest: tuple[int, int] = (0, 0),
+    ) -> Pass:
+        """A pass without backward, with what it found. `largest`: (batch, seq) of what is to be evaluated after it."""
+        core = self._runtime.ready(prepared, not self.num_waiting, largest)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
 
         @torch.inference_mode(False)

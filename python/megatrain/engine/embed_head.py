@@ -74,6 +74,9 @@ class EmbedTemplate:
         replace_module(self._base, decoder.layers_name, stopping_layers(real))
         if decoder.vision_spec is not None:
             recompute_blocks(self._base.get_submodule(part) for part in decoder.vision_spec.parts)
+        self.draws: bool | None = None if decoder.vision_spec is None else False
+        """Whether it draws random numbers in training; None before its first call. The checkpoints of the blocks that
+        see images restore torch's default generator, so that these draw from that."""
         self._build_no_masks(self._base.get_submodule(decoder.layers_name.rpartition(".")[0]))
         self._features: tuple[Tensor, ...] = ()
         self._replays: dict[str, Replay] = {}
@@ -103,6 +106,11 @@ class EmbedTemplate:
 
     def _note_features(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._features = tuple(kwargs.get("deepstack_visual_embeds") or ())
+
+    @property
+    def module(self) -> nn.Module:
+        """The model's base up to its first layer."""
+        return self._base
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""

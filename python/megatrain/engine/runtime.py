@@ -15,6 +15,7 @@ from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.inputs import StepInputs
+from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
@@ -275,7 +276,7 @@ class Runtime:
             head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
-            generator=_seeder(self.device),
+            random=KeyedRandom(self.device),
             group=int(plan["group"]),
         )
 
@@ -347,10 +348,3 @@ def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Dev
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.set_device(number)
     return _core.Device.cuda(number), torch.device("cuda", number)
-
-
-def _seeder(device: torch.device) -> Callable[[int], None]:
-    """Seeds the generator that layers on the device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index].manual_seed  # type: ignore[return-value]
-    return torch.default_generator.manual_seed  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,10 +10,13 @@ from torch import Tensor
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
+from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.saved_tensors import CheckpointedCall
-from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout
+from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
 from megatrain.models.decoder import Decoder
 from megatrain.models.vision import add_features, of_features
+
+T = TypeVar("T")
 
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
 
@@ -58,8 +61,8 @@ class StepTemplates:
     """By unit: views in region `grads`, transfer precision."""
     sums: list[GradientViews]
     """By unit: views in region `accumulators`, fp32."""
-    generator: Callable[[int], None]
-    """Seeds the device's random state."""
+    random: KeyedRandom
+    """What layers draw random numbers from."""
     group: int
     """Micro-batches that pass through a unit before the next one is loaded."""
 
@@ -69,6 +72,21 @@ class StepTemplates:
         self.head.train(training)
         for layer in set(self.layers):
             layer.train(training)
+
+    def drawing(self, template: "EmbedTemplate | LayerTemplate", call: Callable[..., T]) -> Callable[..., T]:
+        """`call` of a template, with the random numbers it draws in training from our generator. What has drawn none in
+        its first call is called as it is from then on."""
+        if template.draws is False:
+            return call
+
+        def run(*args: Any) -> T:
+            self.random.drew = False
+            with self.random:
+                result = call(*args)
+            template.draws = bool(template.draws) or self.random.drew or has_dropout(template.module)
+            return result
+
+        return run
 
 
 class Pass:
@@ -153,7 +171,8 @@ class Pass:
             micro = self._micro[m] = self._preparer.with_record(micro)
         shop.embed.bound.bind(op.weights, 0)
         self._reseed(m, 0)
-        self._hidden[m], features = shop.embed.forward(micro)
+        forward = shop.drawing(shop.embed, shop.embed.forward) if self._training else shop.embed.forward
+        self._hidden[m], features = forward(micro)
         self._features[m] = dict(enumerate(features, 1))
 
     def _forward(self, op: ComputeOp) -> None:
@@ -196,13 +215,16 @@ class Pass:
 
     def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
         """The `layer`-th layer as a function of the micro-batch's hidden states."""
-        if micro.document_buckets is not None and layer in micro.document_buckets.layers:
-            return micro.document_buckets.call(template, layer, self._training)
+        by_document = micro.document_buckets is not None and layer in micro.document_buckets.layers
         assert micro.record is not None
-        args, kwargs = micro.record.args[layer], micro.record.kwargs[layer]
-        if not self._training:
-            return template.call(args, kwargs)
-        return template.training_call(args, kwargs, micro.counted)
+        if by_document and micro.document_buckets is not None:
+            call: Any = micro.document_buckets.call(template, layer, self._training)
+        elif self._training:
+            call = template.training_call(micro.record.args[layer], micro.record.kwargs[layer], micro.counted)
+        else:
+            return template.call(micro.record.args[layer], micro.record.kwargs[layer])
+        compiled = template.compiled and not by_document
+        return call if compiled or not self._training else self._shop.drawing(template, call)
 
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch
@@ -271,7 +293,8 @@ class Pass:
         if op.grad is not None:
             self._reseed(m, 0)
             features = self._features[m]
-            of_rows, of_others = shop.embed.backward(micro, grad, [features[unit] for unit in sorted(features)])
+            backward = shop.drawing(shop.embed, shop.embed.backward)
+            of_rows, of_others = backward(micro, grad, [features[unit] for unit in sorted(features)])
             for (table, _), where, part in zip(shop.decoder.tables, micro.lookups, of_rows, strict=True):
                 if table in self._rows and part is not None:
                     self._rows[table].add(where, part)
@@ -355,7 +378,7 @@ class Pass:
         """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
         if self._training:
             micro = self._prepared.micro_batches[m].index
-            self._shop.generator(random_key(self._seed, self._step, micro, unit))
+            self._shop.random.seed(random_key(self._seed, self._step, micro, unit))
 
 
 def random_key(*numbers: int) -> int:

@@ -195,6 +195,11 @@ def places_of(module: nn.Module, names: dict[str, int]) -> list[tuple[nn.Module,
     return places
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether some part of a module draws random numbers in training by its kind, though it may not run every time."""
+    return any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.modules())
+
+
 def move_shared_buffers(module: nn.Module, device: torch.device) -> None:
     """Moves the buffers that no checkpoint holds (rotary frequencies, scales) to the device, once a run."""
     for child in module.modules():
@@ -219,6 +224,9 @@ class LayerTemplate:
         self.module = copy_without(decoder.layers[first])
         self.bound = BoundTensors(places_of(self.module, decoder.local_names(first + 1)), layout, region, casts)
         self.layout = layout
+        self.compiled = compiled
+        self.draws: bool | None = None
+        """Whether it draws random numbers in training; None before its first call."""
         self.parameters = self.bound.trainable
         move_shared_buffers(self.module, region.device)
         self._index = [

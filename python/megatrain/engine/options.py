@@ -55,6 +55,9 @@ def check(
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
+    workspace = (plan or {}).get("loss_workspace")
+    if workspace is not None:
+        _size("plan.loss_workspace", workspace)
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     if max_grad_norm is not None and not positive(max_grad_norm):
@@ -78,13 +81,18 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
             raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
         if given is None or given == "auto":
             continue
-        if isinstance(given, bool) or not isinstance(given, int | str):
-            raise ConfigError(f"memory.{key} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
-        try:
-            limits[key] = parse_size(given)
-        except ValueError as error:
-            raise ConfigError(f"memory.{key}: {error}") from None
+        limits[key] = _size(f"memory.{key}", given)
     return limits
+
+
+def _size(name: str, given: Any) -> int:
+    """Bytes of a size. Raises ConfigError for what is none."""
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise ConfigError(f"{name} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
+    try:
+        return parse_size(given)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> None:

@@ -171,6 +171,7 @@ def plan_request(
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
+    loss_fn: bool | int = False,  # whether a loss function of the caller's is used; its device memory in bytes if known
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
@@ -221,7 +222,7 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
+        **_workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn),
         "context_bytes": CONTEXT_BYTES if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
@@ -283,8 +284,29 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 """Measured rates that the planner reads."""
 
 
+def loss_fn_bytes(decoder: Decoder, tokens: int) -> int:
+    """Device memory of a loss function of the caller's that forms the logits of a whole micro-batch and their
+    cross-entropy, backward included. What it needs more is for the caller to declare (`loss_workspace`)."""
+    size = decoder.dtype.itemsize
+    # logits, their fp32 copy, log-probabilities and the gradients of both: never more than this at one time
+    per_logit = size + 12
+    if decoder.head.softcap is not None or decoder.head.logit_scale != 1.0:
+        per_logit += 2 * size
+    head = [t for t in decoder.units[-1].tensors if t.role == "trainable"]
+    if decoder.tied and decoder.head.weight is not None:
+        head += [t for t in (decoder.tensors[decoder.head.weight],) if t.role == "trainable"]
+    gradients = sum(torch.Size(t.shape).numel() for t in head) * size
+    return tokens * decoder.vocab_size * per_logit + gradients + tokens * decoder.hidden_size * (2 * size + 8)
+
+
 def _workspace(
-    decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
+    decoder: Decoder,
+    measured: list[Measured],
+    tokens: int,
+    micro_batches: int,
+    chunk: int,
+    device: str,
+    loss_fn: bool | int,
 ) -> dict[str, int]:
     """Upper bounds of what torch allocates on the device at one time for work in progress: beside everything that is
     kept, and when all of that is gone."""
@@ -300,6 +322,8 @@ def _workspace(
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    if loss_fn:
+        loss = max(loss, (loss_fn_bytes(decoder, tokens) if loss_fn is True else loss_fn) + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0

@@ -20,10 +20,11 @@ from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
 from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes, unit_layouts
-from megatrain.errors import ConfigError, EngineBroken
+from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
 from megatrain.system import hardware
+from megatrain.units import parse_size
 from megatrain.weights import initialize
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""
 
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -71,6 +72,9 @@ class Runtime:
         self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
         self._rates = dict(rates or {})
+        declared = self.settings.get("loss_workspace")
+        self._loss_fn: bool | int = False if declared is None else parse_size(declared)
+        """Whether a loss function of the caller's is planned for, and with how many bytes if that was declared."""
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
@@ -125,6 +129,7 @@ class Runtime:
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
+            loss_fn=self._loss_fn,
         )
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
@@ -166,6 +171,37 @@ class Runtime:
             assert self.micro_batch is not None
             assert self.micro_batches is not None
             self._plan_again(self.micro_batch, self.micro_batches)
+
+    def plan_loss_fn(self, between_passes: bool) -> None:
+        """Counts what a loss function of the caller's needs, from the first step with one on; nothing moves where the
+        plan stays the same otherwise. Raises DoesNotFit, with what to do, and nothing has changed then."""
+        if self._loss_fn is not False:
+            return
+        self._loss_fn = True
+        if self._core is None or self.micro_batch is None or self.micro_batches is None:
+            return
+        try:
+            if not between_passes:
+                raise ConfigError(
+                    "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
+                    "first, or create the engine with plan={'loss_workspace': …}"
+                )
+            planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
+            if _placement(planned) == _placement(self._plan):
+                self._plan = planned
+            else:
+                self._plan_again(self.micro_batch, self.micro_batches)
+        except BaseException as error:
+            self._loss_fn = False
+            if not isinstance(error, DoesNotFit):
+                raise
+            refusal = DoesNotFit(
+                f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
+                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates at most, such as "
+                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+            )
+            refusal.items = error.items
+            raise refusal from None
 
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
@@ -294,6 +330,11 @@ class Runtime:
                 made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
             templates.append(made[key])
         return templates
+
+
+def _placement(plan: dict[str, Any]) -> dict[str, Any]:
+    """What of a plan decides where things are, beside what torch allocates."""
+    return {key: value for key, value in plan.items() if key not in ("items", "totals", "estimate")}
 
 
 def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:

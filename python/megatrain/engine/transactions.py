@@ -109,6 +109,8 @@ class Passes:
             return self._apply(None) if apply else 0.0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
+        if loss_fn is not None:
+            self._runtime.plan_loss_fn(not self.num_waiting)
         core = self._runtime.ready(prepared, not self.num_waiting)
         options = LossOptions(
             scale=1.0 / divisor,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatrain.config.constraints import check_eps
+from megatrain.engine.options import known_keywords, nearest
 from megatrain.errors import ConfigError
 from megatrain.names import match
 
@@ -38,6 +39,7 @@ class AdamW:
     Raises ConfigError for values out of range.
     """
 
+    @known_keywords
     def __init__(
         self,
         lr: float = 1e-3,
@@ -52,7 +54,7 @@ class AdamW:
             where = f"optimizer.groups[{number}]"
             unknown = sorted(set(given) - {"params", *_KEYS})
             if unknown:
-                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; a group takes params, {', '.join(_KEYS)}")
+                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; {nearest(unknown[0], ('params', *_KEYS))}")
             params = given.get("params")
             params = (params,) if isinstance(params, str) else tuple(params or ())
             if not params or not all(isinstance(p, str) for p in params):

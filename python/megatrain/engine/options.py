@@ -2,11 +2,13 @@
 
 import contextlib
 import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from megatrain.config import constraints
 from megatrain.errors import ConfigError
@@ -105,6 +107,23 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
         )
 
 
+def refuse_wrapper(model: Any) -> None:
+    """Raises ConfigError for a module that wraps a whole transformers model: what it saves has the wrapper's names."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return
+    for name, module in model.named_modules():
+        head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+        if head is not None:
+            raise ConfigError(
+                f"{type(model).__name__} wraps {type(module).__name__} ({name}), so its weights have names such as "
+                f"{next(iter(dict(model.named_parameters())), name)}, which transformers cannot load. Of a PEFT model "
+                "save the adapter: model.save_pretrained(folder, state_dict=dict(engine.state_dict())); of another "
+                "wrapper read engine.state_dict() and save it under the names you need"
+            )
+
+
 def model_path(given: Any) -> str:
     """A model's folder, file or hub id. Raises ConfigError for what is neither text nor a path."""
     if not isinstance(given, str | os.PathLike):
@@ -129,6 +148,24 @@ def positive(value: Any) -> bool:
         return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
     except (TypeError, ValueError):
         return False
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, with a TypeError for a misspelt keyword that names the nearest one."""
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {nearest(name, names)}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -27,11 +27,20 @@ from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
 
+if TYPE_CHECKING:
+    from megatrain.engine.state_dict import Plane
+
 log = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""
 
+_REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
+    "weights",
+    "grads",
+    "accumulators",
+    "stage",
+)
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
 PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
 """What `plan` of an engine may give."""
@@ -63,7 +72,7 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; known are {', '.join(sorted(PLAN_KEYS))}")
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder, self._optimizer = decoder, optimizer
         self._core_device, self.device = core_device, device
         self._update = update
@@ -83,7 +92,7 @@ class Runtime:
         """The split of a step that was asked for; None: steps are split as the caller gives them."""
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self._sized = micro_batch is not None and micro_batches is not None
-        self._core: Any = None
+        self._core: _core.Engine | None = None
         self._workshop: StepTemplates | None = None
         self._plan: dict[str, Any] = {}
         self._closed = False
@@ -95,11 +104,11 @@ class Runtime:
             self._start(micro_batch, micro_batches, self._fill)
 
     @property
-    def core(self) -> Any:
+    def core(self) -> _core.Engine:
         """The native engine; planned, allocated and filled here where it is not yet."""
         if self._core is None:
             seq = min(self._decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
-            self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
+            return self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
         return self._core
 
     @property
@@ -136,7 +145,7 @@ class Runtime:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
         return core_groups(self._decoder, self._optimizer, seen)
 
-    def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> Any:
+    def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
         `between_passes`: no gradients wait for their update."""
         count = len(prepared.micro_batches)
@@ -147,8 +156,7 @@ class Runtime:
         assert self.micro_batches is not None
         more_tokens = largest[0] * largest[1] > self.micro_batch[0] * self.micro_batch[1]
         if not self._sized and between_passes and (more_tokens or count > self.micro_batches):
-            self._plan_again(largest if more_tokens else self.micro_batch, max(count, self.micro_batches))
-            return self._core
+            return self._plan_again(largest if more_tokens else self.micro_batch, max(count, self.micro_batches))
         if count > self.micro_batches:
             raise ConfigError(
                 f"{count} micro-batches, but the engine was planned for {self.micro_batches} a step; create it with "
@@ -160,7 +168,7 @@ class Runtime:
                 f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
                 f"{self.micro_batch[0]} by {self.micro_batch[1]}; create it with the largest micro_batch"
             )
-        return self._core
+        return self.core
 
     def plan_sums(self) -> None:
         """Plans a store for gradients of several passes, where sizes were not given and nothing forbids it."""
@@ -181,14 +189,14 @@ class Runtime:
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
         try:
-            if not between_passes:
+            planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
+            if _placement(planned) == _placement(self._plan):
+                self._plan = planned
+            elif not between_passes:
                 raise ConfigError(
                     "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
                     "first, or create the engine with plan={'loss_workspace': …}"
                 )
-            planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
-            if _placement(planned) == _placement(self._plan):
-                self._plan = planned
             else:
                 self._plan_again(self.micro_batch, self.micro_batches)
         except BaseException as error:
@@ -197,7 +205,7 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates at most, such as "
+                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
                 "plan={'loss_workspace': '2GiB'}, when the engine is created"
             )
             refusal.items = error.items
@@ -223,7 +231,9 @@ class Runtime:
             core.close()
 
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
-    def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
+    def _start(
+        self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
+    ) -> _core.Engine:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
         self.check()
         asked = self.request(micro_batch, micro_batches)
@@ -244,14 +254,16 @@ class Runtime:
             raise
         self._core, self._workshop, self._plan = core, workshop, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        return core
 
-    def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> None:
+    def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
-        before = self._core
+        before = self.core
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
-        self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+        made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
         before.close()
+        return made
 
     def _budget(self) -> dict[str, int]:
         facts = hardware.read(gpus=self.device.type == "cuda")
@@ -261,7 +273,7 @@ class Runtime:
             "host": self._limits.get("host", facts.host_budget()),
         }
 
-    def _fill(self, core: Any) -> None:
+    def _fill(self, core: _core.Engine) -> None:
         """Puts the model's values into the store, each tensor given up as soon as it is there."""
         decoder = self._decoder
         values = decoder.values
@@ -279,7 +291,7 @@ class Runtime:
         self._emptied = True
         for name, ref in decoder.tensors.items():
             value = values.pop(name).detach().cpu()
-            plane = "master" if ref.role == "trainable" else "weights"
+            plane: Plane = "master" if ref.role == "trainable" else "weights"
             if ref.role != "trainable":
                 value = value.to(ref.dtype)
             try:
@@ -287,16 +299,16 @@ class Runtime:
             except ValueError as error:
                 raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
-    def _build(self, core: Any, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
+    def _build(self, core: _core.Engine, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
         """Templates and views over the core's regions."""
         decoder = self._decoder
         layouts = unit_layouts(decoder, json.loads(core.layout()))
 
-        def region(name: Any) -> Region | None:
+        def region(name: Literal["weights", "grads", "accumulators", "stage"]) -> Region | None:
             buffer = core.region(name)
             return Region(from_dlpack(buffer)) if len(buffer) else None
 
-        places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
+        places, grads, sums, stage = (region(n) for n in _REGIONS)
         assert places is not None
         size = cast_bytes(decoder)
         casts = CastBuffer(size, places.device) if size else None
@@ -337,14 +349,15 @@ def _placement(plan: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plan.items() if key not in ("items", "totals", "estimate")}
 
 
-def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
+def _copy_state(decoder: Decoder, source: _core.Engine, target: _core.Engine) -> None:
     """Moves every plane and count from one core to another, a tensor at a time."""
     for ref in decoder.tensors.values():
         size = torch.Size(ref.shape).numel()
+        planes: list[tuple[Plane, torch.Tensor]]
         if ref.role == "frozen":
             planes = [("weights", torch.empty(size, dtype=ref.dtype))]
         else:
-            planes = [(plane, torch.empty(size)) for plane in ("master", "exp_avg", "exp_avg_sq")]
+            planes = [("master", torch.empty(size)), ("exp_avg", torch.empty(size)), ("exp_avg_sq", torch.empty(size))]
             target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
         for plane, values in planes:
             source.read(ref.unit, ref.tensor, plane, values)

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatrain._core import ComputeOp, Engine
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
@@ -19,26 +20,6 @@ from megatrain.models.vision import add_features, of_features
 T = TypeVar("T")
 
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
-
-
-class ComputeOp(Protocol):
-    """`megatrain._core.ComputeOp`."""
-
-    phase: Phase
-    unit: int
-    micro_batch: int
-    first: bool
-    last: bool
-    weights: int
-    tied_weights: int | None
-    grad: int | None
-    accumulator: int | None
-    tied_accumulator: int | None
-    tied_grad: int | None
-    round_tied: bool
-    activation: Literal["keep", "offload", "recompute"]
-    input_on_host: bool
-    stage: int | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,7 +129,7 @@ class Pass:
         }
 
     def run(
-        self, core: Any, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
+        self, core: Engine, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
     ) -> None:
         """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
         before its backward begins; `check` may raise before each operation."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatrain import _core
 from megatrain.engine import numerics
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
@@ -106,7 +107,7 @@ class Passes:
             log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
         if not prepared.micro_batches:
             self.waiting = self.waiting or Waiting()
-            return self._apply(None) if apply else 0.0
+            return self._apply() if apply else 0.0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
         if loss_fn is not None:
@@ -136,7 +137,7 @@ class Passes:
                 before.seen or prepared.seen,
                 normalizer,
             )
-            return self._apply(core) if apply else loss
+            return self._apply() if apply else loss
 
         return self._run(body, finish=self._immediate)
 
@@ -170,8 +171,7 @@ class Passes:
 
     def apply(self) -> StepOutput:
         """The verdict over the gradients that wait."""
-        core = self._runtime.core if self.num_waiting else None
-        return self._run(lambda: self._apply(core), finish=self._immediate)
+        return self._run(self._apply, finish=self._immediate)
 
     def discard(self) -> None:
         """Drops the gradients that wait: their weights have been replaced."""
@@ -206,7 +206,7 @@ class Passes:
         return self._run(body, finish=False)
 
     def _run(self, body: Callable[[], T], *, finish: bool) -> T:
-        """What `body` returns, behind the shield."""
+        """What `body` returns, run by the guard."""
         try:
             return self.guard.run(body, finish=finish)
         except ValueError:
@@ -219,7 +219,7 @@ class Passes:
         return self.waiting.micro_batches if self.waiting is not None else 0
 
     @torch.inference_mode(False)
-    def _train(self, core: Any, prepared: StepInputs, options: LossOptions) -> Pass:
+    def _train(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
         self._tell_of_math(prepared)
         run = self._pass(prepared, options, training=True)
         immediate = self._immediate
@@ -251,7 +251,7 @@ class Passes:
             self._told_of_math = True
             log.warning("deterministic: %s", reason)
 
-    def _apply(self, core: Any) -> StepOutput:
+    def _apply(self) -> StepOutput:
         waiting = self.waiting
         if waiting is None or not waiting.micro_batches:
             self.waiting = None
@@ -259,7 +259,7 @@ class Passes:
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
         groups, idle = self._runtime.core_groups(waiting.seen)
-        outcome = core.apply(groups, self._max_grad_norm, idle)
+        outcome = self._runtime.core.apply(groups, self._max_grad_norm, idle)
         self.waiting = None
         self.num_steps += 1
         return StepOutput(
@@ -272,7 +272,7 @@ class Passes:
             aux_loss=waiting.aux_loss,
         )
 
-    def _abandon(self, core: Any) -> None:
+    def _abandon(self, core: _core.Engine) -> None:
         with contextlib.suppress(MegatrainError):
             core.abandon()
 

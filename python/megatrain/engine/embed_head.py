@@ -120,7 +120,7 @@ class EmbedTemplate:
     @torch.no_grad()
     def forward(self, micro: "MicroBatch") -> tuple[Tensor, tuple[Tensor, ...]]:
         """Hidden states (batch, seq, width) that reach the first layer, and features of images (T, width) that are
-        added behind the first layers, one by one; the weights must be bound."""
+        added after the first layers, one by one; the weights must be bound."""
         if self.decoder.probe.plain_embedding and not micro.images:
             return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]]), ()
         return self._run(micro, lambda ids, weight, _: F.embedding(ids, weight))
@@ -295,7 +295,7 @@ class HeadTemplate:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits of hidden states behind the final norm, with its scale and cap."""
+        """The model's own logits of hidden states after the final norm, with its scale and cap."""
         if not self.kind.plain:
             return self._shell(hidden)
         logits = F.linear(hidden, self.weight, self.bias)
@@ -317,15 +317,15 @@ class HeadTemplate:
         """Sum of losses (0-d) and the gradient of `hidden`; all other gradients are added to their sums."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            behind = self.tail(leaf)
+            normed = self.tail(leaf)
         if options.loss_fn is not None:
-            loss, grad_behind = self._custom(behind.detach(), micro, options, sums, tied_sum, first)
+            loss, grad_normed = self._custom(normed.detach(), micro, options, sums, tied_sum, first)
         elif self.kind.plain:
-            loss, grad_behind = self._plain(behind.detach(), micro, options, sums, tied_sum, first)
+            loss, grad_normed = self._plain(normed.detach(), micro, options, sums, tied_sum, first)
         else:
-            loss, grad_behind = self._own(behind.detach(), micro, options, sums, first)
+            loss, grad_normed = self._own(normed.detach(), micro, options, sums, first)
         inputs = (leaf, *(self.bound.tensors[i] for i in self.tail_indices))
-        grads = torch.autograd.grad(behind, inputs, grad_behind, allow_unused=True)
+        grads = torch.autograd.grad(normed, inputs, grad_normed, allow_unused=True)
         targets = [t for i in self.tail_indices if (t := sums[i]) is not None]
         accumulate(targets, grads[1:], first)
         assert grads[0] is not None
@@ -333,14 +333,14 @@ class HeadTemplate:
 
     def _plain(
         self,
-        behind: Tensor,
+        normed: Tensor,
         micro: "MicroBatch",
         options: LossOptions,
         sums: list[Tensor | None],
         tied_sum: Tensor | None,
         first: bool,
     ) -> tuple[Tensor, Tensor]:
-        flat = behind.reshape(-1, behind.shape[-1])
+        flat = normed.reshape(-1, normed.shape[-1])
         targets, rows = micro.targets, micro.rows
         gather = rows.shape[0] < _DENSE_ROWS * flat.shape[0]
         if gather:
@@ -369,9 +369,9 @@ class HeadTemplate:
         grad = result.grad_hidden
         assert grad is not None
         if gather:
-            whole = torch.zeros_like(behind).reshape(-1, behind.shape[-1])
+            whole = torch.zeros_like(normed).reshape(-1, normed.shape[-1])
             grad = whole.index_copy_(0, rows, grad)
-        return result.loss_sum, grad.view_as(behind)
+        return result.loss_sum, grad.view_as(normed)
 
     def _parameters(self, sums: list[Tensor | None], tied_sum: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """What the head proper trains, and where each gradient is summed."""
@@ -381,11 +381,11 @@ class HeadTemplate:
         return [p for p, _ in pairs], [t for _, t in pairs]
 
     def _own(
-        self, behind: Tensor, micro: "MicroBatch", options: LossOptions, sums: list[Tensor | None], first: bool
+        self, normed: Tensor, micro: "MicroBatch", options: LossOptions, sums: list[Tensor | None], first: bool
     ) -> tuple[Tensor, Tensor]:
         """A head that is no plain matmul: its own forward and autograd, in chunks of tokens."""
         parameters, totals = self._parameters(sums, None)
-        flat = behind.reshape(-1, behind.shape[-1])
+        flat = normed.reshape(-1, normed.shape[-1])
         grad = torch.empty_like(flat)
         loss_sum = torch.zeros((), dtype=torch.float64, device=flat.device)
         chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
@@ -398,11 +398,11 @@ class HeadTemplate:
             loss_sum += losses.detach().sum(dtype=torch.float64)
             accumulate([grad[start : start + chunk]], grads[:1], True)
             accumulate(totals, grads[1:], first and start == 0)
-        return loss_sum, grad.view_as(behind)
+        return loss_sum, grad.view_as(normed)
 
     def _custom(
         self,
-        behind: Tensor,
+        normed: Tensor,
         micro: "MicroBatch",
         options: LossOptions,
         sums: list[Tensor | None],
@@ -412,7 +412,7 @@ class HeadTemplate:
         """A loss of the caller's."""
         assert options.loss_fn is not None
         parameters, totals = self._parameters(sums, tied_sum)
-        leaf = behind.requires_grad_()
+        leaf = normed.requires_grad_()
         with torch.enable_grad():
             loss = options.loss_fn(leaf, self.logits, micro.batch)
             _check_loss(loss, leaf.device)
@@ -420,13 +420,13 @@ class HeadTemplate:
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
         accumulate(totals, grads[1:], first)
         grad = grads[0]
-        return loss.detach().double(), grad if grad is not None else torch.zeros_like(behind)
+        return loss.detach().double(), grad if grad is not None else torch.zeros_like(normed)
 
     @torch.no_grad()
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:
         """Sum of losses (0-d) and log-probabilities of the targets (batch * seq,), 0 where not supervised."""
-        behind = self.tail(hidden)
-        flat = behind.reshape(-1, behind.shape[-1])
+        normed = self.tail(hidden)
+        flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
             result = chunked_loss(
                 flat,

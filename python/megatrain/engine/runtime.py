@@ -93,7 +93,7 @@ class Runtime:
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self._sized = micro_batch is not None and micro_batches is not None
         self._core: _core.Engine | None = None
-        self._workshop: StepTemplates | None = None
+        self._templates: StepTemplates | None = None
         self._plan: dict[str, Any] = {}
         self._closed = False
         self.undefined = ""
@@ -112,11 +112,11 @@ class Runtime:
         return self._core
 
     @property
-    def workshop(self) -> StepTemplates:
+    def templates(self) -> StepTemplates:
         """Templates and views over the core's memory."""
         assert self.core is not None  # which makes them
-        assert self._workshop is not None
-        return self._workshop
+        assert self._templates is not None
+        return self._templates
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Runtime:
                 f"{count} micro-batches, but the engine was planned for {self.micro_batches} a step; create it with "
                 f"micro_batches={count}"
             )
-        planned_memory = self.workshop.stage is not None or self.device.type == "cuda"
+        planned_memory = self.templates.stage is not None or self.device.type == "cuda"
         if planned_memory and more_tokens:
             raise ConfigError(
                 f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
@@ -226,7 +226,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives all memory back."""
-        core, self._core, self._workshop, self._closed = self._core, None, None, True
+        core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
 
@@ -248,11 +248,11 @@ class Runtime:
             log.warning("%s", warning)
         try:
             fill(core)
-            workshop = self._build(core, asked, json.loads(planned))
+            templates = self._build(core, asked, json.loads(planned))
         except BaseException:
             core.close()
             raise
-        self._core, self._workshop, self._plan = core, workshop, json.loads(planned)
+        self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
 

@@ -2,7 +2,8 @@
 
 All three are one pair of hooks on saved tensors. Packing turns a saved tensor into a handle: a weight becomes its place
 in the unit's image, since the slot will hold another unit by then; the layer's input becomes a reference to wherever
-the input is; anything else stays as it is, goes to the stage, or is forgotten and made again.
+the input is; anything else stays as it is, goes to the stage, or is forgotten and made again. Recomputation follows
+torch's non-reentrant checkpoint (docs.pytorch.org/docs/stable/checkpoint.html), which stops early in the same way.
 """
 
 import dataclasses

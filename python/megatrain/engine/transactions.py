@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step came to."""
+    """Result of one optimizer step."""
 
     loss: float
     """Mean over the supervised tokens of the step, before its update; 0 where there are none."""
@@ -86,7 +86,7 @@ class Passes:
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
-        self._told_of_math = False
+        self._math_reported = False
         self.guard = InterruptGuard(runtime.device)
         self.waiting: Waiting | None = None
         """None where no pass has been made since the last update."""
@@ -96,7 +96,7 @@ class Passes:
     def train(
         self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
     ) -> StepOutput | float:
-        """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
+        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss."""
         self._refuse_loss(loss_fn)
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
@@ -244,11 +244,11 @@ class Passes:
 
     def _tell_of_math(self, prepared: StepInputs) -> None:
         """Says once where a deterministic run on a card does not have the attention that it asks for."""
-        if self._told_of_math or not self._deterministic or self._runtime.device.type != "cuda":
+        if self._math_reported or not self._deterministic or self._runtime.device.type != "cuda":
             return
         reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))
         if reason is not None:
-            self._told_of_math = True
+            self._math_reported = True
             log.warning("deterministic: %s", reason)
 
     def _apply(self) -> StepOutput:
@@ -277,12 +277,12 @@ class Passes:
             core.abandon()
 
     def _pass(self, prepared: StepInputs, options: LossOptions, *, training: bool, **more: Any) -> Pass:
-        workshop = self._runtime.workshop
-        workshop.train(training)
+        templates = self._runtime.templates
+        templates.train(training)
         # micro-batches of a step that was begun earlier have numbers of their own
         seed = random_key(self._seed, self.num_waiting)
         return Pass(
-            workshop, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
+            templates, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
         )
 
     def _stream(self) -> int:

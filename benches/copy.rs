@@ -11,10 +11,10 @@ use std::time::Duration;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
+use megatrain_core::host::HostSpan;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{Budget, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode, plan};
 use megatrain_core::schedule::{Facts, Pass, Schedule, Shape, check};
-use megatrain_core::store::arena::HostSpan;
 use megatrain_core::stream::{Begin, Engine, Group, Options};
 
 const LIMIT: Duration = Duration::from_secs(60);

@@ -4,9 +4,10 @@
 //! cargo bench -p megatrain-cuda --bench cuda        # without a card it says so and passes
 //! ```
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use megatrain_core::device::{AdamwScalars, Device, DeviceAdamw, DeviceMemory, Stream};
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::device::{Device, DeviceAdamw, DeviceMemory, Stream};
+use megatrain_core::host::HostSpan;
 use megatrain_core::layout::{Dtype, NORM_BLOCK};
-use megatrain_core::store::arena::HostSpan;
 use megatrain_core::{Error, Result};
 use megatrain_cuda::CudaDevice;
 

@@ -2,8 +2,8 @@
 //!
 //! `cargo run -p megatrain-core --example 02_store`
 use megatrain_core::Result;
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Affinity, Pool};
 use megatrain_core::store::{Plane, Store, StoreBytes, StoreOptions};
 
 fn main() -> Result<()> {

@@ -2,12 +2,14 @@
 //!
 //! `cargo run -p megatrain-core --example 04_optimizer`
 use megatrain_core::Result;
-use megatrain_core::device::AdamwScalars;
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::adamw::clip::{clip_coefficient, global_norm};
+use megatrain_core::adamw::kernels::{Values, sum_squares};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::clip::{clip_coefficient, global_norm};
-use megatrain_core::optimizer::kernel::{Values, sum_squares};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::optimizer::Adamw;
 use megatrain_core::store::{Plane, Store, StoreOptions};
 
 fn main() -> Result<()> {

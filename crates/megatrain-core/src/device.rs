@@ -12,9 +12,10 @@ pub mod conformance;
 #[expect(unsafe_code, reason = "simulated device memory: copies and views over raw host addresses")]
 pub mod sim;
 
+use crate::adamw::AdamwScalars;
 use crate::error::Result;
+use crate::host::HostSpan;
 use crate::layout::Dtype;
-use crate::store::arena::HostSpan;
 
 /// The streams a device offers. `Compute` is PyTorch's current stream on CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,25 +105,6 @@ pub struct DeviceFacts {
     pub free_bytes: u64,
     /// Compute capability, such as (9, 0); (0, 0) on the CPU.
     pub capability: (u32, u32),
-}
-
-/// Coefficients of one AdamW update, formed in f64 and rounded once (`optimizer.rs` builds them).
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[allow(missing_docs)]
-pub struct AdamwScalars {
-    pub beta1: f32,
-    pub one_minus_beta1: f32,
-    pub beta2: f32,
-    pub one_minus_beta2: f32,
-    /// 1 - lr * weight_decay
-    pub decay: f32,
-    /// lr / (1 - beta1^t)
-    pub step_size: f32,
-    /// 1 / sqrt(1 - beta2^t)
-    pub inv_sqrt_bias2: f32,
-    pub eps: f32,
-    /// Multiplies the gradient first: the clip coefficient.
-    pub grad_scale: f32,
 }
 
 /// One AdamW update on the device, over one parameter's stretch of the planes. All spans cover `numel` elements.

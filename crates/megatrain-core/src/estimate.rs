@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::layout::{Precision, Role};
 use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
+use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
-use crate::stream::progress::{Id, Progress};
 
 /// One operation on the virtual clock; seconds from the start of the measured step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

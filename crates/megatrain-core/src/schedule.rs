@@ -14,13 +14,14 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use self::check::check;
-pub use self::facts::Facts;
+pub use self::inputs::Facts;
 use crate::error::Result;
 
 mod build;
 mod check;
-mod facts;
 mod hazards;
+mod inputs;
+pub(crate) mod progress;
 mod slots;
 
 /// What an operation does.

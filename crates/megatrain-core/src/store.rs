@@ -9,18 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
 use crate::layout::{Dtype, Precision, UnitLayout};
-use crate::optimizer::pool::Pool;
 
-#[expect(unsafe_code, reason = "host pages: mmap, spans as slices, advice to the kernel")]
 pub mod arena;
 #[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
 pub(crate) mod file;
 mod planes;
 
+pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
 
-use arena::{Arena, ArenaOptions, HostSpan, PAGE, Pinning};
+use arena::{Arena, ArenaOptions, Pinning};
 
 /// The largest registration unless a unit is larger, in bytes.
 pub const REGISTRATION_BYTES: u64 = 1 << 30;

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
-//! priority number (`stream/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
+//! priority number (`schedule/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
 //! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
 //! before that event.
 //!
@@ -22,26 +22,25 @@ pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
-use self::shared::Shared;
+use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
 use crate::error::{Item, Result};
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
-use crate::schedule::Pass;
+use crate::schedule::{Lane, Pass};
 
 mod access;
 mod compute;
-mod lanes;
+mod device_update;
+mod execute;
 mod memory;
 mod passes;
-mod perform;
-pub(crate) mod progress;
 mod rows;
 mod save;
-mod shared;
+mod state;
 mod stats;
-mod visits;
+mod workers;
 
 /// How an engine is to run; none of it changes the numbers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -123,7 +122,7 @@ impl Engine {
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
         let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
-        let started = lanes::start(&shared, &mut engine.lock_threads());
+        let started = workers::start(&shared, &mut engine.lock_threads());
         started.map(|()| engine)
     }
 
@@ -240,7 +239,7 @@ impl Engine {
     /// Chrome trace (Perfetto) of everything recorded so far.
     #[must_use]
     pub fn trace(&self) -> String {
-        self.shared.trace.to_json()
+        self.shared.trace.to_json(&Lane::ALL.map(Lane::name))
     }
 
     /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].

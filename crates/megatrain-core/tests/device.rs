@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use megatrain_core::device::conformance::conformance;
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::host::HostSpan;
 
 #[test]
 fn the_simulated_device_conforms_under_every_seed() {

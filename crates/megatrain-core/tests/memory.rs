@@ -1,6 +1,6 @@
 //! What the store costs in resident memory. Alone in its process, so that nothing else is measured.
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Affinity, Pool};
 use megatrain_core::store::{Store, StoreBytes, StoreOptions};
 
 fn resident_bytes() -> u64 {

@@ -1,11 +1,15 @@
 //! The store: values in and out, registration with a device, and what happens when a device refuses.
 use std::sync::{Arc, Mutex};
 
-use megatrain_core::device::{AdamwScalars, Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::device::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use megatrain_core::error::{Error, Result};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan, Pinning};
+use megatrain_core::optimizer::Adamw;
+use megatrain_core::store::arena::{Arena, ArenaOptions, Pinning};
 use megatrain_core::store::{Plane, Store, StoreOptions, UnitPlanes};
 
 /// A device that can only register memory, and keeps a log of it.

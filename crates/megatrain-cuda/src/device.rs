@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
 use megatrain_core::device::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
+use megatrain_core::host::HostSpan;
 use megatrain_core::layout::Dtype;
-use megatrain_core::store::arena::HostSpan;
 use megatrain_core::{Error, Result};
 
 use crate::driver::{self, Context, OwnedStream, RawEvent, Region, Registration, StreamHandle};

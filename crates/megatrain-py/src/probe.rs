@@ -2,10 +2,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use megatrain_core::adamw::Isa;
 use megatrain_core::device::{Stream, conformance};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan};
+use megatrain_core::store::arena::{Arena, ArenaOptions};
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde_json::json;

@@ -5,10 +5,10 @@
 use std::time::{Duration, Instant};
 
 use super::{AdamwScalars, Device, DeviceAdamw, DeviceMemory, Stream};
+use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::Dtype;
-use crate::optimizer::kernel::{self, Isa, Values, Weights};
-use crate::store::arena::HostSpan;
 
 /// Sizes chosen to miss every round number.
 const SIZES: [usize; 7] = [1, 2, 511, 512, 4097, 65_537, 1_000_003];
@@ -206,7 +206,7 @@ fn values(len: usize, salt: u64) -> Vec<f32> {
 fn as_bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
     if dtype == Dtype::Bf16 {
         let mut narrow = vec![0u16; values.len()];
-        kernel::f32_to_bf16(values, &mut narrow);
+        kernels::f32_to_bf16(values, &mut narrow);
         return narrow.iter().flat_map(|v| v.to_ne_bytes()).collect();
     }
     values.iter().flat_map(|v| v.to_ne_bytes()).collect()
@@ -231,8 +231,8 @@ fn sums(device: &dyn Device) -> Result<()> {
         let mut exact = all.clone();
         if dtype == Dtype::Bf16 {
             let mut narrow = vec![0u16; exact.len()];
-            kernel::f32_to_bf16(&all, &mut narrow);
-            kernel::bf16_to_f32(&narrow, &mut exact);
+            kernels::f32_to_bf16(&all, &mut narrow);
+            kernels::bf16_to_f32(&narrow, &mut exact);
         }
         for (&(first, len), found) in blocks.iter().zip(&found) {
             let block = &exact[usize::try_from(first).unwrap_or(0)..][..usize::try_from(len).unwrap_or(0)];
@@ -299,7 +299,7 @@ fn adamw_case(
 ) -> Result<()> {
     let len = planes.weights.len();
     let (mut hi, mut lo) = (vec![0u16; len], vec![0u16; len]);
-    kernel::split_master(&planes.weights, &mut hi, &mut lo);
+    kernels::split_master(&planes.weights, &mut hi, &mut lo);
     let halves = |half: &[u16]| half.iter().flat_map(|v| v.to_ne_bytes()).collect::<Vec<u8>>();
     let weights = upload(device, &if split { halves(&hi) } else { as_bytes(&planes.weights, Dtype::F32) })?;
     let residual = if split { Some(upload(device, &halves(&lo))?) } else { None };
@@ -321,10 +321,10 @@ fn adamw_case(
 
     let (mut full, mut m, mut v) = (planes.weights.clone(), planes.exp_avg.clone(), planes.exp_avg_sq.clone());
     let mut narrow = vec![0u16; len];
-    kernel::f32_to_bf16(&planes.grad, &mut narrow);
+    kernels::f32_to_bf16(&planes.grad, &mut narrow);
     let values = if grad_dtype == Dtype::Bf16 { Values::Bf16(&narrow) } else { Values::F32(&planes.grad) };
     let host = if split { Weights::Split { hi: &mut hi, lo: &mut lo } } else { Weights::Full(&mut full) };
-    kernel::adamw(Isa::Scalar, host, &mut m, &mut v, values, scalars);
+    kernels::adamw(Isa::Scalar, host, &mut m, &mut v, values, scalars);
 
     let what = |plane: &str| format!("{plane} of {len} elements, split {split}, {grad_dtype:?} gradient");
     let expected = if split { halves(&hi) } else { as_bytes(&full, Dtype::F32) };

@@ -20,8 +20,8 @@ use self::memory::{Allocated, Allocation, host, host_mut};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::Dtype;
-use crate::store::arena::HostSpan;
 
 /// What is to go wrong. `{"pin_limit_bytes": 1048576, "fail": [{"call": "copy_to_host", "nth": 5}],
 /// "delay_ms": {"download": 5}, "memory_bytes": 1073741824}`, every part optional.

@@ -1,6 +1,6 @@
 //! Updates to time the host optimizer with, for the planner's probe and for benchmarks.
 use super::{Pool, TensorUpdate, divide};
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 use crate::error::Result;
 use crate::layout::{Dtype, TENSOR_ALIGN};
 use crate::store::arena::{Arena, ArenaOptions};
@@ -53,7 +53,9 @@ fn byte_len(numel: u64, size: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optimizer::{Adamw, Affinity, Isa};
+    use crate::adamw::Isa;
+    use crate::host::Affinity;
+    use crate::optimizer::Adamw;
 
     #[test]
     fn cold_elements_see_no_gradient_and_their_moments_settle_at_zero() {

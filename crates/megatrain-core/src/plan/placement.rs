@@ -535,7 +535,7 @@ fn visits(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> V
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.
-pub(super) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
+pub(crate) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
     let (unit, choice) = (&request.units[unit], &plan.units[unit]);
     let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
     let input = if choice.input == Place::Host { unit.input_bytes.next_multiple_of(ALIGN) } else { 0 };

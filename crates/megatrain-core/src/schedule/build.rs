@@ -1,8 +1,8 @@
 //! Writes a pass down in program order.
 use std::collections::HashMap;
 
-use super::facts::UnitFacts;
 use super::hazards::Tracker;
+use super::inputs::UnitFacts;
 use super::slots::{Turn, assign};
 use super::{Facts, Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, Shape};
 use crate::error::{Error, Result};

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use crc32fast::Hasher;
 
-use super::arena::HostSpan;
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 
 /// A multiple of every disk's block.
 const BLOCK: usize = 4096;

@@ -1,11 +1,10 @@
 //! One unit's planes on the host, and the way of values into and out of them.
 use std::str::FromStr;
 
-use super::arena::{HostSpan, Plain};
-use crate::device::AdamwScalars;
+use crate::adamw::kernels;
 use crate::error::{Error, Result};
+use crate::host::span::{HostSpan, Plain};
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
-use crate::optimizer::{TensorUpdate, kernel};
 
 /// Elements converted at a time, so that what lies in between stays in the first cache.
 const BLOCK: usize = 2048;
@@ -83,35 +82,6 @@ impl UnitPlanes {
         })
     }
 
-    /// The AdamW update of one trainable tensor by its part of the unit's gradient plane `grad`.
-    ///
-    /// # Panics
-    /// When the spans are not those of the layout, or `tensor` is no trainable tensor of it.
-    #[must_use]
-    pub fn update(
-        &self,
-        layout: &UnitLayout,
-        tensor: usize,
-        grad: &HostSpan,
-        grad_dtype: Dtype,
-        scalars: AdamwScalars,
-    ) -> TensorUpdate {
-        let tensor = &layout.tensors[tensor];
-        assert_eq!(tensor.spec.role, Role::Trainable, "{} is frozen", tensor.spec.name);
-        let (first, numel) = (tensor.element, tensor.spec.numel());
-        let part = |span: &HostSpan, size: u64| slice(span, first * size, numel * size);
-        TensorUpdate {
-            weights: part(&self.image, layout.precision.dtype().size()),
-            residual: self.residual.as_ref().map(|span| part(span, 2)),
-            exp_avg: part(&self.exp_avg, 4),
-            exp_avg_sq: part(&self.exp_avg_sq, 4),
-            grad: part(grad, grad_dtype.size()),
-            grad_dtype,
-            numel,
-            scalars,
-        }
-    }
-
     /// Writes elements of a tensor from `start` on. `Master` takes bf16, fp16, fp32 and fp64 and converts; the other
     /// planes take their own dtype (of the trainable plane the precision's, of a frozen tensor its own, `I16` for the
     /// residual, fp32 for moments) and keep it bit for bit. Nothing is written when the values are refused.
@@ -170,7 +140,7 @@ impl UnitPlanes {
             let mut values = [0f32; BLOCK];
             for ((hi, lo), out) in hi.chunks(BLOCK).zip(lo.chunks(BLOCK)).zip(out.chunks_mut(BLOCK * 4)) {
                 let values = &mut values[..hi.len()];
-                kernel::join_master(hi, lo, values);
+                kernels::join_master(hi, lo, values);
                 for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
                     *out = value.to_ne_bytes();
                 }
@@ -217,7 +187,7 @@ impl UnitPlanes {
                 (Some(residual), Precision::Bf16) => {
                     let mut hi = self.image.elements::<u16>(at, len);
                     let mut lo = residual.elements::<u16>(at, len);
-                    kernel::split_master(values, &mut hi, &mut lo);
+                    kernels::split_master(values, &mut hi, &mut lo);
                 }
                 _ => self.image.elements::<f32>(at, len).copy_from_slice(values),
             }
@@ -227,7 +197,7 @@ impl UnitPlanes {
     }
 }
 
-fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
+pub(crate) fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
     let fits = "a layout's offsets lie inside its spans";
     span.slice(usize::try_from(offset).expect(fits), usize::try_from(len).expect(fits))
 }
@@ -294,7 +264,7 @@ fn check_finite(tensor: &TensorLayout, plane: Plane, start: u64, dtype: Dtype, s
     let mut at = start;
     let mut bad = None;
     widened(dtype, source, |values| {
-        if let Some(i) = kernel::first_non_finite(values) {
+        if let Some(i) = kernels::first_non_finite(values) {
             bad = Some((at + i as u64, values[i]));
         }
         at += values.len() as u64;
@@ -315,15 +285,15 @@ fn widened(dtype: Dtype, source: &[u8], mut take: impl FnMut(&[f32]) -> bool) {
     match dtype {
         Dtype::F32 => blocks(source, f32::from_ne_bytes, |block: &[f32]| take(block)),
         Dtype::Bf16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
-            kernel::bf16_to_f32(block, &mut values[..block.len()]);
+            kernels::bf16_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         Dtype::F16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
-            kernel::f16_to_f32(block, &mut values[..block.len()]);
+            kernels::f16_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         Dtype::F64 => blocks(source, f64::from_ne_bytes, |block: &[f64]| {
-            kernel::f64_to_f32(block, &mut values[..block.len()]);
+            kernels::f64_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         other => unreachable!("callers admit floating-point dtypes only, not {other:?}"),

@@ -5,13 +5,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use super::Engine;
-use super::shared::Shared;
+use super::state::Shared;
+use crate::adamw::kernels;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
-use crate::optimizer::kernel;
 use crate::plan::Stretch;
-use crate::store::arena::HostSpan;
 use crate::store::{Plane, UnitPlanes};
 
 /// What of a tensor is meant: a plane of its state, or the gradient that last landed.
@@ -311,7 +311,7 @@ impl Shared {
         let first = found.element + start;
         let mut values = vec![0f32; usize::try_from(len).expect("as long as the caller's bytes")];
         if dtype == Dtype::Bf16 {
-            kernel::bf16_to_f32(&span.elements::<u16>(first, len), &mut values);
+            kernels::bf16_to_f32(&span.elements::<u16>(first, len), &mut values);
         } else {
             values.copy_from_slice(&span.elements::<f32>(first, len));
         }

@@ -4,12 +4,13 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::lanes::guarded;
-use super::progress::Id;
-use super::shared::{Deadline, Shared, Token};
+use super::execute::span_of;
+use super::state::{Deadline, Shared, Token};
+use super::workers::guarded;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
 use crate::plan::{Activation, Place};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Op, Pass, Shape};
 
 /// What to compute.
@@ -117,7 +118,7 @@ impl Shared {
         &self,
         op: &Op,
         shape: Shape,
-        awaited: &[super::progress::Awaited<Token>],
+        awaited: &[crate::schedule::progress::Awaited<Token>],
     ) -> Result<Option<crate::device::Event>> {
         let host = self.device.compute_is_host();
         for other in awaited.iter().filter(|a| a.lane != Lane::Compute && !a.complete) {
@@ -235,7 +236,8 @@ impl Shared {
         let op = core.progress.op(held);
         if self.device.compute_is_host() {
             core.counters.busy(Lane::Compute, began.elapsed().as_secs_f64());
-            self.trace.host(&op, &self.placement.layouts[op.unit as usize].name, began, Instant::now());
+            let unit = &self.placement.layouts[op.unit as usize].name;
+            self.trace.host(span_of(&op, unit), began, Instant::now());
             core.progress.complete(held);
         } else {
             drop(core);

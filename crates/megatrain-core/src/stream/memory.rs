@@ -3,9 +3,10 @@ use std::sync::{Arc, Mutex};
 
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::error::{Error, Item, Result, Tier};
-use crate::optimizer::Pool;
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
 use crate::plan::{Placement, Region, Stretch};
-use crate::store::arena::{Arena, ArenaOptions, HostSpan, PAGE};
+use crate::store::arena::{Arena, ArenaOptions};
 use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 
 /// Device regions and host spans, as a placement asks for them.

@@ -3,12 +3,12 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use super::progress::Id;
-use super::shared::{Core, Current, Deadline, Decision, Shared};
+use super::state::{Core, Current, Deadline, Decision, Shared};
 use super::{Begin, Group, Outcome};
+use crate::adamw::clip::{clip_coefficient, global_norm};
 use crate::error::{Error, Result};
 use crate::layout::Role;
-use crate::optimizer::clip::{clip_coefficient, global_norm};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Pass, Shape};
 
 /// Returns early with `Pending`, like `?` does with an error.
@@ -126,7 +126,7 @@ impl Shared {
         for group in groups {
             // Refused here, where nothing has changed yet, rather than in the middle of the updates.
             let (betas, decay) = ((group.beta1, group.beta2), group.weight_decay);
-            crate::device::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
+            crate::adamw::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use super::shared::{Deadline, Shared};
+use super::state::{Deadline, Shared};
 use super::{Begin, Engine};
 use crate::error::{Error, Result};
 use crate::schedule::{Op, Pass};

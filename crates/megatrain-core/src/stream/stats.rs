@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::shared::Shared;
+use super::state::Shared;
 use crate::error::Result;
 use crate::plan::Placement;
 use crate::schedule::{Kind, Lane, Op};

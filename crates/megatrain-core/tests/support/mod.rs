@@ -129,7 +129,7 @@ pub struct Toy {
 
 fn bf16(value: f32) -> u16 {
     let mut out = [0u16];
-    megatrain_core::optimizer::kernel::f32_to_bf16(&[value], &mut out);
+    megatrain_core::adamw::kernels::f32_to_bf16(&[value], &mut out);
     out[0]
 }
 

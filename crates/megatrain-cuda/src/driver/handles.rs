@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
 use megatrain_core::device::DeviceMemory;
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::host::HostSpan;
 
 use super::{Bound, Context};
 use crate::error::{CudaError, NOT_READY, check};

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::DeviceMemory;
-use crate::store::arena::HostSpan;
+use crate::host::HostSpan;
 
 /// Bytes allocated now, and at most so far. Apart from the state, since queued work may hold the last claim to some
 /// memory and give it up while the state is locked.

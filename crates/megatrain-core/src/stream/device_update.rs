@@ -2,13 +2,13 @@
 //! its gradient, updated there like state that lives on the device, and returned.
 use std::ops::Range;
 
-use super::perform::within;
-use super::shared::{Decision, Shared};
+use super::execute::within;
+use super::state::{Decision, Shared};
 use crate::device::{DeviceMemory, Stream};
 use crate::error::Result;
+use crate::host::HostSpan;
 use crate::plan::{Stretch, VisitBuffer};
 use crate::schedule::Op;
-use crate::store::arena::HostSpan;
 
 impl Shared {
     /// Copies a part's state and gradient to its visiting buffer; nothing when the updates are skipped.

@@ -1,18 +1,20 @@
 //! What a lane does for one operation.
 use std::ops::Range;
 
-use super::lanes::stream;
-use super::progress::Awaited;
 use super::rows::{Share, stretches};
 use super::save::Save;
-use super::shared::{Decision, Shared, Token};
-use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
+use super::state::{Decision, Shared, Token};
+use super::workers::stream;
+use crate::adamw::{AdamwScalars, kernels};
+use crate::device::{DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::{Dtype, Role, TensorLayout};
-use crate::optimizer::{TensorSum, TensorUpdate, kernel};
+use crate::optimizer::{TensorSum, TensorUpdate};
 use crate::plan::{Part, Stretch, VisitBuffer};
+use crate::schedule::progress::Awaited;
 use crate::schedule::{Kind, Op};
-use crate::store::arena::HostSpan;
+use crate::trace::SpanOf;
 
 /// How far an operation has come.
 pub(super) enum Done {
@@ -155,7 +157,7 @@ impl Shared {
         let layout = &self.placement.layouts[unit];
         let mut partials = self.memory.sums[unit].elements::<f64>(0, layout.norm_blocks().len() as u64);
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
-            *sum = kernel::sum_squares(self.adamw.isa(), kernel::Values::F32(&store.elements::<f32>(first, len)));
+            *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }
         Ok(())
     }
@@ -280,13 +282,24 @@ impl Shared {
     pub(super) fn measure(&self, op: &Op, token: &Token) -> Result<f64> {
         let Some(start) = &token.start else { return Ok(0.0) };
         let unit = &self.placement.layouts[op.unit as usize].name;
-        self.trace.device(self.device.as_ref(), op, unit, start, &token.end)?;
+        if let Some(origin) = &self.trace_origin
+            && let Some(began) = self.elapsed(origin, start)?
+            && let Some(took) = self.elapsed(start, &token.end)?
+        {
+            self.trace.device(span_of(op, unit), began, took);
+        }
         Ok(self.elapsed(start, &token.end)?.unwrap_or(0.0) / 1e3)
     }
 
     fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
         self.device.elapsed_ms(from, to)
     }
+}
+
+/// How an operation appears in the trace.
+pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
+    let kind = format!("{:?}", op.kind).to_lowercase();
+    SpanOf { row: op.lane as u8, kind, unit, micro_batch: op.micro_batch }
 }
 
 /// Elements `range` of a span, of `size` bytes each.

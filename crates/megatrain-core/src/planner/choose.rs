@@ -1,9 +1,10 @@
 //! The choices: what a step cannot do without first, then what the free device memory buys, compared by step time.
-use super::placement::staged_bytes;
-use super::request::{Auto, Count};
-use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
 use crate::layout::Role;
+use crate::plan::{
+    Activation, Auto, Count, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan,
+    UpdateMode, staged_bytes,
+};
 use crate::schedule::Lane;
 
 /// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer

@@ -20,7 +20,7 @@
 //! these functions compute in the IEEE default mode and put the caller's back.
 use std::sync::OnceLock;
 
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 use crate::error::{Error, Result};
 
 /// The loop around a vector body's primitives, once for all instruction sets: whole vectors in place, then the odd end

@@ -34,7 +34,7 @@ fn main() -> Result<()> {
     let mut master = vec![0u8; usize::try_from(numel * 4).expect("a small unit")];
     for step in 1..=200 {
         store.read(0, 0, Plane::Master, 0, &mut master)?;
-        for (g, w) in grad.elements::<u16>(0, numel).iter_mut().zip(master.as_chunks::<4>().0) {
+        for (g, w) in grad.elements_mut::<u16>(0, numel).iter_mut().zip(master.as_chunks::<4>().0) {
             let difference = f32::from_ne_bytes(*w) - 3.0;
             *g = (difference.to_bits() >> 16) as u16;
         }

@@ -8,6 +8,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+#[expect(unsafe_code, reason = "copies of host memory that are queued, each waited for")]
 pub mod conformance;
 #[expect(unsafe_code, reason = "simulated device memory: copies and views over raw host addresses")]
 pub mod sim;
@@ -128,6 +129,13 @@ pub struct DeviceAdamw<'a> {
 }
 
 /// A device. Object safe; a step makes thousands of calls, not billions.
+///
+/// # Copies of host memory
+/// A copy is queued and runs at any time until an event recorded after it has passed. Rust knows nothing of it, so that
+/// [`Device::copy_to_device`] and [`Device::copy_to_host`] are `unsafe`: until then, nobody may write the bytes that a copy
+/// reads, nor read or write those that it writes, through [`HostSpan::elements`], another device or anything else. Copies
+/// that events order on the same device may overlap. (A device keeps the memory of a queued copy mapped by itself.)
+#[expect(unsafe_code, reason = "the contract of queued copies")]
 pub trait Device: Send + Sync {
     /// What it is.
     fn facts(&self) -> Result<DeviceFacts>;
@@ -143,9 +151,15 @@ pub trait Device: Send + Sync {
     /// Makes `handle` (a `CUstream`) the compute stream. The simulator ignores it.
     fn set_compute_stream(&self, handle: u64) -> Result<()>;
     /// Copies a host span to the device, in order on `stream`.
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()>;
+    ///
+    /// # Safety
+    /// Nobody writes the span until the copy is over: see [`Device`].
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()>;
     /// Copies device memory to a host span, in order on `stream`.
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()>;
+    ///
+    /// # Safety
+    /// Nobody reads or writes the span until the copy is over: see [`Device`].
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()>;
     /// Copies device memory to device memory, in order on `stream`.
     fn copy_on_device(&self, stream: Stream, src: &DeviceMemory, dst: &DeviceMemory) -> Result<()>;
     /// Fills device memory with a byte, in order on `stream`.

@@ -75,8 +75,8 @@ impl TensorUpdate {
     }
 
     fn with_planes(&self, start: u64, len: u64, work: impl FnOnce(Weights<'_>, &mut [f32], &mut [f32], Values<'_>)) {
-        let mut exp_avg = self.exp_avg.elements::<f32>(start, len);
-        let mut exp_avg_sq = self.exp_avg_sq.elements::<f32>(start, len);
+        let mut exp_avg = self.exp_avg.elements_mut::<f32>(start, len);
+        let mut exp_avg_sq = self.exp_avg_sq.elements_mut::<f32>(start, len);
         let (grad_bf16, grad_f32);
         let grad = if self.grad_dtype == Dtype::Bf16 {
             grad_bf16 = self.grad.elements::<u16>(start, len);
@@ -86,11 +86,11 @@ impl TensorUpdate {
             Values::F32(&grad_f32)
         };
         if let Some(residual) = &self.residual {
-            let mut hi = self.weights.elements::<u16>(start, len);
-            let mut lo = residual.elements::<u16>(start, len);
+            let mut hi = self.weights.elements_mut::<u16>(start, len);
+            let mut lo = residual.elements_mut::<u16>(start, len);
             work(Weights::Split { hi: &mut hi, lo: &mut lo }, &mut exp_avg, &mut exp_avg_sq, grad);
         } else {
-            let mut weights = self.weights.elements::<f32>(start, len);
+            let mut weights = self.weights.elements_mut::<f32>(start, len);
             work(Weights::Full(&mut weights), &mut exp_avg, &mut exp_avg_sq, grad);
         }
     }
@@ -216,7 +216,7 @@ impl Adamw {
         let numels: Vec<u64> = sums.iter().map(|s| s.numel).collect();
         divide(pool, &numels, |s| {
             let sum = &sums[s.tensor];
-            let mut store = sum.store.elements::<f32>(s.start, s.len);
+            let mut store = sum.store.elements_mut::<f32>(s.start, s.len);
             if sum.dtype == Dtype::Bf16 {
                 kernels::accumulate(self.isa, &mut store, Values::Bf16(&sum.values.elements(s.start, s.len)));
             } else {

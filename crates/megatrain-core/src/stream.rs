@@ -30,10 +30,14 @@ use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
 use crate::schedule::{Lane, Pass};
 
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod access;
 mod compute;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod device_update;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
 mod rows;

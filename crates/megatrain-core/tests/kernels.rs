@@ -347,7 +347,7 @@ fn gradients_are_added_in_fp32_by_every_body() {
 
 fn span_of<T: megatrain_core::host::span::Plain>(values: &[T]) -> HostSpan {
     let span = HostSpan::map(size_of_val(values)).unwrap();
-    span.elements(0, values.len() as u64).copy_from_slice(values);
+    span.elements_mut(0, values.len() as u64).copy_from_slice(values);
     span
 }
 
@@ -422,7 +422,7 @@ fn the_last_elements_beyond_two_to_the_31_are_updated() {
         scalars: scalars(1),
     };
     let start = (1 << 31) - 32;
-    update.grad.elements::<u16>(start, 48).fill(0x3f80);
+    update.grad.elements_mut::<u16>(start, 48).fill(0x3f80);
     update.apply(Isa::best(), start, 48).unwrap();
     let moved: Vec<u16> = update.weights.elements::<u16>(start - 8, 56).to_vec();
     assert!(moved[..8].iter().all(|&w| w == 0), "what lies before is untouched");

@@ -141,14 +141,22 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
         same_length("copy_to_device", src.len() as u64, dst.len)?;
-        if src.is_empty() { Ok(()) } else { Ok(self.context.copy_to_device(self.stream(stream), src, dst)?) }
+        if src.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the trait's contract, which is the same.
+        Ok(unsafe { self.context.copy_to_device(self.stream(stream), src, dst) }?)
     }
 
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
         same_length("copy_to_host", src.len, dst.len() as u64)?;
-        if dst.is_empty() { Ok(()) } else { Ok(self.context.copy_to_host(self.stream(stream), src, dst)?) }
+        if dst.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the trait's contract, which is the same.
+        Ok(unsafe { self.context.copy_to_host(self.stream(stream), src, dst) }?)
     }
 
     fn copy_on_device(&self, stream: Stream, src: &DeviceMemory, dst: &DeviceMemory) -> Result<()> {

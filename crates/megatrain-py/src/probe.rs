@@ -85,8 +85,10 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
         let wait = |streams: &[Stream]| -> Result<()> {
             streams.iter().try_for_each(|&stream| device.synchronize(&device.record(stream)?))
         };
-        let upload = || device.copy_to_device(Stream::Upload, &up, &target);
-        let download = || device.copy_to_host(Stream::Download, &source, &down);
+        // SAFETY: nobody but the device touches the span, which is this function's own.
+        let upload = || unsafe { device.copy_to_device(Stream::Upload, &up, &target) };
+        // SAFETY: as above.
+        let download = || unsafe { device.copy_to_host(Stream::Download, &source, &down) };
         let h2d_s = fastest(|| upload().and_then(|()| wait(&[Stream::Upload])))?;
         let d2h_s = fastest(|| download().and_then(|()| wait(&[Stream::Download])))?;
         let both_s = fastest(|| {
@@ -136,7 +138,7 @@ fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
         let start = (index * part).min(half);
         let len = part.min(half - start) as u64;
         let from = span.elements::<u8>(start as u64, len);
-        span.elements::<u8>((half + start) as u64, len).copy_from_slice(&from);
+        span.elements_mut::<u8>((half + start) as u64, len).copy_from_slice(&from);
     })
 }
 

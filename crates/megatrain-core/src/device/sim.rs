@@ -16,7 +16,7 @@ mod memory;
 mod planes;
 
 pub use self::memory::SimMemory;
-use self::memory::{Allocated, Allocation, host, host_mut};
+use self::memory::{Allocated, Allocation};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
@@ -72,6 +72,7 @@ struct State {
     refused: u64,
     lost: bool,
     pinned: Vec<(usize, usize)>,
+    memory: SimMemory,
 }
 
 enum Work {
@@ -126,6 +127,7 @@ impl SimDevice {
     /// A device on which the caller computes at once on the host, as Python does: [`Device::compute_is_host`].
     #[must_use]
     pub fn new(seed: Option<u64>, faults: Faults) -> Self {
+        let allocated = Arc::<Allocated>::default();
         let state = State {
             queues: Default::default(),
             clocks: [0; 4],
@@ -135,9 +137,10 @@ impl SimDevice {
             refused: 0,
             lost: false,
             pinned: Vec::new(),
+            memory: SimMemory { device: Arc::clone(&allocated) },
         };
         let (shared, faults) = (Arc::new(Mutex::new(state)), Arc::new(faults));
-        Self { shared, faults, allocated: Arc::default(), queued_compute: false }
+        Self { shared, faults, allocated, queued_compute: false }
     }
 
     /// The same with `faults` as JSON.
@@ -235,7 +238,7 @@ impl State {
         match work {
             Work::Run { cost_ns, run } => {
                 self.clocks[stream] += cost_ns;
-                run(&mut SimMemory(()));
+                run(&mut self.memory);
             }
             Work::Record(moment) => moment.0.store(self.clocks[stream] + 1, Ordering::Release),
             Work::Wait(moment) => {
@@ -360,21 +363,25 @@ impl Device for SimDevice {
         self.enter("set_compute_stream").map(|_| ())
     }
 
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
         let mut state = self.enter("copy_to_device")?;
         same_length("copy_to_device", src.len() as u64, dst.len)?;
         state.check_registration("copy_to_device", src)?;
         let (src, dst) = (src.clone(), dst.clone());
-        self.queue(&mut state, stream, dst.len, move |memory| memory.bytes_mut(&dst).copy_from_slice(host(&src)));
+        self.queue(&mut state, stream, dst.len, move |memory| {
+            memory.bytes_mut(&dst).copy_from_slice(&src.elements(0, dst.len))
+        });
         Ok(())
     }
 
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
         let mut state = self.enter("copy_to_host")?;
         same_length("copy_to_host", src.len, dst.len() as u64)?;
         state.check_registration("copy_to_host", dst)?;
         let (src, dst) = (src.clone(), dst.clone());
-        self.queue(&mut state, stream, src.len, move |memory| host_mut(&dst).copy_from_slice(memory.bytes(&src)));
+        self.queue(&mut state, stream, src.len, move |memory| {
+            dst.elements_mut(0, src.len).copy_from_slice(memory.bytes(&src))
+        });
         Ok(())
     }
 

@@ -1,9 +1,8 @@
 //! Host memory: mappings that the core owns, and ranges of them.
 use std::io::Error as SystemError;
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
 
@@ -14,11 +13,13 @@ pub const PAGE: usize = 4096;
 struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    /// Byte ranges that are viewed as slices now, and whether to write.
+    views: Mutex<Vec<(Range<usize>, bool)>>,
 }
 
-// SAFETY: a mapping is plain memory; who may touch which bytes when is the schedule's business, checked there.
+// SAFETY: a mapping is plain memory that belongs to no thread; it is unmapped by whoever drops it last.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: as above; its bytes are reached through views only, which are counted under a lock.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -56,7 +57,11 @@ impl Mapping {
                 unsafe { libc::munmap(address.cast(), extra) };
             }
         }
-        Ok(Self { base: NonNull::new(start).expect("mmap never returns null without MAP_FIXED"), len })
+        Ok(Self {
+            base: NonNull::new(start).expect("mmap never returns null without MAP_FIXED"),
+            len,
+            views: Mutex::default(),
+        })
     }
 }
 
@@ -65,6 +70,45 @@ impl Drop for Mapping {
         // SAFETY: base and len are those of the mapping, and nothing else unmaps them; no span refers to it any more.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
+}
+
+/// A claim to view bytes of a mapping, for as long as it lives.
+struct View<'a> {
+    mapping: &'a Mapping,
+    bytes: Range<usize>,
+    writes: bool,
+}
+
+impl<'a> View<'a> {
+    fn new(mapping: &'a Mapping, bytes: Range<usize>, writes: bool) -> Self {
+        let mut views = lock(&mapping.views);
+        let conflict = views.iter().find(|(other, other_writes)| {
+            (writes || *other_writes) && bytes.start < other.end && other.start < bytes.end
+        });
+        if let Some((other, other_writes)) = conflict.cloned() {
+            drop(views);
+            let word = |writes| if writes { "written" } else { "read" };
+            panic!("bytes {bytes:?} cannot be {} while {other:?} are {}", word(writes), word(other_writes));
+        }
+        views.push((bytes.clone(), writes));
+        drop(views);
+        Self { mapping, bytes, writes }
+    }
+}
+
+impl Drop for View<'_> {
+    fn drop(&mut self) {
+        let mut views = lock(&self.mapping.views);
+        // Equal claims are interchangeable.
+        if let Some(index) = views.iter().position(|(bytes, writes)| (bytes, *writes) == (&self.bytes, self.writes)) {
+            views.swap_remove(index);
+        }
+    }
+}
+
+/// The list is whole whenever the lock is free.
+fn lock(views: &Mutex<Vec<(Range<usize>, bool)>>) -> MutexGuard<'_, Vec<(Range<usize>, bool)>> {
+    views.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A range of host memory, kept alive by whoever holds it. Cheap to clone.
@@ -136,15 +180,33 @@ impl HostSpan {
         Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
-    /// Elements `[start, start + len)` of the span, read as `T`, to read or write for as long as the result lives.
+    /// Elements `[start, start + len)` of the span, read as `T`.
     ///
-    /// A span is a handle, like a file descriptor: clones and the device's copy engines reach the same bytes. Who may
-    /// touch which bytes when is decided by the schedule and proved by its check, not by this borrow.
+    /// A span is a handle, like a file descriptor: clones reach the same bytes from any thread. So the views of a mapping
+    /// are counted as a `RefCell` counts its borrows, byte range by byte range: many may read, or one may write. The
+    /// schedule orders all work of the engine, so that there a conflict is a bug, and panics instead of racing.
+    /// What devices do to the bytes is the business of whoever queues a copy: see [`crate::device::Device`].
     ///
     /// # Panics
-    /// When the range leaves the span, or its address is not aligned for `T`.
+    /// When the range leaves the span, its address is not aligned for `T`, or any of it is viewed by an [`ElementsMut`].
     #[must_use]
     pub fn elements<T: Plain>(&self, start: u64, len: u64) -> Elements<'_, T> {
+        let (address, len, bytes) = self.checked::<T>(start, len);
+        Elements { address, len, _view: View::new(&self.mapping, bytes, false) }
+    }
+
+    /// The same to write.
+    ///
+    /// # Panics
+    /// When the range leaves the span, its address is not aligned for `T`, or any of it is viewed already.
+    #[must_use]
+    pub fn elements_mut<T: Plain>(&self, start: u64, len: u64) -> ElementsMut<'_, T> {
+        let (address, len, bytes) = self.checked::<T>(start, len);
+        ElementsMut { address, len, _view: View::new(&self.mapping, bytes, true) }
+    }
+
+    /// Address and length of a range of elements, and its bytes of the mapping.
+    fn checked<T: Plain>(&self, start: u64, len: u64) -> (*mut T, usize, Range<usize>) {
         let range = start.checked_add(len).and_then(|end| end.checked_mul(size_of::<T>() as u64));
         assert!(
             range.is_some_and(|end| end <= self.len as u64),
@@ -152,16 +214,18 @@ impl HostSpan {
             size_of::<T>(),
             self.len
         );
-        let byte = usize::try_from(start).expect("within the span") * size_of::<T>();
+        let (start, len) = (usize::try_from(start), usize::try_from(len));
+        let (start, len) = (start.expect("within the span"), len.expect("within the span"));
+        let byte = start * size_of::<T>();
         let address = self.address().wrapping_add(byte).cast::<T>();
         assert!(address.is_aligned(), "{address:p} is not aligned to {} bytes", align_of::<T>());
-        Elements { address, len: usize::try_from(len).expect("within the span"), span: PhantomData }
+        (address, len, self.offset + byte..self.offset + byte + len * size_of::<T>())
     }
 
     /// Copies the whole span out.
     ///
     /// # Panics
-    /// When `out` is not as long as the span.
+    /// When `out` is not as long as the span, or any of it is viewed by someone who forbids it.
     pub fn copy_to(&self, out: &mut [u8]) {
         out.copy_from_slice(&self.elements(0, self.len as u64));
     }
@@ -169,14 +233,17 @@ impl HostSpan {
     /// Overwrites the whole span.
     ///
     /// # Panics
-    /// When `source` is not as long as the span.
+    /// When `source` is not as long as the span, or any of it is viewed by someone who forbids it.
     pub fn copy_from(&self, source: &[u8]) {
-        self.elements(0, self.len as u64).copy_from_slice(source);
+        self.elements_mut(0, self.len as u64).copy_from_slice(source);
     }
 
     /// Sets every byte.
+    ///
+    /// # Panics
+    /// When any of it is viewed by someone.
     pub fn fill(&self, byte: u8) {
-        self.elements(0, self.len as u64).fill(byte);
+        self.elements_mut(0, self.len as u64).fill(byte);
     }
 
     /// Gives the kernel advice on the span's pages; the span starts on a page and ends on one or with its mapping.
@@ -204,7 +271,7 @@ impl HostSpan {
 
     /// The same by hand, for memory that is fresh, hence zero.
     fn touch_each_page(&self) {
-        let mut bytes = self.elements::<u8>(0, self.len as u64);
+        let mut bytes = self.elements_mut::<u8>(0, self.len as u64);
         for page in bytes.chunks_mut(PAGE) {
             // The write must happen although it changes nothing.
             *std::hint::black_box(&mut page[0]) = 0;
@@ -253,26 +320,43 @@ macro_rules! plain {
 
 plain!(u8 i8 u16 i16 u32 i32 u64 i64 f32 f64);
 
-/// Part of a span as a slice: see [`HostSpan::elements`].
+/// Part of a span as a slice, to read: see [`HostSpan::elements`].
 pub struct Elements<'a, T> {
-    address: *mut T,
+    address: *const T,
     len: usize,
-    span: PhantomData<&'a HostSpan>,
+    _view: View<'a>,
 }
 
 impl<T: Plain> Deref for Elements<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `elements` has checked that the range lies inside the span, which the borrow keeps mapped, and that
-        // its start is aligned; any bytes are a `T`. That nobody writes it meanwhile is the schedule's guarantee.
+        // SAFETY: `checked` has found that the range is inside the span, which the view's borrow keeps mapped, and that
+        // its start is aligned; any bytes are a `T`. The view is registered as shared for as long as this lives, so that
+        // no `ElementsMut` of these bytes exists, and whoever lets a device write them has promised that none does.
         unsafe { std::slice::from_raw_parts(self.address, self.len) }
     }
 }
 
-impl<T: Plain> DerefMut for Elements<'_, T> {
+/// Part of a span as a slice, to read or write: see [`HostSpan::elements_mut`].
+pub struct ElementsMut<'a, T> {
+    address: *mut T,
+    len: usize,
+    _view: View<'a>,
+}
+
+impl<T: Plain> Deref for ElementsMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: as for `Elements`; the view is registered as the only one of these bytes.
+        unsafe { std::slice::from_raw_parts(self.address, self.len) }
+    }
+}
+
+impl<T: Plain> DerefMut for ElementsMut<'_, T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`; that nobody else reads or writes it meanwhile is the schedule's guarantee.
+        // SAFETY: as in `deref`; this is borrowed mutably, so that nobody else has a slice through it.
         unsafe { std::slice::from_raw_parts_mut(self.address, self.len) }
     }
 }
@@ -304,5 +388,25 @@ mod tests {
         let _ = span.interleave(&[0]);
         span.populate().unwrap();
         span.fill(7);
+    }
+
+    #[test]
+    fn bytes_are_viewed_by_many_readers_or_one_writer() {
+        let span = HostSpan::map(4096).unwrap();
+        let other = span.clone();
+        let conflicts = |work: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err();
+        let first = span.elements::<u32>(0, 16);
+        assert!(!conflicts(&|| drop(other.elements::<u8>(0, 4096))), "readers share");
+        assert!(conflicts(&|| drop(other.elements_mut::<u8>(63, 1))), "a writer of what is read");
+        assert!(!conflicts(&|| other.slice(64, 64).fill(1)), "a writer beside it");
+        drop(first);
+        let mut writer = span.elements_mut::<u32>(16, 16);
+        assert!(conflicts(&|| drop(other.elements::<u8>(0, 65))), "a reader of what is written");
+        assert!(conflicts(&|| drop(other.slice(100, 100).elements_mut::<u8>(0, 1))), "two writers");
+        assert!(!conflicts(&|| drop(other.elements_mut::<u8>(0, 64))), "a writer beside it");
+        writer[0] = 7;
+        drop(writer);
+        assert!(!conflicts(&|| other.fill(2)), "nobody any more");
+        assert!(lock(&span.mapping.views).is_empty());
     }
 }

@@ -185,11 +185,11 @@ impl UnitPlanes {
             let len = values.len() as u64;
             match (&self.residual, layout.precision) {
                 (Some(residual), Precision::Bf16) => {
-                    let mut hi = self.image.elements::<u16>(at, len);
-                    let mut lo = residual.elements::<u16>(at, len);
+                    let mut hi = self.image.elements_mut::<u16>(at, len);
+                    let mut lo = residual.elements_mut::<u16>(at, len);
                     kernels::split_master(values, &mut hi, &mut lo);
                 }
-                _ => self.image.elements::<f32>(at, len).copy_from_slice(values),
+                _ => self.image.elements_mut::<f32>(at, len).copy_from_slice(values),
             }
             at += len;
             true

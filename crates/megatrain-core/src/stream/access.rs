@@ -128,14 +128,17 @@ struct Window<'a> {
 impl Window<'_> {
     fn copy_out(&self) -> Result<()> {
         for (span, memory) in &self.pairs {
-            self.shared.device.copy_to_host(Stream::Download, memory, span)?;
+            // SAFETY: the spans are parts of the transfer window, which whoever made this has to himself, and which is
+            // waited for below.
+            unsafe { self.shared.device.copy_to_host(Stream::Download, memory, span) }?;
         }
         self.shared.device.synchronize(&self.shared.device.record(Stream::Download)?)
     }
 
     fn copy_in(&self) -> Result<()> {
         for (span, memory) in &self.pairs {
-            self.shared.device.copy_to_device(Stream::Upload, span, memory)?;
+            // SAFETY: as in `copy_out`.
+            unsafe { self.shared.device.copy_to_device(Stream::Upload, span, memory) }?;
         }
         self.shared.device.synchronize(&self.shared.device.record(Stream::Upload)?)
     }
@@ -194,7 +197,8 @@ impl Shared {
         let mut done = 0;
         for out in out.chunks_mut(self.memory.window.len()) {
             let (span, len) = (self.memory.window.slice(0, out.len()), out.len() as u64);
-            self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span)?;
+            // SAFETY: the window is ours while its lock is held, and the copy is waited for at once.
+            unsafe { self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span) }?;
             self.device.synchronize(&self.device.record(Stream::Download)?)?;
             span.copy_to(out);
             done += len;
@@ -338,7 +342,8 @@ impl Shared {
             let bytes = self.placement.grad_bytes(unit);
             let span = HostSpan::map(usize::try_from(bytes).expect("a region's length"))?;
             let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, bytes);
-            self.device.copy_to_host(Stream::Download, &grad, &span)?;
+            // SAFETY: the span is this function's own, and the copy is waited for at once.
+            unsafe { self.device.copy_to_host(Stream::Download, &grad, &span) }?;
             self.device.synchronize(&self.device.record(Stream::Download)?)?;
             return Ok((span, dtype));
         }

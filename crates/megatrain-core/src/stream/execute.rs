@@ -69,7 +69,9 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &place, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place)
+        // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
+        // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
+        unsafe { self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place) }
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
@@ -81,7 +83,8 @@ impl Shared {
 
     fn save(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
-        self.device.copy_to_host(Stream::Download, &buffer, &area)
+        // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
+        unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 
     fn fetch(&self, op: &Op) -> Result<()> {
@@ -89,7 +92,8 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &buffer, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &area, &buffer)
+        // SAFETY: as for `save`.
+        unsafe { self.device.copy_to_device(Stream::Upload, &area, &buffer) }
     }
 
     pub(super) fn grad_dtype(&self) -> Dtype {
@@ -117,11 +121,15 @@ impl Shared {
         }
         if !op.early {
             self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
-            self.device.copy_to_host(Stream::Download, &sums, &host_sums)?;
+            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's landing on them: the
+            // schedule's check has proved it.
+            unsafe { self.device.copy_to_host(Stream::Download, &sums, &host_sums) }?;
         }
         let Some(slab) = slab else { return Ok(()) };
         let grad = grad.slice(elements.start * dtype.size(), slab.len() as u64);
-        self.device.copy_to_host(Stream::Download, &grad, &slab)
+        // SAFETY: whoever reads the slab depends on this operation, and this one on who read it before: the schedule's
+        // check has proved it.
+        unsafe { self.device.copy_to_host(Stream::Download, &grad, &slab) }
     }
 
     /// The unit's part of a landing place that larger units may share.
@@ -155,7 +163,7 @@ impl Shared {
         });
         self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
         let layout = &self.placement.layouts[unit];
-        let mut partials = self.memory.sums[unit].elements::<f64>(0, layout.norm_blocks().len() as u64);
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.norm_blocks().len() as u64);
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
             *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }

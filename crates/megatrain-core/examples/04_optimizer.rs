@@ -8,19 +8,13 @@ use megatrain_core::adamw::clip::{clip_coefficient, global_norm};
 use megatrain_core::adamw::kernels::{Values, sum_squares};
 use megatrain_core::host::HostSpan;
 use megatrain_core::host::{Affinity, Pool};
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
+use megatrain_core::layout::{Dtype, Precision, TensorSpec, UnitLayout};
 use megatrain_core::optimizer::Adamw;
 use megatrain_core::store::{Plane, Store, StoreOptions};
 
 fn main() -> Result<()> {
     // A quadratic to be minimised: the loss is half the squared distance of each weight from 3.
-    let spec = TensorSpec {
-        name: "weight".to_owned(),
-        shape: vec![1000, 300],
-        dtype: Dtype::Bf16,
-        role: Role::Trainable,
-        group: 0,
-    };
+    let spec = TensorSpec::trainable("weight", [1000, 300]);
     let layout = UnitLayout::new("layers.0", vec![spec], Precision::Bf16)?;
     let numel = layout.tensors[0].spec.numel();
     let pool = Pool::new(None, &Affinity::Free)?;

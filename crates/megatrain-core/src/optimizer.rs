@@ -31,7 +31,7 @@ pub struct TensorUpdate {
 
 impl TensorUpdate {
     /// # Errors
-    /// [`Error::Invalid`] when a span's length or the gradient's dtype is not what the update says.
+    /// [`Error`] when a span's length or the gradient's dtype is not what the update says.
     fn check(&self) -> Result<()> {
         let grad_bytes = transfer_bytes(self.grad_dtype)?;
         let weight_bytes = if self.residual.is_some() { 2 } else { 4 };
@@ -44,14 +44,14 @@ impl TensorUpdate {
         ];
         for (what, span, element_bytes) in spans {
             if let Some(span) = span
-                && span.len() as u64 != self.numel * element_bytes
+                && self.numel.checked_mul(element_bytes) != Some(span.len() as u64)
             {
-                return Err(Error::Invalid(format!(
-                    "an update of {} elements needs {} bytes of {what}, not {}",
-                    self.numel,
-                    self.numel * element_bytes,
-                    span.len()
-                )));
+                return Err(Error::WrongLength {
+                    what: format!("an update of {} elements", self.numel),
+                    of: what,
+                    expected: self.numel.saturating_mul(element_bytes),
+                    got: span.len() as u64,
+                });
             }
         }
         Ok(())
@@ -60,7 +60,7 @@ impl TensorUpdate {
     /// Updates `[start, start + len)` of the tensor on this thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] as for [`Adamw::update`], or when the range leaves the tensor.
+    /// [`Error`] as for [`Adamw::update`], or when the range leaves the tensor.
     pub fn apply(&self, isa: Isa, start: u64, len: u64) -> Result<()> {
         self.check()?;
         check_range(start, len, self.numel)?;
@@ -163,7 +163,7 @@ impl Adamw {
     /// of threads.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a span's length or a gradient's dtype is not what its update says (nothing has changed
+    /// [`Error`] when a span's length or a gradient's dtype is not what its update says (nothing has changed
     /// then), [`Error::Worker`] when a thread failed (some elements may have changed).
     pub fn update(&self, pool: &Pool, updates: &[TensorUpdate]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
@@ -205,12 +205,18 @@ impl Adamw {
     /// As for [`Adamw::update`].
     pub fn accumulate(&self, pool: &Pool, sums: &[TensorSum]) -> Result<()> {
         for sum in sums {
-            let (store, values) = (sum.store.len() as u64, sum.values.len() as u64);
-            if store != sum.numel * 4 || values != sum.numel * transfer_bytes(sum.dtype)? {
-                let (numel, dtype) = (sum.numel, sum.dtype);
-                return Err(Error::Invalid(format!(
-                    "adding {numel} elements of {dtype:?} into fp32 does not match {values} bytes into {store}"
-                )));
+            let lengths = [("fp32 store", &sum.store, 4), ("gradient", &sum.values, transfer_bytes(sum.dtype)?)];
+            for (of, span, element_bytes) in lengths {
+                let got = span.len() as u64;
+                if sum.numel.checked_mul(element_bytes) != Some(got) {
+                    let what = format!("adding {} elements of {}", sum.numel, sum.dtype.name());
+                    return Err(Error::WrongLength {
+                        what,
+                        of,
+                        expected: sum.numel.saturating_mul(element_bytes),
+                        got,
+                    });
+                }
             }
         }
         let numels: Vec<u64> = sums.iter().map(|s| s.numel).collect();
@@ -229,13 +235,13 @@ impl Adamw {
 fn transfer_bytes(dtype: Dtype) -> Result<u64> {
     match dtype {
         Dtype::Bf16 | Dtype::F32 => Ok(dtype.size()),
-        other => Err(Error::Invalid(format!("gradients are bf16 or f32, not {other:?}"))),
+        other => Err(Error::WrongDtype { what: "a gradient".to_owned(), expected: "bf16 or f32", got: other.name() }),
     }
 }
 
 fn check_range(start: u64, len: u64, numel: u64) -> Result<()> {
     if start.checked_add(len).is_none_or(|end| end > numel) {
-        return Err(Error::Invalid(format!("elements {start}..{start}+{len} leave a tensor of {numel}")));
+        return Err(Error::OutOfBounds { tensor: "an update".to_owned(), start, len, numel });
     }
     Ok(())
 }
@@ -358,6 +364,6 @@ mod tests {
         assert!(error.contains("needs 40 bytes of exp_avg_sq, not 36"), "{error}");
         let update = TensorUpdate { exp_avg_sq: span(40), grad_dtype: Dtype::F16, ..update };
         let error = adamw.update(&pool, &[update]).unwrap_err().to_string();
-        assert!(error.contains("F16"), "{error}");
+        assert!(error.contains("f16"), "{error}");
     }
 }

@@ -14,7 +14,7 @@ mod choose;
 /// Plans a request.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a request that contradicts itself, [`crate::Error::DoesNotFit`] with the sum.
+/// [`crate::Error`] for a request that contradicts itself, [`crate::Error::DoesNotFit`] with the sum.
 pub fn plan(request: &Request) -> Result<Plan> {
     request.check()?;
     let mut plan = choose::choose(request)?;

@@ -101,8 +101,17 @@ pub struct Begin {
     pub accumulate: bool,
 }
 
+impl Begin {
+    /// A pass of this kind, on the default compute stream.
+    #[must_use]
+    pub const fn new(pass: Pass, micro_batches: u32) -> Self {
+        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false }
+    }
+}
+
 /// What became of a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// The norm before clipping, over what was transferred; not finite when a gradient was not.
     pub grad_norm: f64,
@@ -122,7 +131,7 @@ impl Engine {
     /// Allocates what the plan lists and starts the lanes.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the plan was made for another request, and what allocating can answer.
+    /// [`crate::Error`] when the plan was made for another request, and what allocating can answer.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
         let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
@@ -177,7 +186,7 @@ impl Engine {
     /// Starts a pass.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when a pass is under way, gradients wait for a decision, or groups are missing.
+    /// [`crate::Error`] when a pass is under way, gradients wait for a decision, or groups are missing.
     pub fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
         self.shared.begin(begin, limit)
     }
@@ -186,7 +195,7 @@ impl Engine {
     /// when the pass has no more.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no pass has begun or the last operation has not been finished.
+    /// [`crate::Error`] when no pass has begun or the last operation has not been finished.
     pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         self.shared.next(limit)
     }
@@ -194,7 +203,7 @@ impl Engine {
     /// The operation's work has been launched on the compute stream.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when another operation, or none, was handed out.
+    /// [`crate::Error`] when another operation, or none, was handed out.
     pub fn finish(&self, id: u64) -> Result<()> {
         self.shared.finish(id)
     }
@@ -202,7 +211,7 @@ impl Engine {
     /// The norm over all gradients of the pass, once they have landed.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait.
+    /// [`crate::Error`] when no gradients wait.
     pub fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
         self.shared.gradient_norm(limit)
     }
@@ -211,7 +220,7 @@ impl Engine {
     /// is not finite. Immediate updates have been queued before: then this only waits and reports.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait, or a group is missing.
+    /// [`crate::Error`] when no gradients wait, or a group is missing.
     pub fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
         self.shared.apply(groups, max_norm, limit)
     }

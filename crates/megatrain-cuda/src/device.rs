@@ -208,7 +208,10 @@ impl Device for CudaDevice {
 }
 
 fn same_length(call: &str, src: u64, dst: u64) -> Result<()> {
-    if src == dst { Ok(()) } else { Err(Error::Invalid(format!("{call}: {src} bytes into {dst}"))) }
+    if src == dst {
+        return Ok(());
+    }
+    Err(Error::WrongLength { what: call.to_owned(), of: "the source", expected: dst, got: src })
 }
 
 /// Events that were recorded before and may be recorded again: creating one costs more than the record itself.
@@ -254,9 +257,5 @@ impl Drop for PooledEvent {
 }
 
 fn raw(event: &Event) -> Result<&RawEvent> {
-    event
-        .0
-        .downcast_ref::<PooledEvent>()
-        .map(PooledEvent::raw)
-        .ok_or_else(|| Error::Invalid("the event belongs to another kind of device".to_owned()))
+    event.0.downcast_ref::<PooledEvent>().map(PooledEvent::raw).ok_or(Error::ForeignEvent)
 }

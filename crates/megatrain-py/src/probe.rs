@@ -78,7 +78,7 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
     interruptible(py, "megatrain-probe", move || {
         let bytes = enough(bytes)?;
         let host = Arena::new(2 * bytes, ArenaOptions { huge_pages: true, pool: None })?;
-        let half = usize::try_from(bytes).map_err(|e| Error::Invalid(e.to_string()))?;
+        let half = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes })?;
         let (up, down) = (host.span().slice(0, half), host.span().slice(half, half));
         let (pin_s, pins) = timed(|| Ok((device.pin(&up)?, device.pin(&down)?)))?;
         let (source, target) = (device.allocate(bytes)?, device.allocate(bytes)?);
@@ -109,11 +109,9 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
 }
 
 fn enough(bytes: u64) -> Result<u64> {
-    if bytes < LEAST_BYTES {
-        return Err(Error::Invalid(format!("bytes must be at least {LEAST_BYTES} to measure anything, not {bytes}")));
-    }
-    if bytes > MOST_BYTES {
-        return Err(Error::Invalid(format!("bytes must be at most {MOST_BYTES}, not {bytes}")));
+    if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes) {
+        let (least, most) = (LEAST_BYTES, Some(MOST_BYTES));
+        return Err(Error::OutOfRange { setting: "bytes", value: bytes, least, most, why: "to measure anything" });
     }
     Ok(bytes & !8191)
 }

@@ -25,14 +25,14 @@ impl AdamwScalars {
     /// The coefficients of update number `step` (counted from 1), formed in f64 and rounded once.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a hyper-parameter is outside what `torch.optim.AdamW` takes, or `step` is 0.
+    /// [`Error`] when a hyper-parameter is outside what `torch.optim.AdamW` takes, or `step` is 0.
     pub fn new(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Result<Self> {
         let not_negative = |name: &str, value: f64| {
             let fine = value.is_finite() && value >= 0.0;
             if fine {
                 Ok(())
             } else {
-                Err(Error::Invalid(format!("{name} must be finite and at least 0, not {value}")))
+                Err(Error::WrongNumber { what: name.to_owned(), value, allowed: "finite and at least 0" })
             }
         };
         not_negative("lr", lr)?;
@@ -40,14 +40,17 @@ impl AdamwScalars {
         not_negative("weight_decay", weight_decay)?;
         for (i, beta) in [betas.0, betas.1].into_iter().enumerate() {
             if !(0.0..1.0).contains(&beta) {
-                return Err(Error::Invalid(format!("betas[{i}] must be at least 0 and below 1, not {beta}")));
+                let what = format!("betas[{i}]");
+                return Err(Error::WrongNumber { what, value: beta, allowed: "at least 0 and below 1" });
             }
         }
         if step == 0 {
-            return Err(Error::Invalid("AdamW counts updates from 1, not 0".into()));
+            let why = "AdamW counts updates from 1";
+            return Err(Error::OutOfRange { setting: "step", value: 0, least: 1, most: None, why });
         }
         if !grad_scale.is_finite() {
-            return Err(Error::Invalid(format!("the gradient's scale must be finite, not {grad_scale}")));
+            let what = "grad_scale".to_owned();
+            return Err(Error::WrongNumber { what, value: grad_scale, allowed: "finite" });
         }
         Ok(ieee(|| Self::form(lr, betas, eps, weight_decay, step, grad_scale)))
     }

@@ -18,7 +18,7 @@ type Rule = fn(&dyn Device) -> Result<()>;
 /// Runs every rule.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the rule that the device breaks, or the error of a call that should have succeeded.
+/// [`Error`] naming the rule that the device breaks, or the error of a call that should have succeeded.
 pub fn conformance(device: &dyn Device) -> Result<()> {
     let rules: [(&str, Rule); 11] = [
         ("memory is zeroed, aligned, and exactly as long as asked", allocation),
@@ -34,13 +34,17 @@ pub fn conformance(device: &dyn Device) -> Result<()> {
         ("a wrong call is an error, and the next right one works", errors),
     ];
     for (rule, run) in rules {
-        run(device).map_err(|e| Error::Invalid(format!("the device breaks the rule \"{rule}\": {e}")))?;
+        run(device).map_err(|e| match e {
+            Error::DeviceRule { detail, .. } => Error::DeviceRule { rule, detail },
+            call => Error::DeviceRule { rule, detail: call.to_string() },
+        })?;
     }
     Ok(())
 }
 
 fn require(holds: bool, what: impl FnOnce() -> String) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::Invalid(what())) }
+    // Whoever runs the rule names it.
+    if holds { Ok(()) } else { Err(Error::DeviceRule { rule: "", detail: what() }) }
 }
 
 /// Bytes that differ from place to place and from one `salt` to another.

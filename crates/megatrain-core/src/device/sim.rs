@@ -146,11 +146,11 @@ impl SimDevice {
     /// The same with `faults` as JSON.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the JSON says something else than faults.
+    /// [`Error`] when the JSON says something else than faults.
     pub fn from_json(seed: Option<u64>, faults: Option<&str>) -> Result<Self> {
         let faults = match faults {
             Some(text) => serde_json::from_str(text)
-                .map_err(|e| Error::Invalid(format!("faults of the simulated device: {e}")))?,
+                .map_err(|source| Error::Json { what: "faults of the simulated device", source })?,
             None => Faults::default(),
         };
         Ok(Self::new(seed, faults))
@@ -331,8 +331,7 @@ impl Device for SimDevice {
             let detail = format!("{bytes} bytes asked, {in_use} of {limit} in use");
             return Err(Error::Device { call: "allocate", code: 2, detail });
         }
-        let len =
-            usize::try_from(bytes).map_err(|_| Error::Invalid(format!("{bytes} bytes exceed the address space")))?;
+        let len = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes })?;
         let span = HostSpan::map(len)?;
         self.allocated.now.fetch_add(bytes, Ordering::AcqRel);
         self.allocated.peak.fetch_max(in_use + bytes, Ordering::AcqRel);

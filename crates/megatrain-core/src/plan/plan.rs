@@ -61,6 +61,7 @@ impl UnitPlan {
 
 /// Bytes by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Totals {
     /// Device bytes.
     pub device: u64,
@@ -70,6 +71,7 @@ pub struct Totals {
 
 /// The step time that the rates predict, from [`crate::estimate`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Forecast {
     /// Seconds a step in steady state, at the measured rates: no step can be faster.
     pub step_s: f64,
@@ -123,13 +125,10 @@ impl Plan {
     /// Refuses a plan that was not made for this request.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first difference.
+    /// [`Error`] naming the first difference.
     pub fn matches(&self, request: &Request) -> Result<()> {
-        let differs = |what: &str, plan: String, request: String| {
-            Err(Error::Invalid(format!(
-                "the plan was made for another request: {what} is {plan} in it, {request} here"
-            )))
-        };
+        let differs =
+            |what: &'static str, plan: String, request: String| Err(Error::PlanMismatch { what, plan, request });
         if self.units.len() != request.units.len() {
             return differs("the number of units", self.units.len().to_string(), request.units.len().to_string());
         }

@@ -124,7 +124,11 @@ impl Choice<'_> {
         let r = &request.requests;
         let layers = 1..=request.num_layers();
         let host_layers = layers.clone().filter(|&u| plan.units[u].state == State::Host).count();
-        let host_layers = u32::try_from(host_layers).map_err(|_| Error::Invalid("too many layers".to_owned()))?;
+        let host_layers = u32::try_from(host_layers).map_err(|_| Error::TooMany {
+            what: "layers",
+            count: host_layers as u64,
+            most: u32::MAX.into(),
+        })?;
         let wanted = r.slots.unwrap_or(plan.slots.max(2));
         plan.slots = wanted.min(host_layers);
         plan.grad_buffers = GRAD_BUFFERS.min(host_layers);

@@ -85,7 +85,7 @@ impl Arena {
     /// The next `bytes` bytes that start at a multiple of `align` (a power of two, a page at most).
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the arena does not hold that much any more.
+    /// [`Error`] when the arena does not hold that much any more.
     pub fn carve(&mut self, bytes: u64, align: usize) -> Result<HostSpan> {
         assert!(align.is_power_of_two() && align <= PAGE, "an alignment of {align} is more than a page");
         let start = self.carved.next_multiple_of(align);
@@ -95,7 +95,7 @@ impl Arena {
                 self.carved = start + len;
                 Ok(self.memory.slice(start, len))
             }
-            _ => Err(Error::Invalid(format!("an arena of {} bytes has {left} left, not {bytes}", self.bytes()))),
+            _ => Err(Error::ArenaFull { bytes: self.bytes(), left: left as u64, asked: bytes }),
         }
     }
 

@@ -45,9 +45,7 @@ impl FromStr for Plane {
         [Self::Master, Self::Weights, Self::Residual, Self::ExpAvg, Self::ExpAvgSq]
             .into_iter()
             .find(|plane| plane.name() == name)
-            .ok_or_else(|| {
-                Error::Invalid(format!("{name:?} is no plane: master, weights, residual, exp_avg, exp_avg_sq"))
-            })
+            .ok_or_else(|| Error::UnknownPlane { name: name.to_owned() })
     }
 }
 
@@ -87,7 +85,7 @@ impl UnitPlanes {
     /// residual, fp32 for moments) and keep it bit for bit. Nothing is written when the values are refused.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
+    /// [`Error`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
     /// and the first value of a master or a moment that is not finite in fp32.
     pub fn write(
         &self,
@@ -111,7 +109,7 @@ impl UnitPlanes {
         }
         let (span, own) = self.raw(layout, tensor, plane)?;
         if own != dtype {
-            return Err(wrong_dtype(tensor, plane, name(own), dtype));
+            return Err(wrong_dtype(tensor, plane, own.name(), dtype));
         }
         if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
             check_finite(tensor, plane, start, dtype, source)?;
@@ -124,7 +122,7 @@ impl UnitPlanes {
     /// plane's own dtype.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have or a range that leaves it.
+    /// [`Error`], naming the tensor, for a plane that it does not have or a range that leaves it.
     pub fn read(&self, layout: &UnitLayout, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
         let tensor = find(layout, tensor)?;
         if plane == Plane::Master {
@@ -167,9 +165,8 @@ impl UnitPlanes {
         trainable(tensor, plane)?;
         match plane {
             Plane::Residual => {
-                let residual = self.residual.as_ref().ok_or_else(|| {
-                    Error::Invalid(format!("{} has no residual: its weights are whole in fp32", tensor.spec.name))
-                })?;
+                let none = || Error::NoResidual { tensor: tensor.spec.name.clone() };
+                let residual = self.residual.as_ref().ok_or_else(none)?;
                 Ok((in_plane(residual, 2), Dtype::I16))
             }
             Plane::ExpAvg => Ok((in_plane(&self.exp_avg, 4), Dtype::F32)),
@@ -203,59 +200,34 @@ pub(crate) fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
 }
 
 fn find(layout: &UnitLayout, tensor: usize) -> Result<&TensorLayout> {
-    layout.tensors.get(tensor).ok_or_else(|| {
-        Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", layout.name, layout.tensors.len()))
-    })
+    let unknown = || Error::UnknownTensor { unit: layout.name.clone(), index: tensor, tensors: layout.tensors.len() };
+    layout.tensors.get(tensor).ok_or_else(unknown)
 }
 
 fn trainable(tensor: &TensorLayout, plane: Plane) -> Result<()> {
     match tensor.spec.role {
         Role::Trainable => Ok(()),
-        Role::Frozen => Err(Error::Invalid(format!(
-            "{} is frozen and has no {}: its values are the plane weights, as {}",
-            tensor.spec.name,
-            plane.name(),
-            name(tensor.spec.dtype)
-        ))),
+        Role::Frozen => {
+            Err(Error::Frozen { tensor: tensor.spec.name.clone(), what: plane.name(), dtype: tensor.spec.dtype.name() })
+        }
     }
 }
 
-fn name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::F16 => "f16",
-        Dtype::F32 => "f32",
-        Dtype::F64 => "f64",
-        Dtype::I64 => "i64",
-        Dtype::I32 => "i32",
-        Dtype::I16 => "i16",
-        Dtype::I8 => "i8",
-        Dtype::U8 => "u8",
-        Dtype::Bool => "bool",
-    }
-}
-
-fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &str, got: Dtype) -> Error {
-    let plane = plane.name();
-    Error::Invalid(format!("{}: {plane} takes {wanted}, not {}", tensor.spec.name, name(got)))
+fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &'static str, got: Dtype) -> Error {
+    let what = format!("{}: {}", tensor.spec.name, plane.name());
+    Error::WrongDtype { what, expected: wanted, got: got.name() }
 }
 
 /// How many whole elements `bytes` are, all of them inside the tensor.
 fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
     let (bytes, size, numel) = (bytes as u64, dtype.size(), tensor.spec.numel());
     if !bytes.is_multiple_of(size) {
-        return Err(Error::Invalid(format!(
-            "{}: {bytes} bytes are no whole number of {} elements",
-            tensor.spec.name,
-            name(dtype)
-        )));
+        let tensor = tensor.spec.name.clone();
+        return Err(Error::PartialElement { tensor, bytes: bytes as usize, dtype: dtype.name() });
     }
     let len = bytes / size;
     if start.checked_add(len).is_none_or(|end| end > numel) {
-        return Err(Error::Invalid(format!(
-            "{}: elements {start}..{start}+{len} leave a tensor of {numel} elements",
-            tensor.spec.name
-        )));
+        return Err(Error::OutOfBounds { tensor: tensor.spec.name.clone(), start, len, numel });
     }
     Ok(len)
 }
@@ -271,11 +243,8 @@ fn check_finite(tensor: &TensorLayout, plane: Plane, start: u64, dtype: Dtype, s
         bad.is_none()
     });
     bad.map_or(Ok(()), |(index, value)| {
-        Err(Error::Invalid(format!(
-            "{}: element {index} of {} is {value} in fp32; values must be finite",
-            tensor.spec.name,
-            plane.name()
-        )))
+        let (tensor, plane) = (tensor.spec.name.clone(), plane.name());
+        Err(Error::NotFinite { tensor, plane, index, value })
     })
 }
 

@@ -41,6 +41,7 @@ impl Phase {
 
 /// What the caller must compute next. Offsets are bytes into the regions of the same name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ComputeOp {
     /// Names it to [`super::Engine::finish`].
     pub id: u64,
@@ -81,9 +82,9 @@ impl Shared {
     pub(super) fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         let deadline = Deadline::after(limit);
         let core = self.enter()?;
-        let current = core.current.as_ref().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_ref().ok_or(Error::NoPass)?;
         if let Some((held, ..)) = current.held {
-            return Err(Error::Invalid(format!("operation {} was handed out and has not been finished", held.op)));
+            return Err(Error::NotFinished { id: held.op.into() });
         }
         let Some(&index) = current.computes.get(current.finished) else { return Ok(Poll::Ready(None)) };
         let (id, shape) = (Id { pass: current.number, op: index }, current.shape);
@@ -229,9 +230,9 @@ impl Shared {
 
     pub(super) fn finish(&self, id: u64) -> Result<()> {
         let mut core = self.enter()?;
-        let current = core.current.as_mut().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_mut().ok_or(Error::NoPass)?;
         let Some((held, start, began)) = current.held.take_if(|(held, ..)| u64::from(held.op) == id) else {
-            return Err(Error::Invalid(format!("operation {id} was not handed out, or has been finished already")));
+            return Err(Error::NotHandedOut { id });
         };
         let op = core.progress.op(held);
         if self.device.compute_is_host() {

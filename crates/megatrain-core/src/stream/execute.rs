@@ -173,7 +173,7 @@ impl Shared {
     /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
     fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
         let unit = op.unit as usize;
-        let decision = decision.ok_or_else(|| Error::Invalid("an update without a decision".to_owned()))?;
+        let decision = decision.ok_or(Error::Undecided)?;
         if decision.skip {
             return Ok(None);
         }
@@ -183,10 +183,7 @@ impl Shared {
             let blocks = &parts[if visits.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
-                let name = &self.placement.layouts[unit].name;
-                return Err(Error::Invalid(format!(
-                    "the gradient of unit {name} is not finite; with immediate updates the step cannot be taken back"
-                )));
+                return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
             }
         }
         let store = &self.memory.store;

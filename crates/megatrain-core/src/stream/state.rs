@@ -243,7 +243,7 @@ impl Core {
     pub(super) fn check(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(failure.error()),
-            None if self.closing => Err(Error::Invalid("the engine is closed".to_owned())),
+            None if self.closing => Err(Error::Closed),
             None => Ok(()),
         }
     }

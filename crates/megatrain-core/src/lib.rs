@@ -53,7 +53,7 @@ pub mod plan {
     mod request;
 
     pub(crate) use self::placement::staged_bytes;
-    pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch, VisitBuffer};
+    pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,

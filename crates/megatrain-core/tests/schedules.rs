@@ -1,13 +1,13 @@
 //! Schedules: every one that a plan can ask for is accepted, and every one that has been tampered with is refused.
 use megatrain_core::plan::{Count, Request, UpdateMode, plan};
-use megatrain_core::schedule::{Edge, Facts, Kind, Lane, Op, Pass, Schedule, Shape, check};
+use megatrain_core::schedule::{Edge, Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;
 
 mod support;
 use support::{any_request, request};
 
-fn facts(request: &Request) -> Facts {
-    Facts::new(request, &plan(request).unwrap()).unwrap()
+fn facts(request: &Request) -> ScheduleInputs {
+    ScheduleInputs::new(request, &plan(request).unwrap()).unwrap()
 }
 
 fn train(micro_batches: u32) -> Shape {
@@ -108,12 +108,12 @@ proptest! {
         // (In backward, another buffer may still hold the same activations from forward, which is as good.)
         let stages = change(&|op| op.lane != Lane::Upload && op.kind != Kind::Backward && other(&mut op.stage, facts.stage_buffers));
         prop_assert!(stages != Some(false), "another staging buffer");
-        let landed = change(&|op| op.kind == Kind::Land && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
+        let landed = change(&|op| op.kind == Kind::OffloadGrad && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
         prop_assert!(landed != Some(false), "another gradient buffer");
-        let visited = change(&|op| other(&mut op.visit, facts.visit_buffers));
-        prop_assert!(visited != Some(false), "another visiting buffer");
-        let part = change(&|op| op.visit.is_some() && { op.part ^= 1; true });
-        prop_assert!(part != Some(false), "another part of what visits the device");
+        let visited = change(&|op| other(&mut op.state_buffer, facts.state_buffers));
+        prop_assert!(visited != Some(false), "another state buffer");
+        let part = change(&|op| op.state_buffer.is_some() && { op.part ^= 1; true });
+        prop_assert!(part != Some(false), "another part of a device update");
         let unit = change(&|op| { op.unit = (op.unit + 1) % (facts.head() + 1); op.kind == Kind::Update });
         prop_assert!(unit != Some(false), "another unit's update");
     }
@@ -146,19 +146,19 @@ fn each_rule_is_told_in_words() {
     let cases: [(&str, Kind, Kind); 5] = [
         ("weights are loaded before they are used", Kind::Forward, Kind::Load),
         ("not overwritten before their last use", Kind::Load, Kind::Forward),
-        ("landed after backward has finished it", Kind::Land, Kind::Backward),
-        ("norm is taken after all gradients have landed", Kind::Verdict, Kind::Land),
-        ("an update follows the verdict", Kind::Update, Kind::Verdict),
+        ("landed after backward has finished it", Kind::OffloadGrad, Kind::Backward),
+        ("norm is taken after all gradients have landed", Kind::ClipDecision, Kind::OffloadGrad),
+        ("an update follows the clip decision", Kind::Update, Kind::ClipDecision),
     ];
     for (words, kind, of) in cases {
         let error = rule(&|ops| forget(ops, kind, of));
         assert!(error.contains(words), "{error}");
     }
-    let error = rule(&|ops| ops.retain(|o| o.kind != Kind::Verdict));
-    assert!(error.contains("position in the list") || error.contains("verdict"), "{error}");
+    let error = rule(&|ops| ops.retain(|o| o.kind != Kind::ClipDecision));
+    assert!(error.contains("position in the list") || error.contains("clip decision"), "{error}");
     let error = rule(&|ops| {
         let last = ops.last_mut().unwrap();
-        last.kind = Kind::Gather;
+        last.kind = Kind::AccumulateGrad;
     });
     assert!(error.contains("occurs"), "{error}");
     let error = rule(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Backward).for_each(|o| o.micro_batch ^= 1));
@@ -166,13 +166,13 @@ fn each_rule_is_told_in_words() {
 }
 
 #[test]
-fn each_rule_of_visiting_is_told_in_words() {
+fn each_rule_of_device_updates_is_told_in_words() {
     let mut base = request(4, 2);
     base.requests.updates_on_device = Some(Count::Units(3));
     base.requests.parts = Some(2);
     let facts = facts(&base);
-    let visits: Vec<u32> = facts.units.iter().map(|u| u.visits).collect();
-    assert_eq!((visits.as_slice(), facts.visit_buffers), (&[0, 2, 0, 2, 2, 0][..], 3));
+    let device_updates: Vec<u32> = facts.units.iter().map(|u| u.device_update_parts).collect();
+    assert_eq!((device_updates.as_slice(), facts.state_buffers), (&[0, 2, 0, 2, 2, 0][..], 3));
     let (first, good) = Schedule::steady(&facts, train(2)).unwrap();
     check(&facts, &good, Some(&first)).unwrap();
     let error = |mutate: &dyn Fn(&mut Vec<Op>)| {
@@ -182,53 +182,54 @@ fn each_rule_of_visiting_is_told_in_words() {
     };
     // Whichever operation of `kind` it is that waits for one of kind `of`, of the pass before where that is a load.
     let forget = |ops: &mut Vec<Op>, kind: Kind, of: Kind| {
-        let kinds: Vec<(Kind, bool)> = ops.iter().map(|o| (o.kind, o.visit.is_some())).collect();
+        let kinds: Vec<(Kind, bool)> = ops.iter().map(|o| (o.kind, o.state_buffer.is_some())).collect();
         let of = |d: &megatrain_core::schedule::Dep| {
-            d.prior == (kind == Kind::Load) && kinds[d.op as usize] == (of, of != Kind::Verdict)
+            d.prior == (kind == Kind::Load) && kinds[d.op as usize] == (of, of != Kind::ClipDecision)
         };
         let op = ops.iter_mut().find(|o| o.kind == kind && o.unit != 0 && o.deps.iter().any(of)).unwrap();
         op.deps.retain(|d| !of(d));
     };
     for (words, kind, of) in [
-        ("weights are sent only after the update that changes them", Kind::Load, Kind::Return),
-        ("a visiting buffer is not used again before its state has returned", Kind::Bring, Kind::Return),
-        ("an update follows the verdict", Kind::Bring, Kind::Verdict),
-        ("state is brought before it is updated, and updated before it returns", Kind::Update, Kind::Bring),
-        ("state is brought before it is updated, and updated before it returns", Kind::Return, Kind::Update),
+        ("weights are sent only after the update that changes them", Kind::Load, Kind::WriteBackState),
+        ("a state buffer is not used again before its state has returned", Kind::FetchState, Kind::WriteBackState),
+        ("an update follows the clip decision", Kind::FetchState, Kind::ClipDecision),
+        ("state is brought before it is updated, and updated before it returns", Kind::Update, Kind::FetchState),
+        ("state is brought before it is updated, and updated before it returns", Kind::WriteBackState, Kind::Update),
     ] {
         let error = error(&|ops| forget(ops, kind, of));
         assert!(error.contains(words), "{kind:?} without {of:?}: {error}");
     }
-    let early = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Bring).for_each(|o| o.slab = Some(0)));
+    let early = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::FetchState).for_each(|o| o.slab = Some(0)));
     assert!(early.contains("holds (0, 0), not what it reads"), "{early}");
-    let twice = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Return).for_each(|o| o.part = 0));
-    assert!(twice.contains("Return of unit 1, part 0, occurs 2 times"), "{twice}");
+    let twice = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::WriteBackState).for_each(|o| o.part = 0));
+    assert!(twice.contains("WriteBackState of unit 1, part 0, occurs 2 times"), "{twice}");
     let elsewhere = error(&|ops| {
-        let update = ops.iter_mut().find(|o| o.kind == Kind::Update && o.visit.is_some()).unwrap();
+        let update = ops.iter_mut().find(|o| o.kind == Kind::Update && o.state_buffer.is_some()).unwrap();
         update.lane = Lane::Host;
         ops.iter_mut().flat_map(|o| &mut o.deps).for_each(|d| d.edge = Edge::Complete);
     });
-    assert!(elsewhere.contains("updated where its state lives or visits"), "{elsewhere}");
+    assert!(elsewhere.contains("updated where its state lives or is fetched to"), "{elsewhere}");
 }
 
 #[test]
 fn a_unit_is_written_between_two_of_its_updates() {
     let mut base = request(3, 2);
     base.requests.state_on_device = Some(Count::Units(2));
-    for (update, visiting) in [
+    for (update, device_updates) in [
         (UpdateMode::JustInTime, 0),
         (UpdateMode::Immediate, 0),
         (UpdateMode::JustInTime, 3),
         (UpdateMode::Immediate, 3),
     ] {
         base.update = update;
-        base.requests.updates_on_device = Some(Count::Units(visiting));
+        base.requests.updates_on_device = Some(Count::Units(device_updates));
         let facts = facts(&base);
-        assert_eq!(facts.units.iter().any(|u| u.visits > 0), visiting > 0);
+        assert_eq!(facts.units.iter().any(|u| u.device_update_parts > 0), device_updates > 0);
         let step = Schedule::new(&facts, train(2), None, &[]).unwrap();
         let good = Schedule::new(&facts, writing(train(2)), Some(&step), &step.leaves(&facts)).unwrap();
         check(&facts, &good, Some(&step)).unwrap();
-        let units = |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::Write).map(|o| o.unit).collect::<Vec<_>>();
+        let units =
+            |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::WriteCheckpoint).map(|o| o.unit).collect::<Vec<_>>();
         assert_eq!(units(&good), [0, 1, 2, 3, 4]);
         let refused = |mutate: &dyn Fn(&mut Vec<Op>)| {
             let mut schedule = good.clone();
@@ -240,14 +241,14 @@ fn a_unit_is_written_between_two_of_its_updates() {
             let error = refused(&|ops| ops[unit].deps.retain(|d| !d.prior));
             assert!(error.contains("Write"), "{error}");
         }
-        // ... and not after the next one. (Of layer 3, the first that visits under immediate updates: the others follow it
+        // ... and not after the next one. (Of layer 3, the first updated on the device under immediate updates: the others follow it
         // through a buffer.)
         for unit in [0u32, 3, 4] {
             let error = refused(&|ops| {
-                let others = ops.iter_mut().filter(|o| o.kind != Kind::Write);
+                let others = ops.iter_mut().filter(|o| o.kind != Kind::WriteCheckpoint);
                 others.for_each(|o| o.deps.retain(|d| d.prior || d.op != unit));
             });
-            assert!(error.contains("Update") || error.contains("Return"), "{error}");
+            assert!(error.contains("Update") || error.contains("WriteBackState"), "{error}");
         }
         let error = refused(&|ops| ops[1].deps.iter_mut().for_each(|d| d.edge = Edge::Issued));
         assert!(error.contains("must wait until it is over"), "{error}");
@@ -280,7 +281,7 @@ fn layer_major_sends_each_weight_at_most_twice_however_many_micro_batches() {
     let schedule = Schedule::new(&facts, train(16), None, &[]).unwrap();
     let loads = |unit| schedule.ops.iter().filter(|o| o.kind == Kind::Load && o.unit == unit).count();
     assert_eq!((0..10).map(loads).collect::<Vec<_>>(), [1, 2, 2, 2, 2, 2, 1, 1, 1, 1]);
-    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::Land).count();
+    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::OffloadGrad).count();
     assert_eq!(lands, 10);
     // With a slot for every layer nothing is loaded for backward.
     request.requests.slots = Some(8);

@@ -18,8 +18,8 @@ pub enum Region {
     Stage,
     /// Residuals and moments of units whose state lives on the device.
     State,
-    /// Buffers for state that visits the device to be updated.
-    Visit,
+    /// Buffers for state that is copied to the device to be updated there.
+    StateBuffers,
     /// Tables and sums of the gradient norm.
     Norm,
 }
@@ -27,12 +27,12 @@ pub enum Region {
 impl Region {
     /// Every region.
     pub const ALL: [Self; 7] =
-        [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::Visit, Self::Norm];
+        [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::StateBuffers, Self::Norm];
 }
 
 /// A stretch of a device region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct DeviceRange {
     /// The region.
     pub region: Region,
     /// First byte.
@@ -41,26 +41,26 @@ pub struct Stretch {
     pub len: u64,
 }
 
-/// Device places of one unit whose state lives on the device, or of a part of one whose state visits it.
+/// Device places of one unit whose state lives on the device, or of a part of one whose state is copied there to be updated.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceState {
     /// Low halves of the masters; empty under fp32.
-    pub residual: Stretch,
+    pub residual: DeviceRange,
     /// First moments.
-    pub exp_avg: Stretch,
+    pub exp_avg: DeviceRange,
     /// Second moments.
-    pub exp_avg_sq: Stretch,
+    pub exp_avg_sq: DeviceRange,
 }
 
-/// A visiting buffer: where a part of a unit's state is while it is updated.
+/// A state buffer: where a part of a unit's state is while it is updated.
 #[derive(Clone, Copy, Debug)]
-pub struct VisitBuffer {
+pub struct StateBuffer {
     /// Its stretch of the trainable plane of the image.
-    pub weights: Stretch,
-    /// Its stretches of residual and moments.
+    pub weights: DeviceRange,
+    /// Its ranges of residual and moments.
     pub state: DeviceState,
     /// Its stretch of the gradient.
-    pub grad: Stretch,
+    pub grad: DeviceRange,
 }
 
 /// What the host keeps of one unit, in bytes.
@@ -80,9 +80,9 @@ pub struct NormPlace {
     /// Number of blocks.
     pub blocks: u64,
     /// Table of (first element, length) pairs of u64 on the device.
-    pub table: Stretch,
+    pub table: DeviceRange,
     /// One f64 a block on the device.
-    pub sums: Stretch,
+    pub sums: DeviceRange,
     /// The first of its sums in the host's list.
     pub first: u64,
 }
@@ -107,24 +107,25 @@ pub struct Placement {
     /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
     /// otherwise be the sum of landing, update and sending.
     pub parts: Vec<Vec<Part>>,
-    /// The elements of each part in which a unit's state visits the device; none where the host updates it.
-    pub visits: Vec<Vec<Range<u64>>>,
-    /// The visiting buffers.
-    pub visit: Vec<VisitBuffer>,
+    /// The elements of each part in which a unit with its state on the host is updated on the device; empty where the host
+    /// updates it.
+    pub device_update_parts: Vec<Vec<Range<u64>>>,
+    /// The state buffers.
+    pub state_buffers: Vec<StateBuffer>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
-    pub own: Vec<Option<Stretch>>,
+    pub own: Vec<Option<DeviceRange>>,
     /// The slots.
-    pub slots: Vec<Stretch>,
+    pub slots: Vec<DeviceRange>,
     /// Gradient buffers: those of single units, then the shared ones.
-    pub grads: Vec<Stretch>,
+    pub grads: Vec<DeviceRange>,
     /// A unit's own gradient buffer, as an index into `grads`.
     pub own_grad: Vec<Option<u32>>,
     /// The shared gradient buffers, as indices into `grads`.
     pub shared_grads: Vec<u32>,
     /// A unit's fp32 sum over micro-batches; `None`: the sum is formed in its gradient buffer.
-    pub accumulator: Vec<Option<Stretch>>,
+    pub accumulator: Vec<Option<DeviceRange>>,
     /// Staging buffers.
-    pub stage: Vec<Stretch>,
+    pub stage: Vec<DeviceRange>,
     /// Residual and moments on the device.
     pub device_state: Vec<Option<DeviceState>>,
     /// Norm sums of units with trainable tensors.
@@ -150,7 +151,7 @@ pub struct Placement {
     /// Dtype in which gradients are sent.
     pub grad_precision: Precision,
     sizes: [u64; Region::ALL.len()],
-    carved: Vec<(String, Stretch)>,
+    carved: Vec<(String, DeviceRange)>,
     items: Vec<Item>,
 }
 
@@ -161,25 +162,25 @@ const PAGE: u64 = 4096;
 const WINDOW: u64 = 4 << 20;
 /// Blocks of the gradient norm (65,536 elements each) that a part has at least: the host updates them in a millisecond.
 const PART_BLOCKS: u64 = 64;
-/// The most elements of a part that visits the device: copied in a few milliseconds, which is how long weights that are
+/// The most elements of a part that is updated on the device: copied in a few milliseconds, which is how long weights that are
 /// needed sooner may have to wait for the link.
-const VISIT_ELEMENTS: u64 = 16 << 20;
+const DEVICE_UPDATE_ELEMENTS: u64 = 16 << 20;
 /// The most parts. The first part's landing and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
 
 struct Carver {
     sizes: [u64; Region::ALL.len()],
-    carved: Vec<(String, Stretch)>,
+    carved: Vec<(String, DeviceRange)>,
     items: Vec<Item>,
 }
 
 impl Carver {
-    fn device(&mut self, region: Region, what: &str, bytes: u64) -> Stretch {
+    fn device(&mut self, region: Region, what: &str, bytes: u64) -> DeviceRange {
         let len = bytes.next_multiple_of(ALIGN);
         let offset = self.sizes[region as usize];
         self.sizes[region as usize] += len;
         self.item(what, Tier::Device, len, false);
-        let stretch = Stretch { region, offset, len };
+        let stretch = DeviceRange { region, offset, len };
         self.carved.push((what.to_owned(), stretch));
         stretch
     }
@@ -209,8 +210,8 @@ impl Placement {
         }
         let mut p = Self {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
-            visits: (0..n).map(|unit| visits(request, plan, unit, &layouts[unit])).collect(),
-            visit: Vec::new(),
+            device_update_parts: (0..n).map(|unit| device_update_parts(request, plan, unit, &layouts[unit])).collect(),
+            state_buffers: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -241,7 +242,7 @@ impl Placement {
         p.place_accumulators(request, plan, &mut carver);
         p.place_staging(request, plan, &mut carver)?;
         p.place_device_state(plan, &mut carver);
-        p.place_visits(request, plan, &mut carver)?;
+        p.place_device_updates(request, plan, &mut carver)?;
         p.place_norm(&mut carver);
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
@@ -264,7 +265,7 @@ impl Placement {
     }
 
     /// Every stretch of the device regions, with the name of its line.
-    pub(crate) fn carved(&self) -> &[(String, Stretch)] {
+    pub(crate) fn carved(&self) -> &[(String, DeviceRange)] {
         &self.carved
     }
 
@@ -280,9 +281,9 @@ impl Placement {
         self.layouts[unit].elements > 0
     }
 
-    /// Bytes of one part of a visiting unit: on its way to the device, with its gradient, and on its way back.
-    pub(crate) fn visit_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
-        let (elements, precision) = (&self.visits[unit][part], self.layouts[unit].precision);
+    /// Bytes copied for one part of a device update: to the device, with its gradient, and back.
+    pub(crate) fn device_update_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
+        let (elements, precision) = (&self.device_update_parts[unit][part], self.layouts[unit].precision);
         let state = precision.dtype().size() + if precision == Precision::Bf16 { 10 } else { 8 };
         let count = elements.end - elements.start;
         (count * (state + self.grad_precision.dtype().size()), count * state)
@@ -398,26 +399,26 @@ impl Placement {
         }
     }
 
-    fn place_visits(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
+    fn place_device_updates(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
         let last = self.layouts.len() - 1;
-        let visiting = (0..=last).find(|&unit| plan.units[unit].visits());
-        if let Some(unit) = visiting.filter(|_| plan.visit_buffers == 0 || request.requests.accumulate) {
-            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.visit_buffers });
+        let away = (0..=last).find(|&unit| plan.units[unit].needs_device_update());
+        if let Some(unit) = away.filter(|_| plan.state_buffers == 0 || request.requests.accumulate) {
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.state_buffers });
         }
-        if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].visits()) {
-            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.visit_buffers });
+        if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].needs_device_update()) {
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.state_buffers });
         }
-        let largest = self.visits.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
+        let largest = self.device_update_parts.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
         let precision = self.layouts[0].precision;
         let residual = if precision == Precision::Bf16 { 2 * largest } else { 0 };
         let (image, grad) = (precision.dtype().size() * largest, self.grad_precision.dtype().size() * largest);
-        let mut take = |bytes| carver.device(Region::Visit, "visiting buffers", bytes);
-        let mut buffer = || VisitBuffer {
+        let mut take = |bytes| carver.device(Region::StateBuffers, "device update buffers", bytes);
+        let mut buffer = || StateBuffer {
             weights: take(image),
             state: DeviceState { residual: take(residual), exp_avg: take(4 * largest), exp_avg_sq: take(4 * largest) },
             grad: take(grad),
         };
-        self.visit = (0..plan.visit_buffers).map(|_| buffer()).collect();
+        self.state_buffers = (0..plan.state_buffers).map(|_| buffer()).collect();
         Ok(())
     }
 
@@ -444,7 +445,7 @@ impl Placement {
                     moment: layout.moment_bytes(),
                 };
                 carver.item("weights", Tier::Host, state.image, true);
-                let copied = !self.visits[unit].is_empty();
+                let copied = !self.device_update_parts[unit].is_empty();
                 carver.item("weights: residual", Tier::Host, state.residual, copied);
                 carver.item("exp_avg", Tier::Host, state.moment, copied);
                 carver.item("exp_avg_sq", Tier::Host, state.moment, copied);
@@ -514,14 +515,14 @@ fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Ve
     (0..count).map(part).collect()
 }
 
-/// Cuts a unit that visits the device to be updated. No operation of the optimizer looks beyond one element, so that
+/// Cuts a unit that is updated on the device with its state on the host. No operation of the optimizer looks beyond one element, so that
 /// the cuts are free; they lie where both tensors and pages may begin.
-fn visits(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
-    if !plan.units[unit].visits() || layout.elements == 0 {
+fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
+    if !plan.units[unit].needs_device_update() || layout.elements == 0 {
         return Vec::new();
     }
     let steps = layout.elements / UNIT_ALIGN;
-    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(VISIT_ELEMENTS), u64::from);
+    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(DEVICE_UPDATE_ELEMENTS), u64::from);
     let count = wanted.clamp(1, steps);
     let cut = |i: u64| steps * i / count * UNIT_ALIGN;
     (0..count).map(|i| cut(i)..cut(i + 1)).collect()

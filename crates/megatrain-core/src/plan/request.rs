@@ -135,7 +135,7 @@ pub struct Requests {
     pub updates_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are landed, updated and sent, and in which the state of a layer visits
+    /// Parts in which the embedding and the head are landed, updated and sent, and in which a layer is updated on
     /// the device; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.

@@ -18,14 +18,14 @@ const STAGE_BUFFERS: u32 = 3;
 /// looked at first, at least [`FEWEST`], and then those around the best.
 const SIMULATED: usize = 1 << 20;
 const FEWEST: usize = 12;
-/// A step must become shorter by this for state to visit the device: it takes more of the link and of locked memory.
-const WORTH_VISITING: f64 = 1.02;
-/// Numbers of visiting layers that are compared, evenly up to all whose state lives on the host.
-const VISITS_TRIED: u32 = 12;
+/// A step must become shorter by this factor for layers to be updated away from their state: that takes more of the link and of locked memory.
+const WORTH_DEVICE_UPDATES: f64 = 1.02;
+/// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
+const DEVICE_UPDATES_TRIED: u32 = 12;
 /// Step times that differ by less are alike.
 const ALIKE: f64 = 1.001;
-/// One visiting buffer is filled, one is emptied, and one absorbs the difference.
-const VISIT_BUFFERS: u32 = 3;
+/// One state buffer is filled, one is emptied, and one absorbs the difference.
+const STATE_BUFFERS: u32 = 3;
 /// One gradient buffer is filled by backward while the other one lands.
 const GRAD_BUFFERS: u32 = 2;
 
@@ -34,15 +34,15 @@ struct Choice<'a> {
     request: &'a Request,
     plan: Plan,
     /// Layers that are updated on the device as far as their state lives on the host.
-    visiting: u32,
+    device_updates: u32,
 }
 
 pub(super) fn choose(request: &Request) -> Result<Plan> {
-    let visiting = match request.requests.updates_on_device {
+    let device_updates = match request.requests.updates_on_device {
         Some(Count::Units(count)) => count,
         _ => 0,
     };
-    let mut choice = Choice { request, plan: smallest(request), visiting };
+    let mut choice = Choice { request, plan: smallest(request), device_updates };
     choice.finish()?;
     choice.fit_inputs()?;
     choice.relieve_host()?;
@@ -85,7 +85,7 @@ fn smallest(request: &Request) -> Plan {
         grad_buffers: 0,
         stage_buffers: 0,
         stage_bytes: 0,
-        visit_buffers: 0,
+        state_buffers: 0,
         group: r.group.unwrap_or(request.micro_batches),
         micro_batches: request.micro_batches,
         items: Vec::new(),
@@ -136,9 +136,9 @@ impl Choice<'_> {
             UpdateMode::JustInTime => host_layers,
             UpdateMode::Immediate => r.slabs.unwrap_or(plan.slabs.max(SLABS)).min(host_layers),
         };
-        plan.visit_buffers = match (spread(request, plan, self.visiting), request.update) {
+        plan.state_buffers = match (spread(request, plan, self.device_updates), request.update) {
             (0, _) => 0,
-            (_, UpdateMode::JustInTime) => VISIT_BUFFERS,
+            (_, UpdateMode::JustInTime) => STATE_BUFFERS,
             // Two pairs: see `schedule/build.rs`.
             (_, UpdateMode::Immediate) => 4,
         };
@@ -273,15 +273,15 @@ impl Choice<'_> {
         let base = self.plan.clone();
         let (best, seconds) = self.fastest_plan()?;
         if self.places_updates() && self.waits_for_updates(&best)? {
-            // First the number of visiting layers beside the state that is on the device now; beside that number, another
+            // First the number of layers to update on the device beside the state that is on the device now; beside that number, another
             // split of the memory may be the fastest.
-            self.visiting = self.fastest_visits(&base, &best)?;
+            self.device_updates = self.fastest_device_updates(&base, &best)?;
             self.plan = base;
             self.finish()?;
-            if self.visiting > 0 && self.fits() {
-                let (visited, sooner) = self.fastest_plan()?;
-                if sooner * WORTH_VISITING < seconds {
-                    self.plan = visited;
+            if self.device_updates > 0 && self.fits() {
+                let (with_updates, sooner) = self.fastest_plan()?;
+                if sooner * WORTH_DEVICE_UPDATES < seconds {
+                    self.plan = with_updates;
                     return Ok(());
                 }
             }
@@ -290,19 +290,19 @@ impl Choice<'_> {
         Ok(())
     }
 
-    /// The number of visiting layers by which a step is shortest, where what `best` leaves on the host stays there.
-    fn fastest_visits(&mut self, base: &Plan, best: &Plan) -> Result<u32> {
+    /// The number of device updates that makes a step shortest, where what `best` leaves on the host stays there.
+    fn fastest_device_updates(&mut self, base: &Plan, best: &Plan) -> Result<u32> {
         let rates = self.request.rates.sustained();
         let hosted = best.units.iter().filter(|unit| unit.state == State::Host).count() as u32;
         let mut fastest = (0, f64::INFINITY);
-        for count in (1..=VISITS_TRIED).map(|share| hosted * share / VISITS_TRIED) {
+        for count in (1..=DEVICE_UPDATES_TRIED).map(|share| hosted * share / DEVICE_UPDATES_TRIED) {
             self.plan = base.clone();
             for (unit, chosen) in self.plan.units.iter_mut().zip(&best.units) {
                 unit.state = chosen.state;
             }
-            self.visiting = count;
+            self.device_updates = count;
             self.finish()?;
-            // The visiting buffers take the place of some state.
+            // The state buffers take the place of some state.
             for unit in state_order(self.request).into_iter().rev() {
                 if !self.fits() && self.places_state() && self.plan.units[unit].state == State::Device {
                     self.plan.units[unit].state = State::Host;
@@ -336,7 +336,7 @@ impl Choice<'_> {
         Ok(kept_first)
     }
 
-    /// Whether the plan decides which layers are updated on the device that their state visits. Without a card of its own
+    /// Whether the plan decides which layers with their state on the host are updated on the device. Without a card of its own
     /// there is no other memory there to update them in.
     fn places_updates(&self) -> bool {
         let r = &self.request.requests;
@@ -350,7 +350,7 @@ impl Choice<'_> {
     fn waits_for_updates(&self, plan: &Plan) -> Result<bool> {
         let found = crate::estimate::estimate(self.request, plan, &self.request.rates.sustained())?;
         let computing = found.lanes.get(Lane::Compute.name()).copied().unwrap_or(0.0);
-        Ok(found.step_s > WORTH_VISITING * computing)
+        Ok(found.step_s > WORTH_DEVICE_UPDATES * computing)
     }
 
     /// The fastest plan over every amount of state on the device, where `fill` says what the rest of the memory is for;

@@ -6,19 +6,19 @@
 use std::collections::{HashMap, HashSet};
 
 use super::hazards::{Access, Resource, accesses, edge};
-use super::{Edge, Facts, Kind, Lane, Op, Pass, Resident, Schedule};
+use super::{Edge, Kind, Lane, Op, Pass, Resident, Schedule, ScheduleInputs};
 use crate::error::{Error, Result};
 
 /// Checks `schedule` as the pass that follows `previous`.
 ///
 /// # Errors
 /// [`Error`] naming the operation and the rule that it breaks.
-pub fn check(facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
+pub fn check(inputs: &ScheduleInputs, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
     let graph = Graph::new(schedule, previous)?;
     graph.check_edges()?;
-    check_work(facts, schedule)?;
-    graph.check_compute_order(facts, schedule)?;
-    graph.check_hazards(facts, schedule, previous)
+    check_work(inputs, schedule)?;
+    graph.check_compute_order(inputs, schedule)?;
+    graph.check_hazards(inputs, schedule, previous)
 }
 
 fn broken(op: &Op, rule: &str) -> Error {
@@ -96,7 +96,7 @@ impl<'a> Graph<'a> {
     }
 
     /// The compute stream runs what the caller computes one after the other, micro-batches of a unit in order.
-    fn check_compute_order(&self, facts: &Facts, schedule: &Schedule) -> Result<()> {
+    fn check_compute_order(&self, inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
         let mut last: Option<usize> = None;
         let mut next: HashMap<(Kind, u32), u32> = HashMap::new();
         for (index, op) in self.ops.iter().enumerate() {
@@ -130,8 +130,8 @@ impl<'a> Graph<'a> {
             turns.iter().filter(|(kind, _)| train || !matches!(kind, Kind::Backward | Kind::EmbedBackward))
         {
             let units = match kind {
-                _ if layers => 1..facts.head(),
-                Kind::Loss => facts.head()..facts.head() + 1,
+                _ if layers => 1..inputs.head(),
+                Kind::Loss => inputs.head()..inputs.head() + 1,
                 _ => 0..1,
             };
             for unit in units {
@@ -145,36 +145,36 @@ impl<'a> Graph<'a> {
         Ok(())
     }
 
-    fn check_hazards(&self, facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
+    fn check_hazards(&self, inputs: &ScheduleInputs, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
         let mut contents = Contents::default();
         for held in previous.map_or(&[][..], |p| &p.resident) {
-            for place in places(facts, *held) {
+            for place in places(inputs, *held) {
                 contents.0.insert(place, Content { writer: None, holds: (held.unit, 0), readers: Vec::new() });
             }
         }
         for (index, op) in self.ops[..self.start].iter().enumerate() {
             let shape = previous.map_or(schedule.shape, |p| p.shape);
-            for (resource, access) in accesses(facts, shape, op) {
+            for (resource, access) in accesses(inputs, shape, op) {
                 contents.follow(index, op, resource, access);
             }
         }
         for held in &schedule.resident {
             let there = |place| contents.0.get(&place).is_some_and(|c| c.holds == (held.unit, 0));
-            if !places(facts, *held).all(there) {
+            if !places(inputs, *held).all(there) {
                 return Err(Error::NotResident { unit: held.unit });
             }
         }
         // What the pass does not know to be there must be loaded again, even where it happens to lie.
-        let known: HashSet<Resource> = schedule.resident.iter().flat_map(|&held| places(facts, held)).collect();
+        let known: HashSet<Resource> = schedule.resident.iter().flat_map(|&held| places(inputs, held)).collect();
         for (resource, content) in &mut contents.0 {
             let weights = matches!(resource, Resource::Slot(_) | Resource::Own(..));
-            if weights && must_be_written(facts, *resource) && !known.contains(resource) {
+            if weights && must_be_written(inputs, *resource) && !known.contains(resource) {
                 content.holds = STALE;
             }
         }
         for (index, op) in self.ops.iter().enumerate().skip(self.start) {
-            for (resource, access) in accesses(facts, schedule.shape, op) {
-                self.check_access(facts, &contents, index, resource, access)?;
+            for (resource, access) in accesses(inputs, schedule.shape, op) {
+                self.check_access(inputs, &contents, index, resource, access)?;
                 contents.follow(index, op, resource, access);
             }
         }
@@ -183,7 +183,7 @@ impl<'a> Graph<'a> {
 
     fn check_access(
         &self,
-        facts: &Facts,
+        inputs: &ScheduleInputs,
         contents: &Contents,
         index: usize,
         resource: Resource,
@@ -204,7 +204,7 @@ impl<'a> Graph<'a> {
                     return Err(broken(op, read_rule(resource)));
                 }
             }
-            (Access::Read(..), None) if must_be_written(facts, resource) => {
+            (Access::Read(..), None) if must_be_written(inputs, resource) => {
                 return Err(broken(op, read_rule(resource)));
             }
             (Access::Write(unit, _) | Access::Add(unit, _), Some(content)) => {
@@ -262,16 +262,16 @@ impl Contents {
     }
 }
 
-fn places(facts: &Facts, held: Resident) -> impl Iterator<Item = Resource> {
-    let parts = if held.slot.is_some() { 1 } else { facts.unit(held.unit).parts };
+fn places(inputs: &ScheduleInputs, held: Resident) -> impl Iterator<Item = Resource> {
+    let parts = if held.slot.is_some() { 1 } else { inputs.unit(held.unit).parts };
     (0..parts).map(move |part| held.slot.map_or(Resource::Own(held.unit, part), Resource::Slot))
 }
 
 /// Host planes and weights that live on the device are there from the start; all else must be written first.
-fn must_be_written(facts: &Facts, resource: Resource) -> bool {
+fn must_be_written(inputs: &ScheduleInputs, resource: Resource) -> bool {
     match resource {
         Resource::Image(..) | Resource::Count(_) => false,
-        Resource::Own(unit, _) => !facts.unit(unit).on_device,
+        Resource::Own(unit, _) => !inputs.unit(unit).on_device,
         _ => true,
     }
 }
@@ -283,12 +283,12 @@ fn read_rule(resource: Resource) -> &'static str {
         Resource::Grad(_) => "a gradient is landed after backward has finished it",
         Resource::Slab(..) => "a gradient is used only after it has landed",
         Resource::Stage(_) => "activations are in the staging buffer before they are used",
-        Resource::Visit(_) => "state is brought before it is updated, and updated before it returns",
+        Resource::StateBuffer(_) => "state is brought before it is updated, and updated before it returns",
         Resource::Area(..) => "activations are on the host before they are fetched",
         Resource::Sums(..) => "the norm is taken after all gradients have landed",
         Resource::Store(_) => "an update follows the sum over passes",
         Resource::Loss => "nothing is updated before the loss is known to be finite",
-        Resource::Verdict => "an update follows the verdict",
+        Resource::ClipDecision => "an update follows the clip decision",
         Resource::Count(_) => COUNTED,
         Resource::Files => APPENDED,
     }
@@ -301,13 +301,13 @@ fn write_rule(resource: Resource) -> &'static str {
         Resource::Grad(_) => "a gradient buffer is not used again before it has landed",
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
         Resource::Stage(_) => "a staging buffer is not used again before it has been emptied",
-        Resource::Visit(_) => "a visiting buffer is not used again before its state has returned",
+        Resource::StateBuffer(_) => "a state buffer is not used again before its state has returned",
         Resource::Area(..) => "activations on the host are not overwritten before they have been fetched",
-        Resource::Sums(..) => "norm sums are not overwritten before the verdict",
+        Resource::Sums(..) => "norm sums are not overwritten before the clip decision",
         Resource::Store(_) => "the store is not overwritten before the update",
         Resource::Count(_) => COUNTED,
         Resource::Loss => "a loss is not replaced before all who wait for it have seen it",
-        Resource::Verdict => "a verdict holds until all updates have seen it",
+        Resource::ClipDecision => "a clip decision holds until all updates have seen it",
         Resource::Files => APPENDED,
     }
 }
@@ -316,23 +316,23 @@ fn write_rule(resource: Resource) -> &'static str {
 const COUNTED: &str = "the parts of a unit are updated in order";
 const APPENDED: &str = "units are appended to the files in order, one after the other";
 
-/// Every part of a unit that trains lands once and is updated once, where its state lives or visits, and what visits is
+/// Every part of a unit that trains lands once and is updated once, where its state lives or is fetched to, and what device_update_parts is
 /// brought and returned once; so are, before that, the embedding's rows that the step does not look up.
-fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
+fn check_work(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
     let train = schedule.shape.pass == Pass::Train;
-    for unit in 0..=facts.head() {
-        let trains = train && facts.unit(unit).trains;
-        let early = trains && unit == 0 && facts.early;
-        let (parts, updates) = (facts.unit(unit).parts, facts.unit(unit).updates());
-        let visits = trains && facts.unit(unit).visits > 0;
+    for unit in 0..=inputs.head() {
+        let trains = train && inputs.unit(unit).trains;
+        let early = trains && unit == 0 && inputs.early;
+        let (parts, updates) = (inputs.unit(unit).parts, inputs.unit(unit).update_parts());
+        let device_update_parts = trains && inputs.unit(unit).device_update_parts > 0;
         for (kind, early, expected, parts) in [
-            (Kind::Land, false, trains, parts),
-            (Kind::Land, true, early && facts.tied, parts),
-            (Kind::Gather, false, trains && facts.accumulate, parts),
-            (Kind::Bring, false, visits, updates),
+            (Kind::OffloadGrad, false, trains, parts),
+            (Kind::OffloadGrad, true, early && inputs.tied, parts),
+            (Kind::AccumulateGrad, false, trains && inputs.accumulate, parts),
+            (Kind::FetchState, false, device_update_parts, updates),
             (Kind::Update, false, trains, updates),
             (Kind::Update, true, early, parts),
-            (Kind::Return, false, visits, updates),
+            (Kind::WriteBackState, false, device_update_parts, updates),
         ] {
             let of_kind = |o: &&Op| (o.kind, o.unit, o.early) == (kind, unit, early);
             for part in 0..parts {
@@ -343,33 +343,35 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
                 }
             }
         }
-        let written = schedule.ops.iter().filter(|o| o.kind == Kind::Write && o.unit == unit).count();
+        let written = schedule.ops.iter().filter(|o| o.kind == Kind::WriteCheckpoint && o.unit == unit).count();
         if written != usize::from(schedule.shape.writes) {
             let what = format!("writing of unit {unit} (written {written} times)");
             return Err(Error::OpCount { what, found: written as u64, expected: schedule.shape.writes.into() });
         }
-        let parts_of =
-            |o: &Op| if matches!(o.kind, Kind::Bring | Kind::Update | Kind::Return) { updates } else { parts };
+        let parts_of = |o: &Op| {
+            if matches!(o.kind, Kind::FetchState | Kind::Update | Kind::WriteBackState) { updates } else { parts }
+        };
         if let Some(op) = schedule.ops.iter().find(|o| o.unit == unit && o.part >= parts_of(o)) {
             return Err(broken(op, "a unit has the parts that the plan gave it"));
         }
-        let lane = if facts.unit(unit).updated_on_device() { Lane::Update } else { Lane::Host };
+        let lane = if inputs.unit(unit).updated_on_device() { Lane::Update } else { Lane::Host };
         if let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Update && o.unit == unit && o.lane != lane) {
-            return Err(broken(op, "a unit is updated where its state lives or visits"));
+            return Err(broken(op, "a unit is updated where its state lives or is fetched to"));
         }
-        if !facts.unit(unit).on_device
-            && let Some(op) = schedule.ops.iter().find(|o| o.kind == Kind::Land && o.unit == unit && o.slab.is_none())
+        if !inputs.unit(unit).on_device
+            && let Some(op) =
+                schedule.ops.iter().find(|o| o.kind == Kind::OffloadGrad && o.unit == unit && o.slab.is_none())
         {
             return Err(broken(op, "a gradient whose unit's state lives on the host lands in a slab"));
         }
     }
-    if let Some(op) = schedule.ops.iter().find(|o| (o.kind == Kind::Write) != (o.lane == Lane::Disk)) {
+    if let Some(op) = schedule.ops.iter().find(|o| (o.kind == Kind::WriteCheckpoint) != (o.lane == Lane::Disk)) {
         return Err(broken(op, "files are written on the lane of files, and nothing else is done there"));
     }
-    let verdicts = schedule.ops.iter().filter(|o| o.kind == Kind::Verdict).count();
-    if verdicts != usize::from(train) {
-        let what = "the verdict".to_owned();
-        return Err(Error::OpCount { what, found: verdicts as u64, expected: train.into() });
+    let decisions = schedule.ops.iter().filter(|o| o.kind == Kind::ClipDecision).count();
+    if decisions != usize::from(train) {
+        let what = "the clip decision".to_owned();
+        return Err(Error::OpCount { what, found: decisions as u64, expected: train.into() });
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
-use crate::schedule::{Facts, Lane, Op, Resident, Schedule, Shape, check};
+use crate::schedule::{Lane, Op, Resident, Schedule, ScheduleInputs, Shape, check};
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -59,7 +59,7 @@ pub(super) struct Current {
 type ScheduleKey = (Shape, Vec<Resident>, Option<(Shape, Vec<Resident>)>);
 
 #[derive(Default)]
-pub(super) struct Core {
+pub(super) struct EngineState {
     pub(super) progress: Progress<Token>,
     pub(super) failure: Option<Failure>,
     pub(super) closing: bool,
@@ -68,8 +68,8 @@ pub(super) struct Core {
     pub(super) undecided: Option<u64>,
     /// Whether a training pass has been computed, so that there are gradients to read.
     pub(super) trained: bool,
-    /// Whether gradients of passes before have been gathered and not been applied.
-    pub(super) gathered: bool,
+    /// Whether gradients of passes before have been accumulated and not been applied.
+    pub(super) accumulated: bool,
     pub(super) decisions: HashMap<u64, Decision>,
     /// Updates of the newest pass that have begun (immediate mode cannot take them back).
     pub(super) updates_begun: bool,
@@ -87,7 +87,7 @@ pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
     pub(super) plan: Plan,
     pub(super) placement: Placement,
-    pub(super) facts: Facts,
+    pub(super) inputs: ScheduleInputs,
     pub(super) immediate: bool,
     pub(super) tied: bool,
     pub(super) memory: Memory,
@@ -97,7 +97,7 @@ pub(super) struct Shared {
     pub(super) trace: Trace,
     /// The start of the trace on the device's clock; `None` where nothing is recorded.
     pub(super) trace_origin: Option<Event>,
-    core: Mutex<Core>,
+    core: Mutex<EngineState>,
     changed: Condvar,
 }
 
@@ -117,7 +117,7 @@ impl Shared {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
-        let facts = Facts::from_placement(request, plan, &placement);
+        let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
         let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
@@ -135,7 +135,7 @@ impl Shared {
             device,
             plan: plan.clone(),
             placement,
-            facts,
+            inputs,
             immediate: request.update == UpdateMode::Immediate,
             tied: request.tied,
             memory,
@@ -144,34 +144,34 @@ impl Shared {
             options: options.clone(),
             trace,
             trace_origin,
-            core: Mutex::new(Core::default()),
+            core: Mutex::new(EngineState::default()),
             changed: Condvar::new(),
         })
     }
 
     /// The state, whatever happened to other threads: what changes it under the lock does not panic half-way.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, EngineState> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state, unless the engine is broken or closed.
-    pub(super) fn enter(&self) -> Result<MutexGuard<'_, Core>> {
+    pub(super) fn enter(&self) -> Result<MutexGuard<'_, EngineState>> {
         let core = self.lock();
         core.check()?;
         Ok(core)
     }
 
-    pub(super) fn wait<'a>(&self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+    pub(super) fn wait<'a>(&self, core: MutexGuard<'a, EngineState>) -> MutexGuard<'a, EngineState> {
         self.changed.wait(core).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `done` answers, the engine breaks, or time is up.
     pub(super) fn wait_until<'a, R>(
         &self,
-        mut core: MutexGuard<'a, Core>,
+        mut core: MutexGuard<'a, EngineState>,
         deadline: Deadline,
-        mut done: impl FnMut(&mut Core) -> Option<R>,
-    ) -> Result<Poll<(MutexGuard<'a, Core>, R)>> {
+        mut done: impl FnMut(&mut EngineState) -> Option<R>,
+    ) -> Result<Poll<(MutexGuard<'a, EngineState>, R)>> {
         loop {
             core.check()?;
             if let Some(answer) = done(&mut core) {
@@ -194,7 +194,7 @@ impl Shared {
     pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
         let mut core = self.lock();
         let unit = self.placement.layouts[op.unit as usize].name.clone();
-        let failure = Failure { unit, op: format!("{:?}", op.kind).to_lowercase(), cause: cause.to_owned() };
+        let failure = Failure { unit, op: op.kind.name().to_owned(), cause: cause.to_owned() };
         let error = core.failure.get_or_insert(failure).error();
         drop(core);
         self.notify();
@@ -202,15 +202,20 @@ impl Shared {
     }
 
     /// The schedule of a pass, made and checked once.
-    pub(super) fn schedule(&self, core: &mut Core, shape: Shape, previous: Option<&Schedule>) -> Result<Arc<Schedule>> {
+    pub(super) fn schedule(
+        &self,
+        core: &mut EngineState,
+        shape: Shape,
+        previous: Option<&Schedule>,
+    ) -> Result<Arc<Schedule>> {
         // Without the pass before it, nothing is known about what is on the device.
         let resident = if previous.is_some() { std::mem::take(&mut core.resident) } else { Vec::new() };
         let key = (shape, resident, previous.map(|p| (p.shape, p.resident.clone())));
         if let Some(schedule) = core.schedules.get(&key) {
             return Ok(Arc::clone(schedule));
         }
-        let schedule = Schedule::new(&self.facts, shape, previous, &key.1)?;
-        check(&self.facts, &schedule, previous)?;
+        let schedule = Schedule::new(&self.inputs, shape, previous, &key.1)?;
+        check(&self.inputs, &schedule, previous)?;
         let schedule = Arc::new(schedule);
         core.schedules.insert(key, Arc::clone(&schedule));
         Ok(schedule)
@@ -239,7 +244,7 @@ impl Failure {
     }
 }
 
-impl Core {
+impl EngineState {
     pub(super) fn check(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(failure.error()),

@@ -325,3 +325,162 @@ fn a_schedule_survives_json() {
     let text = serde_json::to_string(&*steady).unwrap();
     assert_eq!(serde_json::from_str::<Schedule>(&text).unwrap(), *steady);
 }
+
+/// Every way in which one operation can be wrong that leaves the list well-formed, with a name.
+fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
+    const KINDS: [Kind; 15] = [
+        Kind::Load,
+        Kind::Embed,
+        Kind::Forward,
+        Kind::Loss,
+        Kind::Backward,
+        Kind::EmbedBackward,
+        Kind::OffloadActivation,
+        Kind::FetchActivation,
+        Kind::OffloadGrad,
+        Kind::AccumulateGrad,
+        Kind::ClipDecision,
+        Kind::FetchState,
+        Kind::Update,
+        Kind::WriteBackState,
+        Kind::WriteCheckpoint,
+    ];
+    let mut mutants = Vec::new();
+    let mut with = |what: String, change: &dyn Fn(&mut Op)| {
+        let mut mutant = op.clone();
+        change(&mut mutant);
+        if mutant != *op {
+            mutants.push((what, mutant));
+        }
+    };
+    for kind in KINDS {
+        with(format!("kind {kind:?}"), &|op| op.kind = kind);
+    }
+    for lane in Lane::ALL {
+        with(format!("lane {lane:?}"), &|op| op.lane = lane);
+    }
+    for number in [0, 1, op.unit + 1, facts.head(), facts.head() + 1, u32::MAX] {
+        with(format!("unit {number}"), &|op| op.unit = number);
+    }
+    for number in [0, 1, op.micro_batch + 1, facts.micro_batches, u32::MAX] {
+        with(format!("micro-batch {number}"), &|op| op.micro_batch = number);
+    }
+    for number in [0, 1, op.part + 1, u32::MAX] {
+        with(format!("part {number}"), &|op| op.part = number);
+    }
+    with("early".to_owned(), &|op| op.early ^= true);
+    let buffers: [(&str, fn(&mut Op) -> &mut Option<u32>, usize); 5] = [
+        ("slot", |op| &mut op.slot, facts.slots as usize),
+        ("grad", |op| &mut op.grad, facts.shared_grads.len() + 3),
+        ("slab", |op| &mut op.slab, facts.shared_slabs.len() + 3),
+        ("stage", |op| &mut op.stage, facts.stage_buffers as usize),
+        ("state buffer", |op| &mut op.state_buffer, facts.state_buffers as usize),
+    ];
+    for (name, field, count) in buffers {
+        let numbers = [0, 1, 2, count as u32, count as u32 + 7, u32::MAX].map(Some);
+        for number in numbers.into_iter().chain([None]) {
+            with(format!("{name} {number:?}"), &|op| *field(op) = number);
+        }
+    }
+    mutants
+}
+
+/// The list without one operation, or with one twice: what follows is renumbered.
+fn renumbered(ops: &[Op], from: usize, by: i64) -> Vec<Op> {
+    let mut list: Vec<Op> = ops.to_vec();
+    if by > 0 {
+        list.insert(from, ops[from].clone());
+    } else {
+        list.remove(from);
+    }
+    let moved = |id: u32| if id as usize > from { u32::try_from(i64::from(id) + by).unwrap() } else { id };
+    for (index, op) in list.iter_mut().enumerate() {
+        op.id = u32::try_from(index).unwrap();
+        op.deps.retain(|d| d.prior || by > 0 || d.op as usize != from);
+        op.deps.iter_mut().filter(|d| !d.prior).for_each(|d| d.op = moved(d.op));
+    }
+    list
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_wrong_operation_is_refused(
+        request in any_request(), kind in 0u32..4, picks in prop::collection::vec(any::<prop::sample::Index>(), 12),
+    ) {
+        let facts = facts(&request);
+        let m = request.micro_batches;
+        let shape = [train(m), writing(train(m)), writing(eval(1)), eval(m)][kind as usize];
+        let previous = Schedule::new(&facts, train(m), None, &[]).unwrap();
+        let schedule = Schedule::new(&facts, shape, Some(&previous), &previous.leaves(&facts)).unwrap();
+        check(&facts, &schedule, Some(&previous)).unwrap();
+        for pick in picks {
+            let at = pick.index(schedule.ops.len());
+            for (what, op) in mutants(&schedule.ops[at], &facts) {
+                // Where sums are formed apart, only the last micro-batch rounds its sum into a gradient buffer.
+                let original = &schedule.ops[at];
+                let unused = original.kind == Kind::Backward
+                    && original.micro_batch + 1 < m
+                    && facts.units[original.unit as usize].sums_apart;
+                if unused && what.starts_with("grad") && op.grad.is_some_and(|g| facts.shared_grads.contains(&g)) {
+                    continue;
+                }
+                let mut mutated = schedule.clone();
+                mutated.ops[at] = op;
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} with {what}", schedule.ops[at]);
+            }
+            for by in [-1, 1] {
+                let mutated = Schedule { ops: renumbered(&schedule.ops, at, by), ..schedule.clone() };
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} {} times", schedule.ops[at], 1 + by);
+            }
+            // Two computations of a micro-batch in the other order, each with the other's dependencies.
+            let alike = |op: &Op| op.lane == Lane::Compute && op.micro_batch == schedule.ops[at].micro_batch;
+            let next = schedule.ops[at + 1..].iter().position(alike).map(|i| at + 1 + i);
+            if let Some(next) = next.filter(|_| schedule.ops[at].lane == Lane::Compute) {
+                let mut mutated = schedule.clone();
+                mutated.ops.swap(at, next);
+                let deps = std::mem::take(&mut mutated.ops[at].deps);
+                let other = std::mem::replace(&mut mutated.ops[next].deps, deps);
+                mutated.ops[at].deps = other;
+                (mutated.ops[at].id, mutated.ops[next].id) = (at as u32, next as u32);
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} after {:?}", schedule.ops[at], schedule.ops[next]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_claimed_to_be_on_the_device_is_inside_the_plan() {
+    let facts = facts(&request(3, 2));
+    let first = Schedule::new(&facts, train(2), None, &[]).unwrap();
+    let good = Schedule::new(&facts, eval(2), Some(&first), &[]).unwrap();
+    check(&facts, &good, Some(&first)).unwrap();
+    for (unit, slot) in [(9, None), (u32::MAX, Some(0)), (1, Some(2)), (1, Some(u32::MAX)), (1, None), (0, Some(0))] {
+        let resident = vec![megatrain_core::schedule::Resident { unit, slot }];
+        let mutated = Schedule { resident, ..good.clone() };
+        assert!(check(&facts, &mutated, Some(&first)).is_err(), "unit {unit} in {slot:?}");
+    }
+    for shape in [train(3), train(0), eval(u32::MAX), Shape { micro_batches: 1, ..WRITE }] {
+        assert!(check(&facts, &Schedule { shape, ..good.clone() }, Some(&first)).is_err(), "{shape:?}");
+    }
+}
+
+#[test]
+fn a_large_schedule_is_proved_in_a_moment() {
+    let mut request = request(80, 256);
+    (request.requests.inputs, request.requests.slots) = (Some(megatrain_core::plan::Place::Host), Some(3));
+    let facts = facts(&request);
+    let (first, second) = Schedule::steady(&facts, train(256)).unwrap();
+    let seconds = || {
+        let began = std::time::Instant::now();
+        check(&facts, &second, Some(&first)).unwrap();
+        began.elapsed().as_secs_f64()
+    };
+    // A twentieth of a second on a quiet machine.
+    let least = (0..3).map(|_| seconds()).fold(f64::INFINITY, f64::min);
+    assert!(least < 1.0, "{least} s for {} operations", second.ops.len());
+}

@@ -326,9 +326,12 @@ impl Schedule {
         for op in self.ops.iter().filter(|op| op.kind == Kind::Load && op.part == 0) {
             places.insert(place(op.unit, op.slot), op.unit);
         }
-        let updated = |unit: u32| self.ops.iter().any(|op| op.kind == Kind::Update && op.unit == unit);
+        let updates = self.ops.iter().filter(|op| op.kind == Kind::Update).map(|op| op.unit);
+        let updated: std::collections::HashSet<u32> = updates.collect();
         let all_in_slots = inputs.units.iter().filter(|u| !u.own_place).count() <= inputs.slots as usize;
-        let kept = places.into_iter().filter(|&((_, slot), unit)| !updated(unit) && (slot.is_none() || all_in_slots));
+        let kept = places
+            .into_iter()
+            .filter(|&((_, slot), unit)| !updated.contains(&unit) && (slot.is_none() || all_in_slots));
         let mut resident: Vec<Resident> = kept.map(|((_, slot), unit)| Resident { unit, slot }).collect();
         resident.sort_unstable();
         resident

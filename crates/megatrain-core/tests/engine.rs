@@ -622,3 +622,18 @@ fn statistics_and_trace_tell_of_every_lane() {
         assert!(events.iter().any(|e| e["name"] == name), "{name} is missing");
     }
 }
+
+#[test]
+fn schedules_are_made_once_and_kept_within_bounds() {
+    let run = start(&request(4, 3), queueing(0), &options());
+    assert_eq!(run.engine.cached_schedules().count, 0);
+    let step = || {
+        run.toy.step(&run.engine, 0, Some(1.0)).unwrap();
+        run.engine.cached_schedules()
+    };
+    // The first step follows nothing, the second one a step that followed nothing, and so on.
+    let _ = (step(), step(), step());
+    let steady = step();
+    assert_eq!(step(), steady);
+    assert!(steady.count > 0 && steady.bytes > 0 && steady.bytes <= steady.limit, "{steady:?}");
+}

@@ -369,7 +369,8 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
         with(format!("part {number}"), &|op| op.part = number);
     }
     with("early".to_owned(), &|op| op.early ^= true);
-    let buffers: [(&str, fn(&mut Op) -> &mut Option<u32>, usize); 5] = [
+    type Field = fn(&mut Op) -> &mut Option<u32>;
+    let buffers: [(&str, Field, usize); 5] = [
         ("slot", |op| &mut op.slot, facts.slots as usize),
         ("grad", |op| &mut op.grad, facts.shared_grads.len() + 3),
         ("slab", |op| &mut op.slab, facts.shared_slabs.len() + 3),

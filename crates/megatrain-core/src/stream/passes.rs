@@ -3,13 +3,14 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use super::schedules::{Key, Prepared};
 use super::state::{Current, Deadline, Decision, EngineState, Shared};
 use super::{Begin, Group, Outcome};
 use crate::adamw::clip::{clip_coefficient, global_norm};
 use crate::error::{Error, Result};
 use crate::layout::Role;
 use crate::schedule::progress::Id;
-use crate::schedule::{Kind, Lane, Pass, Shape};
+use crate::schedule::{Kind, Pass, Shape};
 
 /// Returns early with `Pending`, like `?` does with an error.
 macro_rules! ready {
@@ -24,17 +25,44 @@ macro_rules! ready {
 impl Shared {
     pub(super) fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
         let deadline = Deadline::after(limit);
-        let core = self.enter()?;
-        self.may_begin(&core, begin)?;
-        let waits_for_all = core.undecided.is_some();
-        let (mut core, ()) = ready!(self.wait_until(core, deadline, |core| {
-            core.progress.retire();
-            let ready = if waits_for_all { core.is_drained() } else { core.progress.alive() < 2 };
-            ready.then_some(())
-        })?);
+        let mut made: Option<(Key, Arc<Prepared>)> = None;
+        loop {
+            let core = self.enter()?;
+            self.may_begin(&core, begin)?;
+            let waits_for_all = core.undecided.is_some();
+            let (core, ()) = ready!(self.wait_until(core, deadline, |core| {
+                core.progress.retire();
+                let ready = if waits_for_all { core.is_drained() } else { core.progress.alive() < 2 };
+                ready.then_some(())
+            })?);
+            // A pass follows the newest one, unless that one's gradients wait; then nothing is known about what is on the
+            // device.
+            let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
+            let writes = core.saving.as_ref().is_some_and(|s| s.pass.is_none());
+            let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches, writes };
+            let resident = if previous.is_some() { core.resident.clone() } else { Vec::new() };
+            let key = (shape, resident, previous.as_ref().map(|p| (p.shape, p.resident.clone())));
+            if let Some((_, prepared)) = made.take_if(|(for_key, _)| *for_key == key) {
+                return self.begin_prepared(core, begin, shape, &prepared).map(Poll::Ready);
+            }
+            // The lanes go on meanwhile. Should another call change what the pass follows, it is made again.
+            drop(core);
+            let prepared = self.schedule(&key, previous.as_deref())?;
+            made = Some((key, prepared));
+        }
+    }
+
+    fn begin_prepared(
+        &self,
+        mut core: std::sync::MutexGuard<'_, EngineState>,
+        begin: &Begin,
+        shape: Shape,
+        prepared: &Prepared,
+    ) -> Result<()> {
+        self.device.set_compute_stream(begin.compute_stream)?;
         if let Some(undecided) = core.undecided {
-            // The pass whose gradients wait is kept aside; an evaluation after it leaves nothing behind, and gradients
-            // that are added to have been accumulated.
+            // The pass whose gradients wait is kept; an evaluation after it leaves nothing behind, and gradients that are
+            // added to have been accumulated.
             if core.progress.newest().is_some_and(|(number, _)| number != undecided) {
                 core.drop_newest();
             }
@@ -46,15 +74,9 @@ impl Shared {
         } else if begin.pass == Pass::Train {
             core.accumulated = false;
         }
-        let writes = core.saving.as_ref().is_some_and(|s| s.pass.is_none());
-        let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches, writes };
-        let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
-        let schedule = self.schedule(&mut core, shape, previous.as_deref())?;
-        self.device.set_compute_stream(begin.compute_stream)?;
-        core.resident = schedule.leaves(&self.inputs);
-        let computes = schedule.ops.iter().filter(|op| op.lane == Lane::Compute).map(|op| op.id).collect();
-        let number = core.progress.begin(schedule);
-        if let Some(saving) = core.saving.as_mut().filter(|_| writes) {
+        core.resident.clone_from(&prepared.leaves);
+        let number = core.progress.begin(Arc::clone(&prepared.schedule));
+        if let Some(saving) = core.saving.as_mut().filter(|_| shape.writes) {
             saving.pass = Some(number);
         }
         if begin.pass == Pass::Train {
@@ -69,10 +91,11 @@ impl Shared {
         let EngineState { decisions, progress, .. } = &mut *core;
         decisions.retain(|&pass, _| progress.is_alive(pass));
         core.counters.pass_begun(begin.pass == Pass::Train);
-        core.current = Some(Current { number, shape, computes: Arc::new(computes), finished: 0, held: None });
+        let computes = Arc::clone(&prepared.computes);
+        core.current = Some(Current { number, shape, computes, finished: 0, held: None });
         drop(core);
         self.notify();
-        Ok(Poll::Ready(()))
+        Ok(())
     }
 
     fn may_begin(&self, core: &EngineState, begin: &Begin) -> Result<()> {

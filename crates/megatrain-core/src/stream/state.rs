@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::memory::Memory;
 use super::rows::Rows;
 use super::save::Saving;
+use super::schedules::{KEPT_BYTES, Key, Prepared, ScheduleCache};
 use super::stats::Counters;
 use super::workers::guarded;
 use super::{Group, Options};
@@ -17,7 +18,7 @@ use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
-use crate::schedule::{Lane, Op, Resident, Schedule, ScheduleInputs, Shape, check};
+use crate::schedule::{Lane, Op, Resident, Schedule, ScheduleInputs, Shape};
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -55,9 +56,6 @@ pub(super) struct Current {
     pub(super) held: Option<(Id, Option<Event>, Instant)>,
 }
 
-/// What a schedule depends on beside the plan: its shape, what is on the device, and the same of the pass before it.
-type ScheduleKey = (Shape, Vec<Resident>, Option<(Shape, Vec<Resident>)>);
-
 #[derive(Default)]
 pub(super) struct EngineState {
     pub(super) progress: Progress<Token>,
@@ -75,7 +73,6 @@ pub(super) struct EngineState {
     pub(super) updates_begun: bool,
     /// Issued operations whose events each device lane's second thread waits for.
     pub(super) awaited: [VecDeque<(Id, Token)>; 4],
-    pub(super) schedules: HashMap<ScheduleKey, Arc<Schedule>>,
     /// Units whose weights on the device are those on the host, once the newest pass is over.
     pub(super) resident: Vec<Resident>,
     /// The save that has been begun, until somebody has heard how it ended.
@@ -99,6 +96,8 @@ pub(super) struct Shared {
     pub(super) trace_origin: Option<Event>,
     core: Mutex<EngineState>,
     changed: Condvar,
+    /// Schedules made so far, under a lock of their own.
+    pub(super) schedules: Mutex<ScheduleCache>,
 }
 
 /// A time limit.
@@ -146,6 +145,7 @@ impl Shared {
             trace_origin,
             core: Mutex::new(EngineState::default()),
             changed: Condvar::new(),
+            schedules: Mutex::new(ScheduleCache::new(KEPT_BYTES)),
         })
     }
 
@@ -201,24 +201,16 @@ impl Shared {
         error
     }
 
-    /// The schedule of a pass, made and checked once.
-    pub(super) fn schedule(
-        &self,
-        core: &mut EngineState,
-        shape: Shape,
-        previous: Option<&Schedule>,
-    ) -> Result<Arc<Schedule>> {
-        // Without the pass before it, nothing is known about what is on the device.
-        let resident = if previous.is_some() { std::mem::take(&mut core.resident) } else { Vec::new() };
-        let key = (shape, resident, previous.map(|p| (p.shape, p.resident.clone())));
-        if let Some(schedule) = core.schedules.get(&key) {
-            return Ok(Arc::clone(schedule));
+    /// The schedule of a pass, made and checked once. Takes a while for a large one, so that it is not asked for under the
+    /// lock of the state.
+    pub(super) fn schedule(&self, key: &Key, previous: Option<&Schedule>) -> Result<Arc<Prepared>> {
+        let cache = || self.schedules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(prepared) = cache().get(key) {
+            return Ok(prepared);
         }
-        let schedule = Schedule::new(&self.inputs, shape, previous, &key.1)?;
-        check(&self.inputs, &schedule, previous)?;
-        let schedule = Arc::new(schedule);
-        core.schedules.insert(key, Arc::clone(&schedule));
-        Ok(schedule)
+        let prepared = Arc::new(Prepared::new(&self.inputs, key, previous)?);
+        cache().put(key.clone(), Arc::clone(&prepared));
+        Ok(prepared)
     }
 
     pub(super) fn close(&self) {

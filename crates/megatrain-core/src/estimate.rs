@@ -92,8 +92,8 @@ fn looked_up(request: &Request, plan: &Plan) -> f64 {
     let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
     let Some(shape) = tables.map(|t| &t.shape).max_by_key(|shape| shape[0]) else { return 1.0 };
     let hidden = (shape[1] * request.precision.dtype().size()).max(1);
-    let tokens = u64::from(plan.micro_batches) * request.units[1].input_bytes / hidden;
-    (tokens as f64 / shape[0].max(1) as f64).min(1.0)
+    let tokens = f64::from(plan.micro_batches) * request.units[1].input_bytes as f64 / hidden as f64;
+    (tokens.floor() / shape[0].max(1) as f64).min(1.0)
 }
 
 impl Durations<'_> {
@@ -172,18 +172,18 @@ impl Durations<'_> {
     /// beneath which they run is sent, and the state of device updates.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
-        let updated: u64 = host
+        let updated: f64 = host
             .map(|op| {
                 let part = &self.placement.parts[op.unit as usize][op.part as usize];
-                part.elements.end - part.elements.start
+                (part.elements.end - part.elements.start) as f64
             })
             .sum();
         let immediate = self.request.update == UpdateMode::Immediate;
         let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
         let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
-        let beneath: u64 = beneath.map(|op| self.link_bytes(op)).sum();
-        let own = (updated * update_bytes(self.request.precision)).max(1);
-        1.0 + self.rates.link_cost * beneath as f64 / own as f64
+        let beneath: f64 = beneath.map(|op| self.link_bytes(op) as f64).sum();
+        let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
+        1.0 + self.rates.link_cost * beneath / own
     }
 }
 

@@ -55,17 +55,18 @@ impl StoreBytes {
     /// All planes together.
     #[must_use]
     pub const fn total(&self) -> u64 {
-        self.image + self.residual + self.exp_avg + self.exp_avg_sq
+        let state = self.residual.saturating_add(self.exp_avg).saturating_add(self.exp_avg_sq);
+        self.image.saturating_add(state)
     }
 }
 
 impl std::iter::Sum for StoreBytes {
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         parts.fold(Self::default(), |sum, part| Self {
-            image: sum.image + part.image,
-            residual: sum.residual + part.residual,
-            exp_avg: sum.exp_avg + part.exp_avg,
-            exp_avg_sq: sum.exp_avg_sq + part.exp_avg_sq,
+            image: sum.image.saturating_add(part.image),
+            residual: sum.residual.saturating_add(part.residual),
+            exp_avg: sum.exp_avg.saturating_add(part.exp_avg),
+            exp_avg_sq: sum.exp_avg_sq.saturating_add(part.exp_avg_sq),
         })
     }
 }

@@ -1,9 +1,10 @@
 //! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
 use std::ops::Range;
 
+use super::request::MOST_BUFFERS;
 use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
-use crate::layout::{NORM_BLOCK, Precision, UNIT_ALIGN, UnitLayout};
+use crate::layout::{Precision, UNIT_ALIGN, UnitLayout};
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -168,17 +169,36 @@ const DEVICE_UPDATE_ELEMENTS: u64 = 16 << 20;
 /// The most parts. The first part's landing and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
 
+/// The exponent of the bytes that a tier can have: an exbibyte.
+const MOST_BYTES_LOG2: u32 = 60;
+
 struct Carver {
     sizes: [u64; Region::ALL.len()],
     carved: Vec<(String, DeviceRange)>,
     items: Vec<Item>,
 }
 
+/// Sizes saturate while they are added up; a plan that comes near the end of the numbers is refused as a whole.
+fn aligned(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
+}
+
 impl Carver {
+    /// Refuses what cannot be counted with: beyond this, sums and offsets would wrap.
+    fn check(&self) -> Result<()> {
+        let totals = Plan::sum(&self.items);
+        let lines = self.items.iter().map(|item| (item.what.as_str(), item.bytes));
+        let sums = [("all of the device's memory", totals.device), ("all of the host's memory", totals.host)];
+        match lines.chain(sums).find(|&(_, bytes)| bytes >= 1 << MOST_BYTES_LOG2) {
+            None => Ok(()),
+            Some((what, bytes)) => Err(Error::TooLarge { what: what.to_owned(), bytes, log2: MOST_BYTES_LOG2 }),
+        }
+    }
+
     fn device(&mut self, region: Region, what: &str, bytes: u64) -> DeviceRange {
-        let len = bytes.next_multiple_of(ALIGN);
+        let len = aligned(bytes);
         let offset = self.sizes[region as usize];
-        self.sizes[region as usize] += len;
+        self.sizes[region as usize] = offset.saturating_add(len);
         self.item(what, Tier::Device, len, false);
         let stretch = DeviceRange { region, offset, len };
         self.carved.push((what.to_owned(), stretch));
@@ -190,7 +210,7 @@ impl Carver {
             return;
         }
         match self.items.iter_mut().find(|i| i.what == what && i.tier == tier && i.pinned == pinned) {
-            Some(item) => item.bytes += bytes,
+            Some(item) => item.bytes = item.bytes.saturating_add(bytes),
             None => self.items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
         }
     }
@@ -208,6 +228,7 @@ impl Placement {
             let (plan, request) = (plan.units.len().to_string(), n.to_string());
             return Err(Error::PlanMismatch { what: "the number of units", plan, request });
         }
+        check_counts(request, plan)?;
         let mut p = Self {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
             device_update_parts: (0..n).map(|unit| device_update_parts(request, plan, unit, &layouts[unit])).collect(),
@@ -246,6 +267,7 @@ impl Placement {
         p.place_norm(&mut carver);
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
+        carver.check()?;
         p.sizes = carver.sizes;
         p.carved = carver.carved;
         p.items = carver.items;
@@ -425,7 +447,7 @@ impl Placement {
     fn place_norm(&mut self, carver: &mut Carver) {
         for unit in 0..self.layouts.len() {
             if self.trains(unit) {
-                let blocks = self.layouts[unit].trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum::<u64>();
+                let blocks = self.layouts[unit].num_norm_blocks();
                 let table = carver.device(Region::Norm, "gradient norm", blocks * 16);
                 let sums = carver.device(Region::Norm, "gradient norm", blocks * 8);
                 self.norm[unit] = Some(NormPlace { blocks, table, sums, first: self.norm_blocks });
@@ -467,7 +489,8 @@ impl Placement {
             }
         }
         for unit in 0..=last {
-            let bytes = u64::from(plan.group) * self.staged[unit].next_multiple_of(PAGE);
+            let paged = self.staged[unit].checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
+            let bytes = paged.saturating_mul(plan.group.into());
             carver.item("activations", Tier::Host, bytes, true);
             if request.requests.accumulate && self.trains(unit) {
                 self.store[unit] = self.layouts[unit].moment_bytes();
@@ -482,7 +505,12 @@ impl Placement {
     #[must_use]
     pub fn norm_bytes(&self) -> u64 {
         // Each unit's sums arrive in one copy of whole 512-byte lines.
-        self.norm.iter().flatten().map(|n| n.sums.len).sum::<u64>().next_multiple_of(PAGE)
+        self.norm
+            .iter()
+            .flatten()
+            .fold(0, |sum: u64, n| sum.saturating_add(n.sums.len))
+            .checked_next_multiple_of(PAGE)
+            .unwrap_or(u64::MAX)
     }
 
     fn push_slab(&mut self, bytes: u64, carver: &mut Carver) -> u32 {
@@ -492,21 +520,37 @@ impl Placement {
     }
 }
 
+/// Refuses counts that no request leads to, so that a plan from a file cannot ask for what does not exist.
+fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
+    let most_units = request.units.len() as u64;
+    for (setting, value, least, most) in [
+        ("slots", plan.slots, 0, most_units),
+        ("slabs", plan.slabs, 0, most_units),
+        ("grad_buffers", plan.grad_buffers, 0, most_units),
+        ("stage_buffers", plan.stage_buffers, 0, MOST_BUFFERS.into()),
+        ("visit_buffers", plan.state_buffers, 0, MOST_BUFFERS.into()),
+        ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
+        ("group", plan.group, 1, plan.micro_batches.into()),
+    ] {
+        let value = u64::from(value);
+        if value < least || value > most {
+            let why = "a plan is made for one request";
+            return Err(Error::OutOfRange { setting, value, least, most: Some(most), why });
+        }
+    }
+    Ok(())
+}
+
 /// Cuts a unit. Only the ends have a place of their own for weights and gradient while their state is on the host.
 fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Part> {
-    let blocks = layout.norm_blocks();
-    let total = blocks.len() as u64;
+    let total = layout.num_norm_blocks();
     let end = unit == 0 || unit + 1 == request.units.len();
     let cut = end && total > 0 && plan.units[unit].state == State::Host && !request.requests.accumulate;
     let wanted = request.requests.parts.map_or_else(|| (total / PART_BLOCKS).min(MOST_PARTS), u64::from);
     let count = if cut { wanted.clamp(1, total) } else { 1 };
     let size = layout.precision.dtype().size();
     let first = |part: u64| total * part / count;
-    let element = |part: u64| match usize::try_from(first(part)) {
-        _ if part == 0 => 0,
-        Ok(block) if part < count => blocks[block].0,
-        _ => layout.elements,
-    };
+    let element = |part: u64| if part == 0 { 0 } else { layout.norm_block_start(first(part)) };
     let part = |i: u64| {
         let elements = element(i)..element(i + 1);
         let last = if i + 1 == count { layout.image_bytes } else { elements.end * size };
@@ -523,8 +567,9 @@ fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &Uni
     }
     let steps = layout.elements / UNIT_ALIGN;
     let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(DEVICE_UPDATE_ELEMENTS), u64::from);
-    let count = wanted.clamp(1, steps);
-    let cut = |i: u64| steps * i / count * UNIT_ALIGN;
+    let count = wanted.clamp(1, steps.min(MOST_BUFFERS.into()));
+    // The first `steps % count` parts are one step longer; a product with `steps` could overflow.
+    let cut = |i: u64| (steps / count * i + i.min(steps % count)) * UNIT_ALIGN;
     (0..count).map(|i| cut(i)..cut(i + 1)).collect()
 }
 
@@ -532,13 +577,13 @@ fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &Uni
 pub(crate) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
     let (unit, choice) = (&request.units[unit], &plan.units[unit]);
     let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
-    let input = if choice.input == Place::Host { unit.input_bytes.next_multiple_of(ALIGN) } else { 0 };
-    (kept + input).next_multiple_of(ALIGN)
+    let input = if choice.input == Place::Host { aligned(unit.input_bytes) } else { 0 };
+    aligned(kept.saturating_add(input))
 }
 
 /// Room for saved tensors packed one after the other, each on its own line.
 fn offloaded_bytes(kept: u64) -> u64 {
-    kept + 128 * ALIGN
+    kept.saturating_add(128 * ALIGN)
 }
 
 /// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
@@ -549,19 +594,21 @@ fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     for unit in 1..last {
         let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
         if choice.activation == Activation::Keep {
-            kept += group * sizes.kept_bytes;
-            carver.item("kept activations (torch)", Tier::Device, group * sizes.kept_bytes, false);
+            let bytes = group.saturating_mul(sizes.kept_bytes);
+            kept = bytes.saturating_add(kept);
+            carver.item("kept activations (torch)", Tier::Device, bytes, false);
         } else if choice.input == Place::Device {
-            carver.item("layer inputs (torch)", Tier::Device, group * sizes.input_bytes, false);
+            carver.item("layer inputs (torch)", Tier::Device, group.saturating_mul(sizes.input_bytes), false);
         }
     }
     // The last hidden states, and the gradients that replace them one by one.
-    carver.item("hidden states (torch)", Tier::Device, (group + 1) * request.units[last].input_bytes, false);
+    let hidden = (group + 1).saturating_mul(request.units[last].input_bytes);
+    carver.item("hidden states (torch)", Tier::Device, hidden, false);
     // What is needed late takes the place of what was kept.
     let workspace = request.workspace_bytes.max(request.late_workspace_bytes.saturating_sub(kept));
     carver.item("workspace (torch)", Tier::Device, workspace, false);
     let torch = |i: &&Item| i.what.ends_with("(torch)") && i.tier == Tier::Device;
-    let used: u64 = carver.items.iter().filter(torch).map(|i| i.bytes).sum();
+    let used: u64 = carver.items.iter().filter(torch).fold(0, |sum: u64, item| sum.saturating_add(item.bytes));
     carver.item("fragmentation (torch)", Tier::Device, (used as f64 * request.fragmentation) as u64, false);
     carver.item("context and libraries (torch)", Tier::Device, request.context_bytes, false);
 }

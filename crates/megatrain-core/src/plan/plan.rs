@@ -119,7 +119,9 @@ impl Plan {
     /// The totals of `items`.
     #[must_use]
     pub fn sum(items: &[Item]) -> Totals {
-        let of = |tier: Tier| items.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum();
+        let of = |tier: Tier| {
+            items.iter().filter(|i| i.tier == tier).fold(0, |sum: u64, item| sum.saturating_add(item.bytes))
+        };
         Totals { device: of(Tier::Device), host: of(Tier::Host) }
     }
 

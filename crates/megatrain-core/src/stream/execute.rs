@@ -163,7 +163,7 @@ impl Shared {
         });
         self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
         let layout = &self.placement.layouts[unit];
-        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.norm_blocks().len() as u64);
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.num_norm_blocks());
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
             *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }

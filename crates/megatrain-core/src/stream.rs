@@ -27,6 +27,7 @@ use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
 use crate::error::{Item, Result};
+use crate::host::Process;
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
 use crate::schedule::{Lane, Pass};
@@ -127,6 +128,7 @@ pub struct Outcome {
 pub struct Engine {
     shared: Arc<Shared>,
     threads: std::sync::Mutex<Vec<JoinHandle<()>>>,
+    process: Process,
 }
 
 impl Engine {
@@ -136,7 +138,8 @@ impl Engine {
     /// [`crate::Error`] when the plan was made for another request, and what allocating can answer.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
-        let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
+        let engine =
+            Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());
         started.map(|()| engine)
     }
@@ -263,8 +266,12 @@ impl Engine {
         self.shared.trace.to_json(&Lane::ALL.map(Lane::name))
     }
 
-    /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].
+    /// Stops the lanes and waits for the device. Calls after this return [`crate::Error::Closed`]. Does nothing in a fork of
+    /// the engine's process, where there are no lanes, and whose copies of locks may be held by threads it does not have.
     pub fn close(&self) {
+        if self.process.is_forked() {
+            return;
+        }
         self.shared.close();
         for thread in self.lock_threads().drain(..) {
             // Panics on a lane are caught there, so a thread ends only by returning.
@@ -280,6 +287,13 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            // What the lanes, the pool and the device hold is the parent's.
+            std::mem::forget(Arc::clone(&self.shared));
+            let threads = self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            threads.drain(..).for_each(std::mem::forget);
+            return;
+        }
         self.close();
     }
 }

@@ -20,7 +20,7 @@ use self::memory::{Allocated, Allocation};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
-use crate::host::HostSpan;
+use crate::host::{HostSpan, Process};
 use crate::layout::Dtype;
 
 /// What is to go wrong. `{"pin_limit_bytes": 1048576, "fail": [{"call": "copy_to_host", "nth": 5}],
@@ -97,10 +97,14 @@ impl Moment {
 struct Registration {
     start: usize,
     shared: Arc<Mutex<State>>,
+    process: Process,
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            return;
+        }
         lock(&self.shared).pinned.retain(|&(start, _)| start != self.start);
     }
 }
@@ -355,7 +359,7 @@ impl Device for SimDevice {
             return Err(Error::Device { call: "pin", code: 2, detail });
         }
         state.pinned.push((start, len));
-        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared) })))
+        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared), process: Process::current() })))
     }
 
     fn set_compute_stream(&self, _handle: u64) -> Result<()> {

@@ -135,7 +135,7 @@ impl Api {
 
     pub(crate) fn device(&self, ordinal: i32) -> Result<CUdevice, CudaError> {
         let mut device = 0;
-        // SAFETY: the pointer is to a live device handle; a wrong ordinal is an answer, not a fault.
+        // SAFETY: the pointer is to a live device handle; a wrong ordinal is an error code, not a fault.
         let code = unsafe { (self.cuDeviceGet)(&raw mut device, ordinal) };
         check("cuDeviceGet", code)?;
         Ok(device)
@@ -143,7 +143,7 @@ impl Api {
 
     pub(crate) fn name(&self, device: CUdevice) -> Result<String, CudaError> {
         let mut bytes = [0u8; 256];
-        // SAFETY: the driver writes at most 255 bytes and a NUL into the 256 it is told of.
+        // SAFETY: the driver writes at most 255 bytes and a NUL into the 256 that are passed.
         let code = unsafe { (self.cuDeviceGetName)(bytes.as_mut_ptr().cast(), 255, device) };
         check("cuDeviceGetName", code)?;
         let len = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());

@@ -1,12 +1,12 @@
-//! The driver's codes, with our own words: asking the driver for its words would itself need a driver.
+//! The driver's codes with descriptions of our own: asking the driver for its descriptions would need a driver.
 use megatrain_core::Error;
 
-/// A driver call that did not answer 0.
+/// A driver call that did not return 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaError {
     /// The driver call.
     pub call: &'static str,
-    /// Its answer.
+    /// What it returned.
     pub code: i32,
 }
 

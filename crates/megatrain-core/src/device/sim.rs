@@ -109,7 +109,7 @@ impl Drop for Registration {
     }
 }
 
-/// Splitmix64: a seed is all the state, which is what a reproducible order needs.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a seed is all the state, which is what a reproducible order needs.
 pub(crate) struct SplitMix(pub(crate) u64);
 
 impl SplitMix {
@@ -281,7 +281,7 @@ impl State {
     }
 }
 
-/// Total and available memory of the machine, as the kernel tells; zeros where it does not.
+/// Total and available memory of the machine, as the kernel reports them; zeros where it does not.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {

@@ -220,7 +220,7 @@ fn words(payload: &(dyn Any + Send)) -> &str {
         .unwrap_or("panicked")
 }
 
-/// How many workers a pool gets unless told: what the process may use less two, at least one.
+/// The default number of workers: the cores that the process may use less two, at least one.
 #[must_use]
 pub fn default_threads() -> usize {
     permitted_cpus().saturating_sub(SPARED_CPUS).max(1)

@@ -91,7 +91,7 @@ pub struct Plan {
     pub units: Vec<UnitPlan>,
     /// Device weight buffers that layers with state on the host share.
     pub slots: u32,
-    /// Landing places on the host that layers share (immediate updates), or one for each layer whose state is there.
+    /// Slabs on the host that layers share (immediate updates), or one for each layer whose state is there.
     pub slabs: u32,
     /// Device gradient buffers that layers with state on the host share.
     pub grad_buffers: u32,

@@ -7,7 +7,7 @@ use crate::plan::{
 };
 use crate::schedule::Lane;
 
-/// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
+/// Slabs that layers share at least by default under immediate updates: enough that the host's optimizer
 /// always finds the next gradient while the link lags or leads by a few layers.
 const SLABS: u32 = 6;
 /// One slot computes, one loads, and one is full already when the link is late.
@@ -26,7 +26,7 @@ const DEVICE_UPDATES_TRIED: u32 = 12;
 const ALIKE: f64 = 1.001;
 /// One state buffer is filled, one is emptied, and one absorbs the difference.
 const STATE_BUFFERS: u32 = 3;
-/// One gradient buffer is filled by backward while the other one lands.
+/// One gradient buffer is filled by backward while the other one is offloaded.
 const GRAD_BUFFERS: u32 = 2;
 
 /// A plan being improved step by step; every step keeps what fits and gives back what does not.
@@ -102,7 +102,7 @@ fn state_order(request: &Request) -> Vec<usize> {
 }
 
 /// Lets `count` of the layers whose state lives on the host be updated on the device, as far as there are so many: evenly
-/// spread, so that the host's optimizer and the link meet the next forward side by side. Tells how many there are.
+/// spread, so that the host's optimizer and the link meet the next forward side by side. Returns how many there are.
 fn spread(request: &Request, plan: &mut Plan, count: u32) -> usize {
     for unit in &mut plan.units {
         unit.update = if unit.state == State::Device { Place::Device } else { Place::Host };
@@ -155,7 +155,7 @@ impl Choice<'_> {
         totals.device <= budget.device && totals.host <= budget.host
     }
 
-    /// Keeps a change when it still fits, and tells so.
+    /// Keeps a change when it still fits, and returns whether it does.
     fn attempt(&mut self, change: impl FnOnce(&mut Plan)) -> Result<bool> {
         let before = self.plan.clone();
         change(&mut self.plan);
@@ -359,7 +359,7 @@ impl Choice<'_> {
         let base = self.plan.clone();
         let candidates = self.candidates(fill)?;
         let mut seconds = vec![None; candidates.len()];
-        // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
+        // Load, forward, backward, offload and update of every unit, for each of the steps that an estimate runs.
         let operations = 3 * self.request.units.len() * (4 + 4 * self.request.micro_batches as usize);
         let stride = candidates.len().div_ceil((SIMULATED / operations).max(FEWEST));
         let last = candidates.len() - 1;

@@ -54,7 +54,7 @@ impl Arena {
                 && let Err(e) = memory.interleave(&nodes)
             {
                 let count = nodes.len();
-                notes.push(format!("memory could not be spread over {count} NUMA nodes ({e}); it lies where it falls"));
+                notes.push(format!("memory could not be spread over {count} NUMA nodes ({e}); the system places it"));
             }
             if huge && let Some(reason) = ask_for_huge_pages(&memory) {
                 notes.push(format!("no huge pages ({reason}); ordinary pages are used"));
@@ -76,7 +76,7 @@ impl Arena {
         &self.memory
     }
 
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -170,14 +170,14 @@ fn chunks(pieces: &[Range<u64>], max_bytes: u64) -> Vec<Range<u64>> {
     chunks
 }
 
-/// What came of asking a device to register memory.
+/// Result of registering memory with a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning {
     /// Bytes asked for.
     pub asked: u64,
     /// Bytes registered.
     pub obtained: u64,
-    /// The first refusal: which chunk, how large, and the device's words; and how many there were.
+    /// The first refusal: which chunk, how large, and the device's message; and how many there were.
     pub refusal: Option<String>,
 }
 

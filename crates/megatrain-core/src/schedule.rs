@@ -314,7 +314,7 @@ impl Schedule {
     }
 
     /// Units whose weights need not be loaded again after this pass: those that it has not updated and that the next
-    /// one would not evict. With fewer slots than layers, a layer's turn comes when others have taken its slot, and
+    /// one would not evict. With fewer slots than layers, others have taken a layer's slot by the time it is used again, and
     /// keeping some back would leave too few slots to load ahead.
     #[must_use]
     pub fn leaves(&self, inputs: &ScheduleInputs) -> Vec<Resident> {

@@ -1,4 +1,4 @@
-//! The optimizer's own threads: a fixed division of the work, so that each thread meets the same pages every step.
+//! The optimizer's own threads: a fixed division of the work, so that each thread works on the same pages every step.
 //!
 //! Not a work-stealing pool on purpose: stealing undoes locality, and a pool shared with PyTorch's would fight it for
 //! cores. The number of threads follows what the process may use, not `OMP_NUM_THREADS`, which launchers set to 1.

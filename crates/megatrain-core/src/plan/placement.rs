@@ -105,7 +105,7 @@ pub struct Part {
 pub struct Placement {
     /// The units' layouts.
     pub layouts: Vec<UnitLayout>,
-    /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
+    /// The parts of each unit, in order; one, but of a large embedding or head whose work between two steps would
     /// otherwise be the sum of offload, update and sending.
     pub parts: Vec<Vec<Part>>,
     /// The elements of each part in which a unit with its state on the host is updated on the device; empty where the host

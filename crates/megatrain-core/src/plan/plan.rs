@@ -75,7 +75,7 @@ pub struct Totals {
 pub struct Forecast {
     /// Seconds a step in steady state, at the measured rates: no step can be faster.
     pub step_s: f64,
-    /// Seconds a step at the rates that a whole step sustains ([`Rates::sustained`]): what to expect.
+    /// Seconds a step at the rates that a whole step sustains ([`super::Rates::sustained`]): what to expect.
     #[serde(default)]
     pub expected_step_s: f64,
     /// The busiest lane.

@@ -185,7 +185,7 @@ impl Choice<'_> {
         Ok(())
     }
 
-    /// Between three slots and one for each layer, every further one saves a load where backward turns round.
+    /// Between three slots and one for each layer, every further one saves a load where backward begins.
     fn grow_slots(&mut self, most: u32) -> Result<()> {
         let host = |u: &&UnitPlan| u.state == State::Host;
         let layers = self.plan.units[1..=self.request.num_layers()].iter().filter(host).count();

@@ -138,7 +138,7 @@ impl Builder<'_> {
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
             self.load(unit, turn);
-            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one turn.
+            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {
                 let stage = self.next_stage(unit, true);

@@ -3,7 +3,7 @@ use std::collections::HashMap;
 
 use super::{Resident, ScheduleInputs};
 
-/// A layer's turn: the slot that holds it, and whether it must be loaded first.
+/// A layer's use in a pass: the slot that holds it, and whether it must be loaded first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Turn {
     pub(super) slot: u32,

@@ -16,7 +16,7 @@ from megatrain.data.readers import Source
 from megatrain.data.train_tokenizer import train_bpe
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.training.run_dir import read_metrics, read_status
-from megatrain.training.setup import assemble
+from megatrain.training.setup import prepare_run
 from megatrain.training.stop import Stop
 from support.runs import MODEL, WORDS, settings, write_rows
 from support.trainer import At, assert_bit_equal, fit, losses, stopped_after_two_steps
@@ -174,7 +174,7 @@ def test_a_dry_run_and_the_data_view_of_a_stopped_run_are_of_its_tokenizer_and_i
     config = settings(tmp_path)
     path = tmp_path / "config.yml"
     path.write_text(yaml.safe_dump(config))
-    parts = assemble(Config.of(config), folder=None, dry=True)
+    parts = prepare_run(Config.of(config), folder=None)
     wanted = parts.loader.batch(2).micro_batches[0]["input_ids"].tolist()
     parts.close()
     stopped_after_two_steps(config)

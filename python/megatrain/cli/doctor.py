@@ -1,7 +1,7 @@
-"""What is here, what is missing and how to get it. Instant: torch is looked at, not imported.
+"""`megatrain doctor`: what is installed, what is missing, and how to get it. Instant, since torch is not imported.
 
-megatrain doctor         this machine and installation
-megatrain doctor RUN     every checkpoint of a run against its own checksums
+megatrain doctor         checks this machine and installation
+megatrain doctor RUN     checks every checkpoint of a run against its checksums
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Finding:
     status: Status
     value: str
     advice: str = ""
-    """What to do about it; empty when nothing need be done."""
+    """What to do about it; empty when there is nothing to do."""
 
 
 def examine(machine: Machine | None = None, folder: Path | None = None) -> list[Finding]:

@@ -74,6 +74,9 @@ class StepRecord:
         return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
 
 
+RECENT = 64
+"""Steps that a new step's loss and gradient norm are compared with (see `spikes`)."""
+
 _LAST_PART = 10
 """The end of a run is its last tenth of steps …"""
 _LAST_MOST = 20

@@ -6,7 +6,7 @@ for piece in generate("runs/quickstart", "def main", max_new_tokens=64): print(p
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,14 +109,15 @@ def sample(
     *,
     raw: bool = False,
     max_length: int | None = None,  # most tokens, prompt included
+    stopped: Callable[[], bool] = lambda: False,  # asked before each token, which takes a pass through the model
 ) -> str:
-    """The likeliest continuation by the engine's present weights. Nothing is cached between tokens, so that a streamed
-    model needs no further memory: meant for a few short samples."""
+    """The likeliest continuation by the engine's present weights, cut off when `stopped` says so. Nothing is cached
+    between tokens, so that a streamed model needs no further memory: meant for a few short samples."""
     ids = encode(tokenizer, prompt, raw)
     start = ids.shape[1]
     ends = {tokenizer.eos_token_id} - {None}
     for _ in range(max_new_tokens):
-        if max_length is not None and ids.shape[1] >= max_length:
+        if stopped() or (max_length is not None and ids.shape[1] >= max_length):
             break
         token = int(engine.logits(ids).reshape(-1).argmax())
         if token in ends:

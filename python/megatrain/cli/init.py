@@ -1,5 +1,6 @@
 """`megatrain init MODEL DATA`: a commented configuration to start from. Loads no torch and reads no weights."""
 
+import contextlib
 import json
 import os
 import re
@@ -97,7 +98,10 @@ def _value(value: Any) -> str:
 def _scalar(value: Any) -> str:
     """A value as YAML reads it back, quoted where it has to be."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if yaml12.load(f"key: {text}", "init") == {"key": value} else json.dumps(value, ensure_ascii=False)
+    with contextlib.suppress(ValueError):  # such as a path with a colon, which is no YAML as it is
+        if yaml12.load(f"key: {text}", "a value") == {"key": value}:
+            return text
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _seen_from(out: Path, given: str) -> str:

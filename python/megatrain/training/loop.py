@@ -108,6 +108,7 @@ class TrainingLoop:
         if position.step >= self.total:
             log.info("all %d steps are done already", self.total)
         try:
+            self._status("training")
             self._first_evaluation()
             if position.owed_eval and self._eval_loader is not None and not self.stop.requested:
                 self._evaluate(self._eval_loader, position.step)
@@ -317,7 +318,6 @@ class TrainingLoop:
     def _first_evaluation(self) -> None:
         if self._eval_loader is None or not self.config.eval.at_start or self.position.step > 0:
             return
-        self._status("evaluating")
         loss = self._held_out_loss(self._eval_loader, 0)
         if loss is not None:
             self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = loss
@@ -359,7 +359,9 @@ class TrainingLoop:
     def _held_out_loss(self, loader: "Loader", step: int) -> float | None:
         """Mean over supervised tokens; None when a stop request cut the evaluation off."""
         self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
+        self._status("evaluating")
         loss, tokens = evaluate(self.engine, loader, self.stop)
+        self._status("training")
         if loss is not None:
             self.display.evaluation(step, loss, tokens)
         return loss

@@ -162,6 +162,8 @@ def _advice(report: "Forecast") -> list[str]:
         advice.append("nothing was measured, and rates of a usual machine are assumed: run `megatrain probe`")
     elif not run_plan.machine.described and (busy := calibrate.kept_busy(run_plan.machine, run_plan.device)):
         advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")
+    if report.numerics["attention"] == "sdpa: math":
+        advice.append("train.deterministic makes attention slow in fp32: turn it off, or use train.precision: bf16")
     free = report.free_clipping_tokens
     hidden = free is None or report.step_tokens >= free or config.train.update == "immediate"
     if report.bound in ("upload", "download"):

@@ -65,6 +65,7 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["train", "missing.yaml"], "missing.yaml"),
         (["train", "good.yaml", "train.lrr=1"], "train.lr"),
         (["train", "good.yaml", "--fast"], "--fast"),
+        (["train", "good.yaml", "--verbose"], "add --dry-run"),
         (["train", "good.yaml", "device=cuda"], "device"),
         (["plan", "missing.yaml"], "missing.yaml"),
         (["plan", "qwen2.5-0.5b", "--machine", "nowhere.yaml"], "nowhere.yaml"),

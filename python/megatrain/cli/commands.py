@@ -50,6 +50,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatrain.training import run_dir
     from megatrain.training.progress import Display, mode_for
 
+    refusals.train(args)
     config = Config.load(args.config, args.settings)
     config.require("data")
     folder = run_dir.output_folder(config)
@@ -148,7 +149,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _planned(target: str, settings: list[str]) -> "Config":
-    """A configuration file, the name of a public shape, or a model's folder or id."""
+    """The configuration for `plan`: from a file, a public shape, or a model's folder or hub id."""
     from megatrain.config import Config
     from megatrain.models.presets import SHAPES
 
@@ -195,9 +196,9 @@ def _probe(args: argparse.Namespace) -> int:
         json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
     else:
         table(("rate", ">value", "unit"), [(key, f"{value:.3g}", calibrate.UNITS[key]) for key, value in found.items()])
-        line(f"kept in {kept}" if kept else "not kept")
+        line(f"stored in {kept}" if kept else "not stored: the cache folder cannot be written")
         if measured.busy:
-            line(f"busy: {measured.busy}, so plans expect too little of this machine; probe again when it is idle")
+            line(f"busy: {measured.busy}, so plans will expect too little of this machine; probe again when it is idle")
     return DONE
 
 
@@ -273,7 +274,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def bench_request(args: argparse.Namespace) -> "bench.Request":
-    """What the arguments of `megatrain bench` ask for. Raises ConfigError."""
+    """The request that the arguments of `megatrain bench` describe. Raises ConfigError."""
     from megatrain.config import paths, yaml12
 
     plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
@@ -317,7 +318,9 @@ def _eval(args: argparse.Namespace) -> int:
     target, resume = Path(args.target), None
     if target.is_dir():
         if not run_dir.is_run(target):
-            raise ConfigError(f"{target} is a folder but no run; give a configuration or a run's folder (output.dir)")
+            raise ConfigError(
+                f"{target} is a folder but not a run; give a configuration or a run's folder (output.dir)"
+            )
         from megatrain.training.sampling import find_model
 
         config = Config.load(target / run_dir.CONFIG, args.settings)
@@ -353,7 +356,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _weights(config: "Config", checkpoint: Path | None) -> str:
-    """Which weights an evaluation was of, for people."""
+    """Names the weights that an evaluation measured."""
     if checkpoint is not None:
         return f"the checkpoint {checkpoint}"
     if config.model.path is None or config.model.init != "pretrained":

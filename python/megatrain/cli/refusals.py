@@ -37,6 +37,12 @@ def before_loading(config: "Config") -> None:
     planner.choose_precision(config, planner.choose_device(config, machine), machine)
 
 
+def train(args: argparse.Namespace) -> None:
+    """`--verbose` where no plan is printed."""
+    if args.verbose and not args.dry_run:
+        raise ConfigError("--verbose prints the plan of --dry-run item by item; add --dry-run, or leave it out")
+
+
 def data(args: argparse.Namespace, config: "Config") -> None:
     """`megatrain data`: a number of rows below 0, or held-out rows where there are none."""
     if args.rows < 0:

@@ -1,4 +1,4 @@
-"""Plans, data sets and configurations as tables and lines."""
+"""Prints plans, data sets and tokens as tables and lines."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -98,17 +98,17 @@ _UPDATES = (("host", "host"), ("device", "device"), ("host", "device"))
 
 
 def updates(run_plan: "RunPlan") -> None:
-    """How many units are updated where."""
+    """Prints how many units are updated where."""
     places = [(unit["state"], unit["update"]) for unit in run_plan.plan["units"]]
     on_host, living, visiting = (places.count(place) for place in _UPDATES)
     line(
-        f"updates: {on_host} units by the host's optimizer, {living} on the device where their state lives, "
+        f"updates: {on_host} units on the host, {living} on the device with their state there, "
         f"{visiting} on the device with their state on the host"
     )
 
 
 def data(name: str, summary: "Summary") -> None:
-    """A data set in numbers."""
+    """Prints a data set in numbers."""
     share = summary.num_supervised / summary.num_tokens if summary.num_tokens else 0.0
     padding = f", {summary.padding:.1%} padding" if summary.padding else ""
     lengths = summary.lengths
@@ -117,15 +117,15 @@ def data(name: str, summary: "Summary") -> None:
         f"{summary.num_sequences:,} sequences of up to {summary.seq_len}{padding}"
     )
     line(
-        f"  row lengths: {lengths['min']} to {lengths['max']}, half of them up to {lengths['median']}, "
-        f"95 % up to {lengths['p95']}" + ("; from the cache" if summary.cached else "")
+        f"  row lengths: {lengths['min']} to {lengths['max']} tokens, median {lengths['median']}, "
+        f"95th percentile {lengths['p95']}" + ("; from the cache" if summary.cached else "")
     )
     for note in summary.notes:
         line(f"  note: {note}")
 
 
 def row(view: "RowView") -> None:
-    """One row, token by token."""
+    """Prints one row, token by token."""
     dropped = f", dropped: {view.dropped}" if view.dropped else ""
     size = f"{view.num_tokens} tokens"
     if view.parts > 1:
@@ -135,11 +135,11 @@ def row(view: "RowView") -> None:
 
 
 _SCREENFUL = 20
-"""Lines of a batch that are shown."""
+"""Most lines of a batch that are printed."""
 
 
 def batch(sequences: "list[list[TokenView]]", limit: int = 400) -> None:
-    """The beginning of a micro-batch: tokens of its first sequences, as far as a screen shows them."""
+    """Prints the beginning of a micro-batch: the tokens of its first sequences, about a screenful."""
     left, lines, shown = limit, _SCREENFUL, 0
     for views in sequences:
         count = 0
@@ -155,7 +155,7 @@ def batch(sequences: "list[list[TokenView]]", limit: int = 400) -> None:
 
 
 def tokens(views: "tuple[TokenView, ...] | list[TokenView]", limit: int = 400) -> None:
-    """Tokens in the order of the text; what is learnt is in green on a terminal and in [brackets] elsewhere."""
+    """Prints tokens as text; supervised ones are green on a terminal and in [brackets] elsewhere."""
     import sys
 
     terminal = sys.stdout.isatty()

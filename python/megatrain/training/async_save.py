@@ -27,7 +27,7 @@ class CheckpointWriter:
         self.running: PendingCheckpoint | None = None
         """The one that is being written."""
         self.saved_step = step if folder.steps() else -1
-        """The step of the newest one that is complete."""
+        """The step of the newest complete one."""
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
@@ -38,7 +38,7 @@ class CheckpointWriter:
         return every is not None and step % every == 0
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of this step is complete, or will be."""
+        """Whether the checkpoint of this step is complete or being written."""
         return step == (self.saved_step if self.running is None else self.running.step)
 
     def begin(self, engine: "Engine", state: dict[str, Any], step: int, best: int | None) -> None:

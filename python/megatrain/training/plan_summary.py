@@ -100,10 +100,12 @@ def _layers(report: "Forecast") -> str:
     activations = [unit["activation"] for unit in units[1:-1]]
     how = {"keep": "keep their activations", "offload": "offload them", "recompute": "recompute them"}
     shown = [f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations]
+    if len(shown) == 1:
+        shown = [f"all {how[activations[0]].replace('them', 'their activations')}"]
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
-    return f"layers: {len(activations)}, of which {', '.join(shown)}; {updates}"
+    return f"layers: {len(activations)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}; {updates}"
 
 
 def _step(report: "Forecast") -> str:
@@ -159,7 +161,7 @@ def _advice(report: "Forecast") -> list[str]:
     run_plan, config = report.run_plan, report.config
     advice = []
     if not run_plan.measured:
-        advice.append("nothing was measured, and rates of a usual machine are assumed: run `megatrain probe`")
+        advice.append("the rates are those of a usual machine, not of this one: run `megatrain probe` to measure it")
     elif not run_plan.machine.described and (busy := calibrate.kept_busy(run_plan.machine, run_plan.device)):
         advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")
     if report.numerics["attention"] == "sdpa: math":

@@ -77,7 +77,7 @@ class Trainer:
                 raise
             facts = folder.facts
             try:
-                loop = self._begin(folder, parts, origin.position if origin is not None else Position())
+                loop = self._begin(folder, parts, origin)
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)
                 self.stop.on_abandon = lambda reason: folder.write_status("killed", **loop.facts(), reason=reason)
@@ -87,27 +87,28 @@ class Trainer:
                 folder.write_status(state, **facts(), reason=_reason(error))
                 raise
 
-    def _begin(self, folder: RunFolder, parts: "RunComponents", position: Position) -> TrainingLoop:
+    def _begin(self, folder: RunFolder, parts: "RunComponents", origin: ResumePoint | None) -> TrainingLoop:
         """Writes what the folder holds of a run before its first step. Raises RunStopped when the disk has no room."""
         config = self.config.run_plan(parts.planned.run_plan.precision)
+        position = origin.position if origin is not None else Position()
         try:
             with self.stop.interruptible():
                 folder.write_config(config.to_yaml())
                 folder.write_plan(parts.engine.plan)
-                self._log_plan(parts)
+                self._log_plan(parts, None if origin is None else origin.numerics)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error
         return TrainingLoop(config, self.stop, self.display, folder, metrics_file, parts, position)
 
-    def _log_plan(self, parts: "RunComponents") -> None:
+    def _log_plan(self, parts: "RunComponents", saved: dict[str, Any] | None) -> None:
         """The plan in a few lines; `plan.json` has all of it."""
         from megatrain.training import plan_summary
         from megatrain.training.forecast import forecast
 
         planned = parts.planned
         data = (planned.train, planned.held_out)
-        report = forecast(planned.model_setup, planned.run_plan, data=data, total_steps=planned.total_steps)
+        report = forecast(planned.model_setup, planned.run_plan, saved, data, planned.total_steps)
         for line in plan_summary.lines(report):
             log.info(line)
         log.info("numerics key: %s", ", ".join(f"{key} {value}" for key, value in parts.engine.numerics().items()))

@@ -248,7 +248,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
         earlier.setattr("megatrain.training.loop._fingerprints", lambda _: {})
         stopped_after_two_steps(config)
     assert fit(config).step == 6
-    assert [r.message for r in caplog.records if "does not say what its data held" in r.message]
+    assert [r.message for r in caplog.records if "changes of data are not checked" in r.message]
 
 
 def test_settings_that_an_earlier_version_took_without_effect_do_not_hold_a_run_up(

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import yaml
 from megatrain.cli import main
 from megatrain.engine.engine import Engine, StepOutput
 from megatrain.errors import StorageError
+from megatrain.planning import calibrate
+from megatrain.system import hardware
 from megatrain.training import run_dir, setup
 from megatrain.training.run_dir import read_metrics, read_status, state_of
 from megatrain.training.stop import RunStopped, Stop
@@ -147,13 +150,24 @@ def test_a_requested_save_is_on_the_disk_before_the_next_step_and_the_run_goes_o
     assert run_dir.steps_in(tmp_path / "run" / "checkpoints") == [3, 6]
 
 
-def test_a_run_says_how_long_a_stop_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_run_says_at_its_start_how_long_a_stop_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+    if measured:
+        rates = dict.fromkeys(calibrate.UNITS, 2.0) | {"disk_write_gbs": 1e-6}
+        assert calibrate.keep(hardware.read(), "cpu", rates) is not None
     with caplog.at_level(logging.INFO, "megatrain"):
         fit(settings(tmp_path))
-    said = [record.message for record in caplog.records if record.message.startswith("a stop (Ctrl-C, SIGTERM) needs ")]
-    assert len(said) == 1
-    assert "the present step (about " in said[0]
-    assert " and a checkpoint of " in said[0]
+    (said,) = [record.message for record in caplog.records if record.message.startswith("a stop (Ctrl-C, SIGTERM)")]
+    size = sum(path.stat().st_size for path in (tmp_path / "run/checkpoints/step-6").glob("*.safetensors"))
+    if measured:
+        seconds = int(re.search(r"needs about (\d+) min", said)[1]) * 60
+        assert seconds == pytest.approx(size / 1e3, rel=0.3), "at 1 kB/s"
+    else:
+        assert said.endswith("`megatrain probe` measures how long they take")
+    assert "the present step" in said
 
 
 FALLING_THEN_RISING = {

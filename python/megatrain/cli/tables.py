@@ -1,6 +1,6 @@
 """Prints plans, data sets and tokens as tables and lines."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.cli.output import line, table
 from megatrain.system.hardware import format_bytes
@@ -35,7 +35,7 @@ def plan(report: "Forecast", *, verbose: bool = False) -> None:
 def numerics(report: "Forecast") -> None:
     """The numerics key, and what it means for attention and repetition."""
     key = report.numerics
-    line("numerics key: " + ", ".join(f"{name} {_plain(value)}" for name, value in key.items()))
+    line(plan_summary.numerics_key(key))
     line(f"packed rows: {_packed_rows(key['packed_rows'])}")
     if key["attention"] == "sdpa: flash or math":
         line("attention: flash, and torch's math kernel for micro-batches with a dense mask, which flash does not take")
@@ -169,7 +169,3 @@ def tokens(views: "tuple[TokenView, ...] | list[TokenView]", limit: int = 400) -
     if learning:
         parts.append("\x1b[0m" if terminal else "]")
     line("".join(parts) + (f" … and {len(views) - limit} more tokens" if len(views) > limit else ""))
-
-
-def _plain(value: Any) -> str:
-    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -4,7 +4,7 @@ change. `megatrain plan` prints them, and a run logs them when it starts."""
 import contextlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, paths
 from megatrain.errors import ConfigError
@@ -46,11 +46,21 @@ def lines(report: "Forecast") -> list[str]:
 
 def grace(report: "Forecast") -> str:
     """How long a stop takes, for whoever sets a scheduler's grace period."""
-    step, size = report.expected_step_s, report.disk["checkpoint"] or 0
-    parts = f"the present step (about {_seconds(step)}) and a checkpoint of {format_bytes(size)}"
-    if report.checkpoint_s is None:
-        return f"{parts}; `megatrain probe` measures how fast the disk writes"
-    return f"about {duration(math.ceil(step + report.checkpoint_s))}: {parts} (about {_seconds(report.checkpoint_s)})"
+    size, step, writing = report.disk["checkpoint"] or 0, report.expected_step_s, report.checkpoint_s
+    if writing is None or not report.run_plan.measured:
+        return (
+            f"the present step and a checkpoint of {format_bytes(size)}; `megatrain probe` measures how long they take"
+        )
+    return (
+        f"about {duration(math.ceil(step + writing))}: the present step (about {_seconds(step)}) and a checkpoint of "
+        f"{format_bytes(size)} (about {_seconds(writing)})"
+    )
+
+
+def numerics_key(key: dict[str, Any]) -> str:
+    """The numerics key in one line."""
+    shown = {name: " x ".join(map(str, value)) if isinstance(value, list) else value for name, value in key.items()}
+    return "numerics key: " + ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def _headline(report: "Forecast") -> str:

@@ -111,7 +111,7 @@ class Trainer:
         report = forecast(planned.model_setup, planned.run_plan, saved, data, planned.total_steps)
         for line in plan_summary.lines(report):
             log.info(line)
-        log.info("numerics key: %s", ", ".join(f"{key} {value}" for key, value in parts.engine.numerics().items()))
+        log.info(plan_summary.numerics_key(parts.engine.numerics()))
         log.info("a stop (Ctrl-C, SIGTERM) needs %s", plan_summary.grace(report))
         if self.config.output.save_every is None:
             log.info(

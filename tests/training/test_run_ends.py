@@ -131,16 +131,21 @@ def test_memory_that_runs_out_in_an_evaluation_or_while_loading_names_that(
     assert read_status(tmp_path / "run")["state"] == "failed"
 
 
-def test_a_run_that_is_ended_at_once_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_ended_at_once_says_so_and_nothing_is_written_over_it(tmp_path: Path) -> None:
     stop, run = Stop(), tmp_path / "run"
-
-    def abandon() -> None:
-        stop.abandon("ended at once by a second signal (SIGTERM), without saving")
-        assert read_status(run)["state"] == "killed"
-        assert (read_status(run)["step"], state_of(run)) == (3, "killed")
-
-    fit(settings(tmp_path), stop=stop, display=At(3, abandon))
-    assert (read_status(run)["state"], stop.on_abandon) == ("done", None)
+    fit(
+        settings(tmp_path), stop=stop, display=At(3, lambda: stop.abandon("ended at once by a second signal (SIGTERM)"))
+    )
+    status = read_status(run)
+    assert (status["state"], status["step"], status["reason"]) == (
+        "killed",
+        3,
+        "ended at once by a second signal (SIGTERM)",
+    )
+    assert state_of(run) == "killed"
+    assert stop.on_abandon is None
+    fit(settings(tmp_path))
+    assert read_status(run)["state"] == "done", "the next one is its own"
 
 
 def test_a_requested_save_is_on_the_disk_before_the_next_step_and_the_run_goes_on(tmp_path: Path) -> None:

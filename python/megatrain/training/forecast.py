@@ -132,6 +132,7 @@ def forecast(
     saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
     data: "tuple[Dataset | None, ...]" = (),  # the data sets, where they were read
     total_steps: int | None = None,  # of the run, where it is known
+    numerics: dict[str, Any] | None = None,  # the numerics key in force; None before there is an engine
 ) -> Forecast:
     """What to expect of a planned run."""
     config, decoder, machine, count = model_setup.config, model_setup.decoder, run_plan.machine, model_setup.count
@@ -147,7 +148,7 @@ def forecast(
         decoder=decoder,
         run_plan=run_plan,
         timed=timed,
-        numerics=_numerics_key(config, decoder, run_plan),
+        numerics=_numerics_key(config, decoder, run_plan) if numerics is None else numerics,
         disk={**needed, "cache": sum(one.num_bytes for one in data if one is not None) if data else None, "free": free},
         total_steps=total_steps if total_steps is not None else config.train.steps,
         flops_per_token=count.flops_per_token(config.data.seq_len),

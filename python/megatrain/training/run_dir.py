@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -146,6 +147,7 @@ class RunFolder:
             self._lock.flush()
         self._open = contextlib.ExitStack()
         self._handler: logging.Handler | None = None
+        self._status_lock, self._killed = threading.Lock(), False
         self._status_before = _bytes(path / STATUS)
         self._log_before = _size(path / LOG)
 
@@ -177,15 +179,20 @@ class RunFolder:
         replace(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
-        """Writes what the run is doing now, for a program that watches it. A full disk does not raise."""
+        """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows
+        `killed`, which a second thread writes while the run's own may be about to write something else."""
         now = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
         if "reason" in facts:
             facts["reason"] = _shortened(str(facts["reason"]))
         text = dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
-        try:
-            replace(self.path / STATUS, text)
-        except StorageError:
-            _overwrite(self.path / STATUS, text)
+        with self._status_lock:
+            if self._killed:
+                return
+            self._killed = state == "killed"
+            try:
+                replace(self.path / STATUS, text)
+            except StorageError:
+                _overwrite(self.path / STATUS, text)
 
     def facts(self) -> dict[str, Any]:
         """What `status.json` says besides the present state: steps, losses, newest checkpoint."""

@@ -56,7 +56,7 @@ class Stop:
         self._save.clear()
         return requested
 
-    def abandon(self, reason: str, timeout_s: float = 0.5) -> None:
+    def abandon(self, reason: str, timeout_s: float = 2.0) -> None:
         """Calls `on_abandon`, for at most `timeout_s`: a disk that hangs must not keep the process alive."""
         if self.on_abandon is not None:
             last_words = threading.Thread(target=self.on_abandon, args=(reason,), daemon=True)

@@ -106,12 +106,12 @@ class Trainer:
         from megatrain.training import plan_summary
         from megatrain.training.forecast import forecast
 
-        planned = parts.planned
+        planned, numerics = parts.planned, parts.engine.numerics()
         data = (planned.train, planned.held_out)
-        report = forecast(planned.model_setup, planned.run_plan, saved, data, planned.total_steps)
+        report = forecast(planned.model_setup, planned.run_plan, saved, data, planned.total_steps, numerics)
         for line in plan_summary.lines(report):
             log.info(line)
-        log.info(plan_summary.numerics_key(parts.engine.numerics()))
+        log.info(plan_summary.numerics_key(numerics))
         log.info("a stop (Ctrl-C, SIGTERM) needs %s", plan_summary.grace(report))
         if self.config.output.save_every is None:
             log.info(

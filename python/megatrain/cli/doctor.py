@@ -106,7 +106,7 @@ def _card(machine: Machine) -> list[Finding]:
         advice = "" if native else "no native bf16 (compute capability 8.0 is needed): training on it is refused"
         findings.append(Finding(f"GPU {index}", "ok" if native else "note", value, advice))
     if not machine.gpus:
-        advice = "planning, data preparation, training on the CPU and export work without one"
+        advice = "planning, data, CPU training and export work without one"
         findings.append(Finding("GPU", "note", machine.gpu_reason, advice))
     driver = facts.SYSTEM_PROBE.cuda_status().get("driver") if machine.gpus else None
     if driver:

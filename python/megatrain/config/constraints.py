@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from megatrain.errors import ConfigError
 
+_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How torchrun, Open MPI and MPICH tell a process how many there are."""
+
 _SMALLEST_NORMAL = 2.0**-126
 _EPS_MARGIN = 256
 
@@ -45,9 +48,10 @@ def refuse_clipped_immediate(update: str, max_grad_norm: float | None, section: 
 
 def refuse_processes() -> None:
     """Raises ConfigError where a launcher has started more than one process."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes not in ("", "1"):
-        raise ConfigError(f"WORLD_SIZE is {processes}: more than one process is not supported yet; start a single one")
+    for name in _LAUNCHED:
+        count = os.environ.get(name, "")
+        if count not in ("", "1"):
+            raise ConfigError(f"{name} is {count}: more than one process is not supported yet; start a single one")
 
 
 def smallest_eps(beta2: float) -> float:

@@ -11,11 +11,12 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::layout::{Precision, Role};
 use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
+use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
-use crate::stream::progress::{Id, Progress};
 
 /// One operation on the virtual clock; seconds from the start of the measured step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Span {
     /// The lane.
     pub lane: Lane,
@@ -35,6 +36,7 @@ pub struct Span {
 
 /// A simulated step in steady state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Estimate {
     /// Seconds from one step's first computation to the next one's.
     pub step_s: f64,

@@ -45,6 +45,23 @@ impl Dtype {
             Self::I8 | Self::U8 | Self::Bool => 1,
         }
     }
+
+    /// Its name on every surface.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::I64 => "i64",
+            Self::I32 => "i32",
+            Self::I16 => "i16",
+            Self::I8 => "i8",
+            Self::U8 => "u8",
+            Self::Bool => "bool",
+        }
+    }
 }
 
 /// How the weights are stored and sent.
@@ -95,6 +112,24 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
+    /// A trainable tensor of the first parameter group. (`dtype` says nothing: its dtype is the precision's.)
+    #[must_use]
+    pub fn trainable(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32, role: Role::Trainable, group: 0 }
+    }
+
+    /// A frozen tensor or a buffer, kept in its own dtype.
+    #[must_use]
+    pub fn frozen(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: Dtype) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype, role: Role::Frozen, group: 0 }
+    }
+
+    /// The same in another parameter group.
+    #[must_use]
+    pub fn in_group(self, group: u32) -> Self {
+        Self { group, ..self }
+    }
+
     /// Number of elements; 1 for a scalar.
     #[must_use]
     pub fn numel(&self) -> u64 {
@@ -132,22 +167,20 @@ impl UnitLayout {
     /// Lays out a unit's tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when two tensors share a name, or the unit has more than 2^59 elements.
+    /// [`Error`] when two tensors share a name, or the unit has more than 2^59 elements.
     pub fn new(name: impl Into<String>, specs: Vec<TensorSpec>, precision: Precision) -> Result<Self> {
         let name = name.into();
         let mut seen = std::collections::HashSet::new();
         let mut total = 0u64;
         for spec in &specs {
             if !seen.insert(spec.name.as_str()) {
-                return Err(Error::Invalid(format!("unit {name} declares the tensor {} twice", spec.name)));
+                return Err(Error::DuplicateTensor { unit: name, tensor: spec.name.clone() });
             }
             let numel = spec.shape.iter().try_fold(1u64, |a, &d| a.checked_mul(d)).filter(|&n| n <= MOST_ELEMENTS);
             total = numel.map_or(u64::MAX, |n| total.saturating_add(n.next_multiple_of(UNIT_ALIGN)));
             if total > MOST_ELEMENTS {
-                return Err(Error::Invalid(format!(
-                    "tensor {} of shape {:?} makes unit {name} larger than 2^59 elements",
-                    spec.name, spec.shape
-                )));
+                let (tensor, shape) = (spec.name.clone(), spec.shape.clone());
+                return Err(Error::UnitTooLarge { unit: name, tensor, shape, log2: MOST_ELEMENTS.ilog2() });
             }
         }
         let mut element = 0u64;

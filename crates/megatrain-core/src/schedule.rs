@@ -14,18 +14,20 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use self::check::check;
-pub use self::facts::Facts;
+pub use self::inputs::Facts;
 use crate::error::Result;
 
 mod build;
 mod check;
-mod facts;
 mod hazards;
+mod inputs;
+pub(crate) mod progress;
 mod slots;
 
 /// What an operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Kind {
     /// Copies a unit's image from the host to its place on the device.
     Load,
@@ -135,6 +137,7 @@ pub struct Dep {
 
 /// One operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Op {
     /// Its position in the list.
     pub id: u32,
@@ -173,6 +176,29 @@ pub struct Op {
     pub visit: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
+}
+
+impl Op {
+    /// An operation that uses no buffer and depends on nothing yet.
+    #[must_use]
+    pub const fn new(id: u32, kind: Kind, unit: u32, lane: Lane) -> Self {
+        Self {
+            id,
+            kind,
+            unit,
+            micro_batch: 0,
+            part: 0,
+            early: false,
+            lane,
+            priority: 0,
+            slot: None,
+            grad: None,
+            slab: None,
+            stage: None,
+            visit: None,
+            deps: Vec::new(),
+        }
+    }
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes what it may skip by reference")]
@@ -238,7 +264,7 @@ impl Schedule {
     /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] told of `previous`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan, or only writes and has some.
+    /// [`crate::Error`] when the shape has no micro-batch or more than the plan, or only writes and has some.
     pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
         build::build(facts, shape, previous, resident)
     }

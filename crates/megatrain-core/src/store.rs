@@ -9,18 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
 use crate::layout::{Dtype, Precision, UnitLayout};
-use crate::optimizer::pool::Pool;
 
-#[expect(unsafe_code, reason = "host pages: mmap, spans as slices, advice to the kernel")]
 pub mod arena;
 #[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
 pub(crate) mod file;
 mod planes;
 
+pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
 
-use arena::{Arena, ArenaOptions, HostSpan, PAGE, Pinning};
+use arena::{Arena, ArenaOptions, Pinning};
 
 /// The largest registration unless a unit is larger, in bytes.
 pub const REGISTRATION_BYTES: u64 = 1 << 30;
@@ -103,11 +104,12 @@ impl Store {
     /// Maps, touches and registers the planes of every unit for which `on_host` is true.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error::Invalid`]
+    /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error`]
     /// when the lists differ in length. That memory cannot be pinned is no error: see [`Store::warnings`].
     pub fn new(layouts: &[UnitLayout], on_host: &[bool], options: StoreOptions<'_>) -> Result<Self> {
         if layouts.len() != on_host.len() {
-            return Err(Error::Invalid(format!("{} units with {} places", layouts.len(), on_host.len())));
+            let (what, plan, request) = ("the number of units", on_host.len().to_string(), layouts.len().to_string());
+            return Err(Error::PlanMismatch { what, plan, request });
         }
         let held = || layouts.iter().zip(on_host).filter(|&(_, &host)| host).map(|(layout, _)| layout);
         let bytes: StoreBytes = held().map(StoreBytes::of).sum();
@@ -232,7 +234,7 @@ impl Store {
     /// How often a tensor has been updated: AdamW's `step`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn step_count(&self, unit: usize, tensor: usize) -> Result<u64> {
         Ok(self.count(unit, tensor)?.load(Ordering::Acquire))
     }
@@ -240,7 +242,7 @@ impl Store {
     /// Sets how often a tensor has been updated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
         self.count(unit, tensor)?.store(count, Ordering::Release);
         Ok(())
@@ -249,22 +251,20 @@ impl Store {
     fn count(&self, unit: usize, tensor: usize) -> Result<&AtomicU64> {
         let unit = self.unit(unit)?;
         unit.counts.get(tensor).ok_or_else(|| {
-            let (name, len) = (&unit.layout.name, unit.counts.len());
-            Error::Invalid(format!("unit {name} has {len} tensors, none of index {tensor}"))
+            let (unit, tensors) = (unit.layout.name.clone(), unit.counts.len());
+            Error::UnknownTensor { unit, index: tensor, tensors }
         })
     }
 
     fn unit(&self, unit: usize) -> Result<&Unit> {
-        self.units
-            .get(unit)
-            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", self.units.len())))
+        self.units.get(unit).ok_or(Error::UnknownUnit { index: unit, units: self.units.len() })
     }
 
     fn held(&self, unit: usize) -> Result<(&UnitLayout, &UnitPlanes)> {
         let unit = self.unit(unit)?;
         match &unit.planes {
             Some(planes) => Ok((&unit.layout, planes)),
-            None => Err(Error::Invalid(format!("the state of unit {} is on the device", unit.layout.name))),
+            None => Err(Error::StateOnDevice { unit: unit.layout.name.clone() }),
         }
     }
 }

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
-//! priority number (`stream/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
+//! priority number (`schedule/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
 //! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
 //! before that event.
 //!
@@ -22,26 +22,29 @@ pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
-use self::shared::Shared;
+use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
 use crate::error::{Item, Result};
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
-use crate::schedule::Pass;
+use crate::schedule::{Lane, Pass};
 
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod access;
 mod compute;
-mod lanes;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
+mod device_update;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
+mod execute;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
-mod perform;
-pub(crate) mod progress;
 mod rows;
 mod save;
-mod shared;
+mod state;
 mod stats;
-mod visits;
+mod workers;
 
 /// How an engine is to run; none of it changes the numbers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -98,8 +101,17 @@ pub struct Begin {
     pub accumulate: bool,
 }
 
+impl Begin {
+    /// A pass of this kind, on the default compute stream.
+    #[must_use]
+    pub const fn new(pass: Pass, micro_batches: u32) -> Self {
+        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false }
+    }
+}
+
 /// What became of a step's gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// The norm before clipping, over what was transferred; not finite when a gradient was not.
     pub grad_norm: f64,
@@ -119,11 +131,11 @@ impl Engine {
     /// Allocates what the plan lists and starts the lanes.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the plan was made for another request, and what allocating can answer.
+    /// [`crate::Error`] when the plan was made for another request, and what allocating can answer.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
         let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
-        let started = lanes::start(&shared, &mut engine.lock_threads());
+        let started = workers::start(&shared, &mut engine.lock_threads());
         started.map(|()| engine)
     }
 
@@ -174,7 +186,7 @@ impl Engine {
     /// Starts a pass.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when a pass is under way, gradients wait for a decision, or groups are missing.
+    /// [`crate::Error`] when a pass is under way, gradients wait for a decision, or groups are missing.
     pub fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
         self.shared.begin(begin, limit)
     }
@@ -183,7 +195,7 @@ impl Engine {
     /// when the pass has no more.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no pass has begun or the last operation has not been finished.
+    /// [`crate::Error`] when no pass has begun or the last operation has not been finished.
     pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         self.shared.next(limit)
     }
@@ -191,7 +203,7 @@ impl Engine {
     /// The operation's work has been launched on the compute stream.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when another operation, or none, was handed out.
+    /// [`crate::Error`] when another operation, or none, was handed out.
     pub fn finish(&self, id: u64) -> Result<()> {
         self.shared.finish(id)
     }
@@ -199,7 +211,7 @@ impl Engine {
     /// The norm over all gradients of the pass, once they have landed.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait.
+    /// [`crate::Error`] when no gradients wait.
     pub fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
         self.shared.gradient_norm(limit)
     }
@@ -208,7 +220,7 @@ impl Engine {
     /// is not finite. Immediate updates have been queued before: then this only waits and reports.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait, or a group is missing.
+    /// [`crate::Error`] when no gradients wait, or a group is missing.
     pub fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
         self.shared.apply(groups, max_norm, limit)
     }
@@ -240,7 +252,7 @@ impl Engine {
     /// Chrome trace (Perfetto) of everything recorded so far.
     #[must_use]
     pub fn trace(&self) -> String {
-        self.shared.trace.to_json()
+        self.shared.trace.to_json(&Lane::ALL.map(Lane::name))
     }
 
     /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].

@@ -1,11 +1,16 @@
 //! The store: values in and out, registration with a device, and what happens when a device refuses.
+#![expect(unsafe_code, reason = "implements a device, whose copies are unsafe to queue")]
 use std::sync::{Arc, Mutex};
 
-use megatrain_core::device::{AdamwScalars, Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::device::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use megatrain_core::error::{Error, Result};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan, Pinning};
+use megatrain_core::optimizer::Adamw;
+use megatrain_core::store::arena::{Arena, ArenaOptions, Pinning};
 use megatrain_core::store::{Plane, Store, StoreOptions, UnitPlanes};
 
 /// A device that can only register memory, and keeps a log of it.
@@ -79,10 +84,10 @@ impl Device for Registrar {
     fn set_compute_stream(&self, _: u64) -> Result<()> {
         unreachable!()
     }
-    fn copy_to_device(&self, _: Stream, _: &HostSpan, _: &DeviceMemory) -> Result<()> {
+    unsafe fn copy_to_device(&self, _: Stream, _: &HostSpan, _: &DeviceMemory) -> Result<()> {
         unreachable!()
     }
-    fn copy_to_host(&self, _: Stream, _: &DeviceMemory, _: &HostSpan) -> Result<()> {
+    unsafe fn copy_to_host(&self, _: Stream, _: &DeviceMemory, _: &HostSpan) -> Result<()> {
         unreachable!()
     }
     fn copy_on_device(&self, _: Stream, _: &DeviceMemory, _: &DeviceMemory) -> Result<()> {
@@ -266,7 +271,7 @@ fn an_update_through_the_planes_moves_its_tensor_and_no_padding() {
         let store = one_unit(precision);
         let (layout, planes) = (store.layout(0), store.planes(0).unwrap());
         let grad = HostSpan::map(usize::try_from(layout.elements * 4).unwrap()).unwrap();
-        grad.elements::<f32>(0, layout.elements).fill(1.0);
+        grad.elements_mut::<f32>(0, layout.elements).fill(1.0);
         let scalars = AdamwScalars::new(0.5, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).unwrap();
         let updates = [0, 2].map(|tensor| planes.update(layout, tensor, &grad, Dtype::F32, scalars));
         Adamw::new(Isa::best()).update(&pool, &updates).unwrap();

@@ -15,6 +15,7 @@
 //! stream destroyed, memory freed) is dropped: what lost the context surfaces at the next real call anyway.
 #![warn(missing_docs)]
 
+#[expect(unsafe_code, reason = "the contract of queued copies is passed on")]
 mod device;
 #[expect(unsafe_code, reason = "the driver's C functions, each block with its argument")]
 mod driver;

@@ -49,8 +49,9 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         }
         Error::Device { .. } | Error::NoDevice { .. } => DeviceError::new_err(message),
         Error::Storage { .. } => StorageError::new_err(message),
-        Error::Invalid(_) => PyValueError::new_err(message),
         Error::Worker(_) | Error::Broken { .. } => EngineBroken::new_err(message),
+        // All others name a request that cannot be honoured as written.
+        _ => PyValueError::new_err(message),
     }
 }
 

@@ -137,7 +137,7 @@ impl Outcome {
     }
 
     fn __repr__(&self) -> String {
-        let CoreOutcome { grad_norm, clip, skipped } = self.outcome;
+        let CoreOutcome { grad_norm, clip, skipped, .. } = self.outcome;
         format!("Outcome(grad_norm={grad_norm}, clip={clip}, skipped={skipped})")
     }
 }

@@ -14,13 +14,13 @@ pub(crate) fn read_plan(text: &str) -> Result<Plan> {
 }
 
 /// Reads any of our JSON documents.
-pub(crate) fn read<T: serde::de::DeserializeOwned>(what: &str, text: &str) -> Result<T> {
-    serde_json::from_str(text).map_err(|e| Error::Invalid(format!("{what}: {e}")))
+pub(crate) fn read<T: serde::de::DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|source| Error::Json { what, source })
 }
 
 /// Writes any of our JSON documents.
-pub(crate) fn write(what: &str, value: &impl Serialize) -> Result<String> {
-    serde_json::to_string(value).map_err(|e| Error::Invalid(format!("{what} cannot be written as JSON: {e}")))
+pub(crate) fn write(what: &'static str, value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value).map_err(|source| Error::Json { what, source })
 }
 
 /// JSON in, JSON out: see `plan.rs` of the core. Allocates nothing. Raises DoesNotFit with the sum.

@@ -199,12 +199,13 @@ impl Placement {
     /// Places what the choices of `plan` (everything but its items and totals) need.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a layout is impossible or the choices contradict the request.
+    /// [`Error`] when a layout is impossible or the choices contradict the request.
     pub fn new(request: &Request, plan: &Plan) -> Result<Self> {
         let layouts = request.layouts()?;
         let n = layouts.len();
         if plan.units.len() != n {
-            return Err(Error::Invalid(format!("the plan has {} units, the request {n}", plan.units.len())));
+            let (plan, request) = (plan.units.len().to_string(), n.to_string());
+            return Err(Error::PlanMismatch { what: "the number of units", plan, request });
         }
         let mut p = Self {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
@@ -377,10 +378,8 @@ impl Placement {
         }
         let largest = self.staged.iter().copied().max().unwrap_or(0);
         if largest > 0 && (plan.stage_buffers < 2 || plan.stage_bytes < largest) {
-            return Err(Error::Invalid(format!(
-                "{} staging buffers of {} bytes cannot hold the {largest} bytes of a unit's activations",
-                plan.stage_buffers, plan.stage_bytes
-            )));
+            let (buffers, bytes) = (plan.stage_buffers, plan.stage_bytes);
+            return Err(Error::StagingTooSmall { buffers, bytes, needed: largest });
         }
         self.stage = (0..plan.stage_buffers)
             .map(|_| carver.device(Region::Stage, "staging buffers", plan.stage_bytes))
@@ -403,16 +402,10 @@ impl Placement {
         let last = self.layouts.len() - 1;
         let visiting = (0..=last).find(|&unit| plan.units[unit].visits());
         if let Some(unit) = visiting.filter(|_| plan.visit_buffers == 0 || request.requests.accumulate) {
-            let (name, buffers) = (&self.layouts[unit].name, plan.visit_buffers);
-            return Err(Error::Invalid(format!(
-                "unit {name} is updated on the device and its state lives on the host: that takes visiting buffers, of which there are {buffers}, and gradients that are not accumulated over passes"
-            )));
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.visit_buffers });
         }
         if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].visits()) {
-            let name = &self.layouts[unit].name;
-            return Err(Error::Invalid(format!(
-                "unit {name} is updated where its state lives: only layers visit the device"
-            )));
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.visit_buffers });
         }
         let largest = self.visits.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
         let precision = self.layouts[0].precision;
@@ -535,7 +528,7 @@ fn visits(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> V
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.
-pub(super) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
+pub(crate) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
     let (unit, choice) = (&request.units[unit], &plan.units[unit]);
     let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
     let input = if choice.input == Place::Host { unit.input_bytes.next_multiple_of(ALIGN) } else { 0 };

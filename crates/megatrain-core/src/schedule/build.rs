@@ -1,8 +1,8 @@
 //! Writes a pass down in program order.
 use std::collections::HashMap;
 
-use super::facts::UnitFacts;
 use super::hazards::Tracker;
+use super::inputs::UnitFacts;
 use super::slots::{Turn, assign};
 use super::{Facts, Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, Shape};
 use crate::error::{Error, Result};
@@ -39,10 +39,7 @@ pub(super) fn build(
         Pass::Train | Pass::Eval => (1..=facts.micro_batches).contains(&shape.micro_batches),
     };
     if !fits {
-        return Err(Error::Invalid(format!(
-            "a pass of {} micro-batches was asked for; the plan has room for 1 to {}",
-            shape.micro_batches, facts.micro_batches
-        )));
+        return Err(Error::PassSize { asked: shape.micro_batches, most: facts.micro_batches });
     }
     let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
     let ops = Vec::new();
@@ -318,22 +315,8 @@ impl Builder<'_> {
 
     fn push(&mut self, kind: Kind, unit: u32, micro_batch: u32, lane: Lane, priority: u32, fill: impl FnOnce(&mut Op)) {
         let id = u32::try_from(self.ops.len()).expect("fewer operations than 2^32");
-        let mut op = Op {
-            id,
-            kind,
-            unit,
-            micro_batch,
-            part: 0,
-            early: false,
-            lane,
-            priority,
-            slot: None,
-            grad: None,
-            slab: None,
-            stage: None,
-            visit: None,
-            deps: Vec::new(),
-        };
+        let mut op = Op::new(id, kind, unit, lane);
+        (op.micro_batch, op.priority) = (micro_batch, priority);
         fill(&mut op);
         op.deps = self.tracker.depend(self.facts, self.shape, &op);
         self.ops.push(op);

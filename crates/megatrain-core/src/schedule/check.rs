@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Checks `schedule` as the pass that follows `previous`.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the operation and the rule that it breaks.
+/// [`Error`] naming the operation and the rule that it breaks.
 pub fn check(facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) -> Result<()> {
     let graph = Graph::new(schedule, previous)?;
     graph.check_edges()?;
@@ -22,10 +22,8 @@ pub fn check(facts: &Facts, schedule: &Schedule, previous: Option<&Schedule>) ->
 }
 
 fn broken(op: &Op, rule: &str) -> Error {
-    Error::Invalid(format!(
-        "schedule: operation {} ({:?} of unit {}, micro-batch {}) breaks a rule: {rule}",
-        op.id, op.kind, op.unit, op.micro_batch
-    ))
+    let Op { id, unit, micro_batch, .. } = *op;
+    Error::OpRule { op: id, kind: format!("{:?}", op.kind), unit, micro_batch, rule: rule.to_owned() }
 }
 
 /// Both passes in one row: those of the previous pass first.
@@ -139,10 +137,8 @@ impl<'a> Graph<'a> {
             for unit in units {
                 let done = next.get(&(kind, unit)).copied().unwrap_or(0);
                 if done != schedule.shape.micro_batches {
-                    let of = schedule.shape.micro_batches;
-                    return Err(Error::Invalid(format!(
-                        "schedule: {kind:?} of unit {unit} computes {done} of {of} micro-batches"
-                    )));
+                    let (what, expected) = (format!("{kind:?} of unit {unit}"), schedule.shape.micro_batches);
+                    return Err(Error::OpCount { what, found: done.into(), expected: expected.into() });
                 }
             }
         }
@@ -165,8 +161,7 @@ impl<'a> Graph<'a> {
         for held in &schedule.resident {
             let there = |place| contents.0.get(&place).is_some_and(|c| c.holds == (held.unit, 0));
             if !places(facts, *held).all(there) {
-                let unit = held.unit;
-                return Err(Error::Invalid(format!("schedule: unit {unit} is not on the device when the pass begins")));
+                return Err(Error::NotResident { unit: held.unit });
             }
         }
         // What the pass does not know to be there must be loaded again, even where it happens to lie.
@@ -343,16 +338,15 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
             for part in 0..parts {
                 let found = schedule.ops.iter().filter(of_kind).filter(|o| o.part == part).count();
                 if found != usize::from(expected) {
-                    return Err(Error::Invalid(format!(
-                        "schedule: {kind:?} of unit {unit}, part {part}, occurs {found} times, not {}",
-                        usize::from(expected)
-                    )));
+                    let what = format!("{kind:?} of unit {unit}, part {part},");
+                    return Err(Error::OpCount { what, found: found as u64, expected: expected.into() });
                 }
             }
         }
         let written = schedule.ops.iter().filter(|o| o.kind == Kind::Write && o.unit == unit).count();
         if written != usize::from(schedule.shape.writes) {
-            return Err(Error::Invalid(format!("schedule: unit {unit} is written {written} times")));
+            let what = format!("writing of unit {unit} (written {written} times)");
+            return Err(Error::OpCount { what, found: written as u64, expected: schedule.shape.writes.into() });
         }
         let parts_of =
             |o: &Op| if matches!(o.kind, Kind::Bring | Kind::Update | Kind::Return) { updates } else { parts };
@@ -374,7 +368,8 @@ fn check_work(facts: &Facts, schedule: &Schedule) -> Result<()> {
     }
     let verdicts = schedule.ops.iter().filter(|o| o.kind == Kind::Verdict).count();
     if verdicts != usize::from(train) {
-        return Err(Error::Invalid(format!("schedule: {verdicts} verdicts, not {}", usize::from(train))));
+        let what = "the verdict".to_owned();
+        return Err(Error::OpCount { what, found: verdicts as u64, expected: train.into() });
     }
     Ok(())
 }

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use crc32fast::Hasher;
 
-use super::arena::HostSpan;
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 
 /// A multiple of every disk's block.
 const BLOCK: usize = 4096;
@@ -86,8 +86,9 @@ impl Writer {
         while done < bytes {
             let most = buffer.room() - buffer.room() % element;
             let len = usize::try_from(bytes - done).map_or(most, |left| left.min(most));
-            let mut place = buffer.span.elements::<u8>(buffer.filled as u64, len as u64);
+            let mut place = buffer.span.elements_mut::<u8>(buffer.filled as u64, len as u64);
             read(done, &mut place)?;
+            drop(place);
             buffer.filled += len;
             done += len as u64;
             if buffer.room() < BLOCK {
@@ -100,7 +101,7 @@ impl Writer {
     /// Writes whole blocks and moves the rest to the front; answers how many bytes were written.
     fn write_blocks(&mut self, buffer: &mut Buffer) -> Result<u64> {
         let whole = buffer.filled - buffer.filled % BLOCK;
-        let mut bytes = buffer.span.elements::<u8>(0, buffer.filled as u64);
+        let mut bytes = buffer.span.elements_mut::<u8>(0, buffer.filled as u64);
         self.sums.add(&bytes[..whole]);
         self.write(&bytes[..whole])?;
         bytes.copy_within(whole.., 0);
@@ -137,7 +138,7 @@ impl Writer {
         let size = self.offset + buffer.filled as u64;
         if buffer.filled > 0 {
             last += buffer.filled as u64;
-            let mut block = buffer.span.elements::<u8>(0, BLOCK as u64);
+            let mut block = buffer.span.elements_mut::<u8>(0, BLOCK as u64);
             block[buffer.filled..].fill(0);
             self.sums.add(&block[..buffer.filled]);
             buffer.filled = 0;

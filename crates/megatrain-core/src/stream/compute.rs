@@ -4,12 +4,13 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::lanes::guarded;
-use super::progress::Id;
-use super::shared::{Deadline, Shared, Token};
+use super::execute::span_of;
+use super::state::{Deadline, Shared, Token};
+use super::workers::guarded;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
 use crate::plan::{Activation, Place};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Op, Pass, Shape};
 
 /// What to compute.
@@ -40,6 +41,7 @@ impl Phase {
 
 /// What the caller must compute next. Offsets are bytes into the regions of the same name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ComputeOp {
     /// Names it to [`super::Engine::finish`].
     pub id: u64,
@@ -80,9 +82,9 @@ impl Shared {
     pub(super) fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         let deadline = Deadline::after(limit);
         let core = self.enter()?;
-        let current = core.current.as_ref().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_ref().ok_or(Error::NoPass)?;
         if let Some((held, ..)) = current.held {
-            return Err(Error::Invalid(format!("operation {} was handed out and has not been finished", held.op)));
+            return Err(Error::NotFinished { id: held.op.into() });
         }
         let Some(&index) = current.computes.get(current.finished) else { return Ok(Poll::Ready(None)) };
         let (id, shape) = (Id { pass: current.number, op: index }, current.shape);
@@ -117,7 +119,7 @@ impl Shared {
         &self,
         op: &Op,
         shape: Shape,
-        awaited: &[super::progress::Awaited<Token>],
+        awaited: &[crate::schedule::progress::Awaited<Token>],
     ) -> Result<Option<crate::device::Event>> {
         let host = self.device.compute_is_host();
         for other in awaited.iter().filter(|a| a.lane != Lane::Compute && !a.complete) {
@@ -228,14 +230,15 @@ impl Shared {
 
     pub(super) fn finish(&self, id: u64) -> Result<()> {
         let mut core = self.enter()?;
-        let current = core.current.as_mut().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_mut().ok_or(Error::NoPass)?;
         let Some((held, start, began)) = current.held.take_if(|(held, ..)| u64::from(held.op) == id) else {
-            return Err(Error::Invalid(format!("operation {id} was not handed out, or has been finished already")));
+            return Err(Error::NotHandedOut { id });
         };
         let op = core.progress.op(held);
         if self.device.compute_is_host() {
             core.counters.busy(Lane::Compute, began.elapsed().as_secs_f64());
-            self.trace.host(&op, &self.placement.layouts[op.unit as usize].name, began, Instant::now());
+            let unit = &self.placement.layouts[op.unit as usize].name;
+            self.trace.host(span_of(&op, unit), began, Instant::now());
             core.progress.complete(held);
         } else {
             drop(core);

@@ -3,9 +3,10 @@ use std::sync::{Arc, Mutex};
 
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::error::{Error, Item, Result, Tier};
-use crate::optimizer::Pool;
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
 use crate::plan::{Placement, Region, Stretch};
-use crate::store::arena::{Arena, ArenaOptions, HostSpan, PAGE};
+use crate::store::arena::{Arena, ArenaOptions};
 use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 
 /// Device regions and host spans, as a placement asks for them.
@@ -164,7 +165,9 @@ impl Memory {
                 layout.norm_blocks().iter().flat_map(|&(first, len)| [first, len]).flat_map(u64::to_ne_bytes).collect();
             let span = HostSpan::map(table.len())?;
             span.copy_from(&table);
-            device.copy_to_device(Stream::Upload, &span, &self.at(norm.table).slice(0, table.len() as u64))?;
+            let memory = self.at(norm.table).slice(0, table.len() as u64);
+            // SAFETY: the span is this function's own, which waits for the copy below.
+            unsafe { device.copy_to_device(Stream::Upload, &span, &memory) }?;
             // The span is unmapped when it goes, so the copy must be over.
             device.synchronize(&device.record(Stream::Upload)?)?;
         }

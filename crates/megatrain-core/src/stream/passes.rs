@@ -3,12 +3,12 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use super::progress::Id;
-use super::shared::{Core, Current, Deadline, Decision, Shared};
+use super::state::{Core, Current, Deadline, Decision, Shared};
 use super::{Begin, Group, Outcome};
+use crate::adamw::clip::{clip_coefficient, global_norm};
 use crate::error::{Error, Result};
 use crate::layout::Role;
-use crate::optimizer::clip::{clip_coefficient, global_norm};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Pass, Shape};
 
 /// Returns early with `Pending`, like `?` does with an error.
@@ -76,39 +76,27 @@ impl Shared {
     }
 
     fn may_begin(&self, core: &Core, begin: &Begin) -> Result<()> {
-        let invalid = |text: &str| Err(Error::Invalid(text.to_owned()));
         if core.computing() {
-            return invalid("a pass is under way: compute all of it, or abandon it, before another one begins");
+            return Err(Error::PassUnderWay { remedy: "compute all of it, or abandon it, before another one begins" });
         }
         if begin.pass != Pass::Train {
             return Ok(());
         }
         begin.rows.iter().try_for_each(|rows| rows.check(&self.placement.layouts[0]))?;
         match (core.undecided, begin.accumulate) {
-            (Some(_), false) => {
-                return invalid(
-                    "gradients of the last pass were neither applied nor abandoned; apply them, or accumulate",
-                );
-            }
-            (None, true) => {
-                return invalid("there are no gradients to accumulate to: the last pass was applied or abandoned");
-            }
-            (_, true) if self.immediate => {
-                return invalid("immediate updates apply each gradient at once: passes cannot be accumulated");
-            }
-            (_, true) if !self.facts.accumulate => {
-                return invalid("the plan has no store for gradients of several passes; plan with requests.accumulate");
-            }
+            (Some(_), false) => return Err(Error::GradientsWait),
+            (None, true) => return Err(Error::NothingToAccumulate),
+            (_, true) if self.immediate => return Err(Error::ImmediateAccumulation),
+            (_, true) if !self.facts.accumulate => return Err(Error::NoGradientStore),
             _ => {}
         }
         match &begin.groups {
             Some(groups) if self.immediate => self.check_groups(groups),
-            None if self.immediate => {
-                invalid("immediate updates need the hyper-parameters of every group when a pass begins")
-            }
-            Some(_) => {
-                invalid("just-in-time updates take their hyper-parameters when gradients are applied, not before")
-            }
+            None if self.immediate => Err(Error::GroupsAtWrongTime { when: "immediate", given: "when a pass begins" }),
+            Some(_) => Err(Error::GroupsAtWrongTime {
+                when: "just-in-time",
+                given: "when gradients are applied, not when a pass begins",
+            }),
             None => Ok(()),
         }
     }
@@ -117,16 +105,14 @@ impl Shared {
         for tensor in self.placement.layouts.iter().flat_map(|l| &l.tensors).filter(|t| t.spec.role == Role::Trainable)
         {
             if tensor.spec.group as usize >= groups.len() {
-                let (name, group, given) = (&tensor.spec.name, tensor.spec.group, groups.len());
-                return Err(Error::Invalid(format!(
-                    "{name} belongs to parameter group {group}; {given} groups were given"
-                )));
+                let (tensor, group) = (tensor.spec.name.clone(), tensor.spec.group);
+                return Err(Error::MissingGroup { tensor, group, given: groups.len() });
             }
         }
         for group in groups {
             // Refused here, where nothing has changed yet, rather than in the middle of the updates.
             let (betas, decay) = ((group.beta1, group.beta2), group.weight_decay);
-            crate::device::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
+            crate::adamw::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
         }
         Ok(())
     }
@@ -137,11 +123,9 @@ impl Shared {
         core: std::sync::MutexGuard<'a, Core>,
         deadline: Deadline,
     ) -> Result<Poll<(std::sync::MutexGuard<'a, Core>, Id)>> {
-        let number = core.undecided.ok_or_else(|| {
-            Error::Invalid("no gradients wait: no training pass has begun since the last one was applied".to_owned())
-        })?;
+        let number = core.undecided.ok_or(Error::NothingToApply)?;
         if core.computing() {
-            return Err(Error::Invalid("a pass is under way: compute all of it first".to_owned()));
+            return Err(Error::PassUnderWay { remedy: "compute all of it first" });
         }
         let schedule = core.progress.schedule(number);
         let verdict = schedule.ops.iter().find(|op| op.kind == Kind::Verdict).map(|op| op.id);
@@ -167,12 +151,11 @@ impl Shared {
     pub(super) fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
         if let Some(max_norm) = max_norm {
             if self.immediate {
-                return Err(Error::Invalid(format!(
-                    "max_grad_norm = {max_norm}: immediate updates cannot be clipped by the norm of all gradients"
-                )));
+                return Err(Error::ImmediateClipping { max_norm });
             }
             if !(max_norm.is_finite() && max_norm >= 0.0) {
-                return Err(Error::Invalid(format!("max_grad_norm must be finite and at least 0, not {max_norm}")));
+                let what = "max_grad_norm".to_owned();
+                return Err(Error::WrongNumber { what, value: max_norm, allowed: "finite and at least 0" });
             }
         }
         if !self.immediate {

@@ -17,24 +17,20 @@ pub struct Rows {
 
 impl Rows {
     /// # Errors
-    /// [`Error::Invalid`] when `embed` has no such table or the rows are not distinct, ascending and inside it.
+    /// [`Error`] when `embed` has no such table or the rows are not distinct, ascending and inside it.
     pub(super) fn check(&self, embed: &UnitLayout) -> Result<()> {
         let table =
             embed.tensors.get(self.tensor).filter(|t| t.spec.role == Role::Trainable && t.spec.shape.len() == 2);
         let Some(table) = table else {
-            return Err(Error::Invalid(format!("tensor {} of unit {} is no trained table", self.tensor, embed.name)));
+            return Err(Error::NotATable { tensor: self.tensor, unit: embed.name.clone() });
         };
         let (name, rows) = (&table.spec.name, table.spec.shape[0]);
         if let Some(pair) = self.rows.windows(2).find(|pair| pair[0] >= pair[1]) {
             let (first, second) = (pair[0], pair[1]);
-            return Err(Error::Invalid(format!(
-                "rows of {name} must be distinct and ascending; {second} follows {first}"
-            )));
+            return Err(Error::RowOrder { table: name.clone(), first, second });
         }
         match self.rows.last() {
-            Some(&last) if last >= rows => {
-                Err(Error::Invalid(format!("row {last} was looked up in {name}, which has {rows} rows")))
-            }
+            Some(&last) if last >= rows => Err(Error::UnknownRow { table: name.clone(), row: last, rows }),
             _ => Ok(()),
         }
     }

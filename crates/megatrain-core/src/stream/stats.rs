@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::shared::Shared;
+use super::state::Shared;
 use crate::error::Result;
 use crate::plan::Placement;
 use crate::schedule::{Kind, Lane, Op};
@@ -12,6 +12,7 @@ use crate::schedule::{Kind, Lane, Op};
 /// Figures from one decision to the next: a step's computing and copies, with the updates of the step before, which run
 /// beneath it. After an evaluation: those of the evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Stats {
     /// Wall-clock seconds.
     pub seconds: f64,

@@ -1,5 +1,5 @@
 //! The global gradient norm, and what it is clipped with.
-use super::kernel::ieee;
+use super::kernels::ieee;
 
 /// Added to the norm in the denominator, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPS: f64 = 1e-6;

@@ -1,9 +1,10 @@
 //! The choices: what a step cannot do without first, then what the free device memory buys, compared by step time.
-use super::placement::staged_bytes;
-use super::request::{Auto, Count};
-use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
 use crate::layout::Role;
+use crate::plan::{
+    Activation, Auto, Count, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan,
+    UpdateMode, staged_bytes,
+};
 use crate::schedule::Lane;
 
 /// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
@@ -123,7 +124,11 @@ impl Choice<'_> {
         let r = &request.requests;
         let layers = 1..=request.num_layers();
         let host_layers = layers.clone().filter(|&u| plan.units[u].state == State::Host).count();
-        let host_layers = u32::try_from(host_layers).map_err(|_| Error::Invalid("too many layers".to_owned()))?;
+        let host_layers = u32::try_from(host_layers).map_err(|_| Error::TooMany {
+            what: "layers",
+            count: host_layers as u64,
+            most: u32::MAX.into(),
+        })?;
         let wanted = r.slots.unwrap_or(plan.slots.max(2));
         plan.slots = wanted.min(host_layers);
         plan.grad_buffers = GRAD_BUFFERS.min(host_layers);

@@ -4,17 +4,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use super::lanes::guarded;
 use super::memory::Memory;
-use super::progress::{Id, Progress};
 use super::rows::Rows;
 use super::save::Saving;
 use super::stats::Counters;
+use super::workers::guarded;
 use super::{Group, Options};
+use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
 use crate::error::{Error, Result};
-use crate::optimizer::{Adamw, Affinity, Isa, Pool};
+use crate::host::{Affinity, Pool};
+use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
+use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Facts, Lane, Op, Resident, Schedule, Shape, check};
 use crate::trace::Trace;
 
@@ -93,6 +95,8 @@ pub(super) struct Shared {
     pub(super) adamw: Adamw,
     pub(super) options: Options,
     pub(super) trace: Trace,
+    /// The start of the trace on the device's clock; `None` where nothing is recorded.
+    pub(super) trace_origin: Option<Event>,
     core: Mutex<Core>,
     changed: Condvar,
 }
@@ -117,7 +121,16 @@ impl Shared {
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
         let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
-        let trace = Trace::new(device.as_ref(), options.trace)?;
+        // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
+        device.keep_times(true);
+        let trace_origin = if options.trace {
+            let event = device.record(Stream::Upload)?;
+            device.synchronize(&event)?;
+            Some(event)
+        } else {
+            None
+        };
+        let trace = Trace::new(options.trace);
         Ok(Self {
             device,
             plan: plan.clone(),
@@ -130,6 +143,7 @@ impl Shared {
             adamw: Adamw::new(isa),
             options: options.clone(),
             trace,
+            trace_origin,
             core: Mutex::new(Core::default()),
             changed: Condvar::new(),
         })
@@ -229,7 +243,7 @@ impl Core {
     pub(super) fn check(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(failure.error()),
-            None if self.closing => Err(Error::Invalid("the engine is closed".to_owned())),
+            None if self.closing => Err(Error::Closed),
             None => Ok(()),
         }
     }

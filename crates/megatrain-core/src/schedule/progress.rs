@@ -339,21 +339,11 @@ mod tests {
     type Outline<'a> = (Lane, u32, &'a [(u32, Edge, bool)]);
 
     fn schedule(ops: &[Outline<'_>]) -> Arc<Schedule> {
-        let op = |(id, &(lane, priority, deps)): (usize, &Outline<'_>)| Op {
-            id: u32::try_from(id).unwrap(),
-            kind: Kind::Load,
-            unit: 0,
-            micro_batch: 0,
-            part: 0,
-            early: false,
-            lane,
-            priority,
-            slot: None,
-            grad: None,
-            slab: None,
-            stage: None,
-            visit: None,
-            deps: deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect(),
+        let op = |(id, &(lane, priority, deps)): (usize, &Outline<'_>)| {
+            let mut op = Op::new(u32::try_from(id).unwrap(), Kind::Load, 0, lane);
+            op.priority = priority;
+            op.deps = deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect();
+            op
         };
         let shape = Shape::new(Pass::Eval, 1);
         Arc::new(Schedule { shape, resident: Vec::new(), ops: ops.iter().enumerate().map(op).collect() })

@@ -2,13 +2,13 @@
 //! its gradient, updated there like state that lives on the device, and returned.
 use std::ops::Range;
 
-use super::perform::within;
-use super::shared::{Decision, Shared};
+use super::execute::within;
+use super::state::{Decision, Shared};
 use crate::device::{DeviceMemory, Stream};
 use crate::error::Result;
+use crate::host::HostSpan;
 use crate::plan::{Stretch, VisitBuffer};
 use crate::schedule::Op;
-use crate::store::arena::HostSpan;
 
 impl Shared {
     /// Copies a part's state and gradient to its visiting buffer; nothing when the updates are skipped.
@@ -27,7 +27,9 @@ impl Shared {
             if self.options.poison {
                 self.device.fill(Stream::Upload, memory, 0xff)?;
             }
-            self.device.copy_to_device(Stream::Upload, span, memory)?;
+            // SAFETY: the planes are next written by this part's return, which depends on this operation, and the slab by
+            // a landing that does: the schedule's check has proved both.
+            unsafe { self.device.copy_to_device(Stream::Upload, span, memory) }?;
         }
         Ok(())
     }
@@ -42,7 +44,9 @@ impl Shared {
                 // Nobody reads the state on the host before it has returned.
                 span.fill(0xff);
             }
-            self.device.copy_to_host(Stream::Update, &memory, &span)?;
+            // SAFETY: between the operation that brought this part and those that depend on its return, nobody reads or
+            // writes the planes: the schedule's check has proved it.
+            unsafe { self.device.copy_to_host(Stream::Update, &memory, &span) }?;
         }
         Ok(())
     }

@@ -1,18 +1,20 @@
 //! What a lane does for one operation.
 use std::ops::Range;
 
-use super::lanes::stream;
-use super::progress::Awaited;
 use super::rows::{Share, stretches};
 use super::save::Save;
-use super::shared::{Decision, Shared, Token};
-use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
+use super::state::{Decision, Shared, Token};
+use super::workers::stream;
+use crate::adamw::{AdamwScalars, kernels};
+use crate::device::{DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::{Dtype, Role, TensorLayout};
-use crate::optimizer::{TensorSum, TensorUpdate, kernel};
+use crate::optimizer::{TensorSum, TensorUpdate};
 use crate::plan::{Part, Stretch, VisitBuffer};
+use crate::schedule::progress::Awaited;
 use crate::schedule::{Kind, Op};
-use crate::store::arena::HostSpan;
+use crate::trace::SpanOf;
 
 /// How far an operation has come.
 pub(super) enum Done {
@@ -67,7 +69,9 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &place, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place)
+        // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
+        // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
+        unsafe { self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place) }
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
@@ -79,7 +83,8 @@ impl Shared {
 
     fn save(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
-        self.device.copy_to_host(Stream::Download, &buffer, &area)
+        // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
+        unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 
     fn fetch(&self, op: &Op) -> Result<()> {
@@ -87,7 +92,8 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &buffer, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &area, &buffer)
+        // SAFETY: as for `save`.
+        unsafe { self.device.copy_to_device(Stream::Upload, &area, &buffer) }
     }
 
     pub(super) fn grad_dtype(&self) -> Dtype {
@@ -115,11 +121,15 @@ impl Shared {
         }
         if !op.early {
             self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
-            self.device.copy_to_host(Stream::Download, &sums, &host_sums)?;
+            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's landing on them: the
+            // schedule's check has proved it.
+            unsafe { self.device.copy_to_host(Stream::Download, &sums, &host_sums) }?;
         }
         let Some(slab) = slab else { return Ok(()) };
         let grad = grad.slice(elements.start * dtype.size(), slab.len() as u64);
-        self.device.copy_to_host(Stream::Download, &grad, &slab)
+        // SAFETY: whoever reads the slab depends on this operation, and this one on who read it before: the schedule's
+        // check has proved it.
+        unsafe { self.device.copy_to_host(Stream::Download, &grad, &slab) }
     }
 
     /// The unit's part of a landing place that larger units may share.
@@ -153,9 +163,9 @@ impl Shared {
         });
         self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
         let layout = &self.placement.layouts[unit];
-        let mut partials = self.memory.sums[unit].elements::<f64>(0, layout.norm_blocks().len() as u64);
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.norm_blocks().len() as u64);
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
-            *sum = kernel::sum_squares(self.adamw.isa(), kernel::Values::F32(&store.elements::<f32>(first, len)));
+            *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }
         Ok(())
     }
@@ -163,7 +173,7 @@ impl Shared {
     /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
     fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
         let unit = op.unit as usize;
-        let decision = decision.ok_or_else(|| Error::Invalid("an update without a decision".to_owned()))?;
+        let decision = decision.ok_or(Error::Undecided)?;
         if decision.skip {
             return Ok(None);
         }
@@ -173,10 +183,7 @@ impl Shared {
             let blocks = &parts[if visits.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
-                let name = &self.placement.layouts[unit].name;
-                return Err(Error::Invalid(format!(
-                    "the gradient of unit {name} is not finite; with immediate updates the step cannot be taken back"
-                )));
+                return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
             }
         }
         let store = &self.memory.store;
@@ -280,13 +287,24 @@ impl Shared {
     pub(super) fn measure(&self, op: &Op, token: &Token) -> Result<f64> {
         let Some(start) = &token.start else { return Ok(0.0) };
         let unit = &self.placement.layouts[op.unit as usize].name;
-        self.trace.device(self.device.as_ref(), op, unit, start, &token.end)?;
+        if let Some(origin) = &self.trace_origin
+            && let Some(began) = self.elapsed(origin, start)?
+            && let Some(took) = self.elapsed(start, &token.end)?
+        {
+            self.trace.device(span_of(op, unit), began, took);
+        }
         Ok(self.elapsed(start, &token.end)?.unwrap_or(0.0) / 1e3)
     }
 
     fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
         self.device.elapsed_ms(from, to)
     }
+}
+
+/// How an operation appears in the trace.
+pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
+    let kind = format!("{:?}", op.kind).to_lowercase();
+    SpanOf { row: op.lane as u8, kind, unit, micro_batch: op.micro_batch }
 }
 
 /// Elements `range` of a span, of `size` bytes each.

@@ -72,15 +72,15 @@ impl Pool {
     /// Starts `threads` workers; `None`: [`default_threads`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for 0 threads or an empty list of cores, [`Error::Worker`] when a thread cannot be started or
+    /// [`Error`] for 0 threads or an empty list of cores, [`Error::Worker`] when a thread cannot be started or
     /// bound to its core.
     pub fn new(threads: Option<usize>, affinity: &Affinity) -> Result<Self> {
         let threads = threads.unwrap_or_else(default_threads);
         if threads == 0 {
-            return Err(Error::Invalid("threads must be at least 1, not 0".into()));
+            return Err(Error::OutOfRange { setting: "threads", value: 0, least: 1, most: None, why: "" });
         }
         if *affinity == Affinity::Cores(Vec::new()) {
-            return Err(Error::Invalid("the list of cores for the optimizer's threads is empty".into()));
+            return Err(Error::NoCores);
         }
         let mut pool = Self { shared: Arc::new(Shared::default()), turn: Mutex::new(()), workers: Vec::new() };
         for index in 0..threads {

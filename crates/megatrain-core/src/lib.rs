@@ -52,7 +52,7 @@ pub mod plan {
     mod plan;
     mod request;
 
-    pub(crate) use self::placement::staged_bytes;
+    pub(crate) use self::placement::{staged_bytes, staged_on_host, torch_lines};
     pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch, VisitBuffer};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{

@@ -15,7 +15,7 @@ use megatrain_core::device::{Device, DeviceMemory, Stream};
 use megatrain_core::host::HostSpan;
 use megatrain_core::layout::{Precision, TensorSpec};
 use megatrain_core::plan::{Budget, Request, Requests, UnitRequest, UnitRole, plan};
-use megatrain_core::schedule::{Facts, Pass, Schedule, Shape, check};
+use megatrain_core::schedule::{Pass, Schedule, ScheduleInputs, Shape, check};
 use megatrain_core::stream::{Begin, Engine, Group, Options};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -101,7 +101,7 @@ fn steps(c: &mut Criterion) {
 fn schedules(c: &mut Criterion) {
     let mut group = c.benchmark_group("schedule of 80 layers, 64 micro-batches");
     let request = request(80, 64, 256);
-    let facts = Facts::new(&request, &plan(&request).expect("fits")).expect("facts");
+    let facts = ScheduleInputs::new(&request, &plan(&request).expect("fits")).expect("facts");
     let shape = Shape::new(Pass::Train, 64);
     let first = Schedule::new(&facts, shape, None, &[]).expect("a schedule");
     let steady = Schedule::new(&facts, shape, Some(&first), &[]).expect("a schedule");

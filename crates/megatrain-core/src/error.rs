@@ -301,6 +301,28 @@ pub enum Error {
         /// How many there may be.
         most: u64,
     },
+    /// A size is beyond what any machine has; sums of such sizes would not be sums any more.
+    #[error("{what} takes {bytes} bytes, more than the 2^{log2} that are counted with")]
+    TooLarge {
+        /// A line of the sum.
+        what: String,
+        /// Its bytes, as far as they can be counted.
+        bytes: u64,
+        /// The limit's exponent.
+        log2: u32,
+    },
+    /// A model and a batch make up more operations than a schedule may have.
+    #[error(
+        "micro_batches = {micro_batches} of {units} units make up more than the {most} computations that a step may have; use fewer and larger micro-batches"
+    )]
+    TooManyOperations {
+        /// The micro-batches.
+        micro_batches: u32,
+        /// The units.
+        units: usize,
+        /// The limit.
+        most: u64,
+    },
     /// A plan and a request do not belong together.
     #[error("the plan was made for another request: {what} is {plan} in it, {request} here; plan again")]
     PlanMismatch {

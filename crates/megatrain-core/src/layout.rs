@@ -133,7 +133,8 @@ impl TensorSpec {
     /// Number of elements; 1 for a scalar.
     #[must_use]
     pub fn numel(&self) -> u64 {
-        self.shape.iter().product()
+        // What is too large is refused when it is laid out.
+        self.shape.iter().fold(1, |numel: u64, &dim| numel.saturating_mul(dim))
     }
 }
 
@@ -226,6 +227,25 @@ impl UnitLayout {
         self.elements * 4
     }
 
+    /// How many blocks [`UnitLayout::norm_blocks`] lists.
+    #[must_use]
+    pub fn num_norm_blocks(&self) -> u64 {
+        self.trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum()
+    }
+
+    /// The first element of one of these blocks; the end of the plane behind the last one.
+    #[must_use]
+    pub(crate) fn norm_block_start(&self, mut block: u64) -> u64 {
+        for tensor in self.trainable() {
+            let blocks = tensor.spec.numel().div_ceil(NORM_BLOCK);
+            if block < blocks {
+                return tensor.element + block * NORM_BLOCK;
+            }
+            block -= blocks;
+        }
+        self.elements
+    }
+
     /// The blocks over which the gradient norm is summed: `(first element, length)`, in parameter order.
     #[must_use]
     pub fn norm_blocks(&self) -> Vec<(u64, u64)> {
@@ -291,6 +311,9 @@ mod tests {
             prop_assert!(layout.residual_bytes().is_multiple_of(4096) && layout.moment_bytes().is_multiple_of(4096));
             let in_blocks: u64 = layout.norm_blocks().iter().map(|block| block.1).sum();
             prop_assert_eq!(in_blocks, layout.num_trainable());
+            let starts: Vec<u64> = (0..layout.num_norm_blocks()).map(|block| layout.norm_block_start(block)).collect();
+            prop_assert_eq!(starts, layout.norm_blocks().iter().map(|block| block.0).collect::<Vec<_>>());
+            prop_assert_eq!(layout.norm_block_start(layout.num_norm_blocks()), layout.elements);
         }
     }
 

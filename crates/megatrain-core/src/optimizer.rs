@@ -171,16 +171,16 @@ impl Adamw {
         divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
     }
 
-    /// Updates only these stretches of `updates`, whose `tensor` is an index into them.
+    /// Updates only these ranges of `updates`, whose `tensor` is an index into them.
     ///
     /// # Errors
     /// As for [`Adamw::update`], and when a stretch leaves its tensor.
-    pub fn update_stretches(&self, pool: &Pool, updates: &[TensorUpdate], stretches: &[Stretch]) -> Result<()> {
+    pub fn update_ranges(&self, pool: &Pool, updates: &[TensorUpdate], ranges: &[ElementRange]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
-        stretches.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
-        let lens: Vec<u64> = stretches.iter().map(|s| s.len).collect();
+        ranges.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
+        let lens: Vec<u64> = ranges.iter().map(|s| s.len).collect();
         divide(pool, &lens, |s| {
-            let within = stretches[s.tensor];
+            let within = ranges[s.tensor];
             updates[within.tensor].apply_checked(self.isa, within.start + s.start, s.len);
         })
     }
@@ -248,7 +248,7 @@ fn check_range(start: u64, len: u64, numel: u64) -> Result<()> {
 
 /// A contiguous part of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct ElementRange {
     /// Index of the tensor.
     pub tensor: usize,
     /// First element.
@@ -263,7 +263,7 @@ pub struct Stretch {
 /// # Panics
 /// When `parts` is 0.
 #[must_use]
-pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
+pub fn element_ranges(numels: &[u64], parts: usize) -> Vec<Vec<ElementRange>> {
     assert!(parts > 0, "work cannot be divided into no parts");
     let blocks: u64 = numels.iter().map(|n| n.div_ceil(TENSOR_ALIGN)).sum();
     let parts_wide = parts as u64;
@@ -280,7 +280,7 @@ pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
                 if taken > 0 {
                     let start = block * TENSOR_ALIGN;
                     let len = (taken * TENSOR_ALIGN).min(numels[tensor] - start);
-                    run.push(Stretch { tensor, start, len });
+                    run.push(ElementRange { tensor, start, len });
                 }
                 wanted -= taken;
                 block += taken;
@@ -293,8 +293,8 @@ pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
         .collect()
 }
 
-fn divide(pool: &Pool, numels: &[u64], work: impl Fn(Stretch) + Sync) -> Result<()> {
-    let runs = stretches(numels, pool.threads());
+fn divide(pool: &Pool, numels: &[u64], work: impl Fn(ElementRange) + Sync) -> Result<()> {
+    let runs = element_ranges(numels, pool.threads());
     pool.run(runs.len(), &|i| runs[i].iter().copied().for_each(&work))
 }
 
@@ -309,7 +309,7 @@ mod tests {
     fn cuts_beyond_two_to_the_31_are_where_they_should_be() {
         for numel in [(1u64 << 31) - 1, 1 << 31, (1 << 31) + 16, (1 << 40) + 5] {
             for parts in [1, 3, 14] {
-                let runs = stretches(&[numel], parts);
+                let runs = element_ranges(&[numel], parts);
                 let mut next = 0;
                 for run in &runs {
                     for stretch in run {
@@ -328,7 +328,7 @@ mod tests {
             numels in prop::collection::vec(0u64..5000, 0..12),
             parts in 1usize..9,
         ) {
-            let runs = stretches(&numels, parts);
+            let runs = element_ranges(&numels, parts);
             prop_assert_eq!(runs.len(), parts);
             let mut next = vec![0u64; numels.len()];
             for stretch in runs.iter().flatten() {
@@ -337,7 +337,7 @@ mod tests {
                 next[stretch.tensor] += stretch.len;
             }
             prop_assert_eq!(next, numels);
-            let blocks = |run: &Vec<Stretch>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();
+            let blocks = |run: &Vec<ElementRange>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();
             let most = runs.iter().map(blocks).max().unwrap_or(0);
             let least = runs.iter().map(blocks).min().unwrap_or(0);
             prop_assert!(most - least <= 1);

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use self::check::check;
-pub use self::inputs::Facts;
+pub use self::inputs::ScheduleInputs;
 use crate::error::Result;
 
 mod build;
@@ -25,7 +25,7 @@ pub(crate) mod progress;
 mod slots;
 
 /// What an operation does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Kind {
@@ -42,23 +42,55 @@ pub enum Kind {
     /// Computes the embedding's backward.
     EmbedBackward,
     /// Copies a micro-batch's staged activations to the host.
-    Save,
+    #[serde(rename = "save")]
+    OffloadActivation,
     /// Brings them back.
-    Fetch,
+    #[serde(rename = "fetch")]
+    FetchActivation,
     /// Sums the squares of a unit's gradient and copies it to its slab.
-    Land,
+    #[serde(rename = "land")]
+    OffloadGrad,
     /// Adds a landed gradient to the fp32 store.
-    Gather,
+    #[serde(rename = "gather")]
+    AccumulateGrad,
     /// The norm is known and the caller has said what to do.
-    Verdict,
-    /// Copies the state and the gradient of a part of a unit from the host to a visiting buffer.
-    Bring,
+    #[serde(rename = "verdict")]
+    ClipDecision,
+    /// Copies the state and the gradient of a part of a unit from the host to a state buffer.
+    #[serde(rename = "bring")]
+    FetchState,
     /// Updates a unit's weights.
     Update,
-    /// Copies the state back from its visiting buffer.
-    Return,
+    /// Copies the state back from its state buffer.
+    #[serde(rename = "return")]
+    WriteBackState,
     /// Appends a unit's state to the files of a checkpoint.
-    Write,
+    #[serde(rename = "write")]
+    WriteCheckpoint,
+}
+
+impl Kind {
+    /// Its name in traces and errors.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Embed => "embed",
+            Self::Forward => "forward",
+            Self::Loss => "loss",
+            Self::Backward => "backward",
+            Self::EmbedBackward => "embed_backward",
+            Self::OffloadActivation => "save",
+            Self::FetchActivation => "fetch",
+            Self::OffloadGrad => "land",
+            Self::AccumulateGrad => "gather",
+            Self::ClipDecision => "verdict",
+            Self::FetchState => "bring",
+            Self::Update => "update",
+            Self::WriteBackState => "return",
+            Self::WriteCheckpoint => "write",
+        }
+    }
 }
 
 /// Where an operation is issued, in order of priority.
@@ -73,7 +105,7 @@ pub enum Lane {
     Download,
     /// The host's optimizer.
     Host,
-    /// Updates on the device, and the return of state that has visited it for that.
+    /// Updates on the device, and the write-back of state that was fetched for that.
     Update,
     /// The caller's decision.
     Caller,
@@ -147,7 +179,7 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
-    /// Which part of the unit is landed, updated or sent; of a unit that visits the device, which of the parts in which
+    /// Which part of the unit is landed, updated or sent; of a device update, which of the parts in which
     /// its state comes and goes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub part: u32,
@@ -171,9 +203,9 @@ pub struct Op {
     /// The staging buffer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stage: Option<u32>,
-    /// The visiting buffer.
+    /// The state buffers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub visit: Option<u32>,
+    pub state_buffer: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
 }
@@ -195,7 +227,7 @@ impl Op {
             grad: None,
             slab: None,
             stage: None,
-            visit: None,
+            state_buffer: None,
             deps: Vec::new(),
         }
     }
@@ -265,8 +297,8 @@ impl Schedule {
     ///
     /// # Errors
     /// [`crate::Error`] when the shape has no micro-batch or more than the plan, or only writes and has some.
-    pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
-        build::build(facts, shape, previous, resident)
+    pub fn new(inputs: &ScheduleInputs, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
+        build::build(inputs, shape, previous, resident)
     }
 
     /// Steady state: two passes of the same shape that follow one of that shape, the second made to follow the first.
@@ -274,10 +306,10 @@ impl Schedule {
     ///
     /// # Errors
     /// As for [`Schedule::new`].
-    pub fn steady(facts: &Facts, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
-        let start = Self::new(facts, shape, None, &[])?;
-        let first = Self::new(facts, shape, Some(&start), &start.leaves(facts))?;
-        let second = Self::new(facts, shape, Some(&first), &first.leaves(facts))?;
+    pub fn steady(inputs: &ScheduleInputs, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
+        let start = Self::new(inputs, shape, None, &[])?;
+        let first = Self::new(inputs, shape, Some(&start), &start.leaves(inputs))?;
+        let second = Self::new(inputs, shape, Some(&first), &first.leaves(inputs))?;
         Ok((Arc::new(first), Arc::new(second)))
     }
 
@@ -285,7 +317,7 @@ impl Schedule {
     /// one would not evict. With fewer slots than layers, a layer's turn comes when others have taken its slot, and
     /// keeping some back would leave too few slots to load ahead.
     #[must_use]
-    pub fn leaves(&self, facts: &Facts) -> Vec<Resident> {
+    pub fn leaves(&self, inputs: &ScheduleInputs) -> Vec<Resident> {
         let mut places: std::collections::BTreeMap<(u32, Option<u32>), u32> = std::collections::BTreeMap::new();
         let place = |unit: u32, slot: Option<u32>| (if slot.is_some() { 0 } else { unit }, slot);
         for held in &self.resident {
@@ -294,9 +326,12 @@ impl Schedule {
         for op in self.ops.iter().filter(|op| op.kind == Kind::Load && op.part == 0) {
             places.insert(place(op.unit, op.slot), op.unit);
         }
-        let updated = |unit: u32| self.ops.iter().any(|op| op.kind == Kind::Update && op.unit == unit);
-        let all_in_slots = facts.units.iter().filter(|u| !u.own_place).count() <= facts.slots as usize;
-        let kept = places.into_iter().filter(|&((_, slot), unit)| !updated(unit) && (slot.is_none() || all_in_slots));
+        let updates = self.ops.iter().filter(|op| op.kind == Kind::Update).map(|op| op.unit);
+        let updated: std::collections::HashSet<u32> = updates.collect();
+        let all_in_slots = inputs.units.iter().filter(|u| !u.own_place).count() <= inputs.slots as usize;
+        let kept = places
+            .into_iter()
+            .filter(|&((_, slot), unit)| !updated.contains(&unit) && (slot.is_none() || all_in_slots));
         let mut resident: Vec<Resident> = kept.map(|((_, slot), unit)| Resident { unit, slot }).collect();
         resident.sort_unstable();
         resident

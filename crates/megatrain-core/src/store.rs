@@ -1,7 +1,7 @@
 //! Home of every unit's weights, residuals and moments on the host.
 //!
 //! One arena holds the images, unit after unit in forward order, and is registered with the device; another holds what
-//! only the host optimizer reads, behind the state of units that visit the device to be updated, which is registered
+//! only the host optimizer reads, behind the state of units that are updated on the device, which is registered
 //! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
 use std::collections::HashMap;
@@ -55,17 +55,18 @@ impl StoreBytes {
     /// All planes together.
     #[must_use]
     pub const fn total(&self) -> u64 {
-        self.image + self.residual + self.exp_avg + self.exp_avg_sq
+        let state = self.residual.saturating_add(self.exp_avg).saturating_add(self.exp_avg_sq);
+        self.image.saturating_add(state)
     }
 }
 
 impl std::iter::Sum for StoreBytes {
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         parts.fold(Self::default(), |sum, part| Self {
-            image: sum.image + part.image,
-            residual: sum.residual + part.residual,
-            exp_avg: sum.exp_avg + part.exp_avg,
-            exp_avg_sq: sum.exp_avg_sq + part.exp_avg_sq,
+            image: sum.image.saturating_add(part.image),
+            residual: sum.residual.saturating_add(part.residual),
+            exp_avg: sum.exp_avg.saturating_add(part.exp_avg),
+            exp_avg_sq: sum.exp_avg_sq.saturating_add(part.exp_avg_sq),
         })
     }
 }
@@ -82,7 +83,7 @@ pub struct StoreOptions<'a> {
     /// The largest registration; [`REGISTRATION_BYTES`] when 0.
     pub registration_bytes: u64,
     /// Units whose residual and moments are registered too, since the device copies them; none of the others.
-    pub visiting: &'a [usize],
+    pub registered_state: &'a [usize],
 }
 
 struct Unit {
@@ -119,12 +120,12 @@ impl Store {
         let counts = |layout: &UnitLayout| layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
         let bare = |layout: &UnitLayout| Unit { layout: layout.clone(), planes: None, counts: counts(layout) };
         let mut units: Vec<Unit> = layouts.iter().map(bare).collect();
-        let visits = |unit: &usize| options.visiting.contains(unit);
+        let copied = |unit: &usize| options.registered_state.contains(unit);
         let held = || (0..layouts.len()).filter(|&unit| on_host[unit]);
         let image = |unit: usize| images.carve(layouts[unit].image_bytes, PAGE).map(|image| (unit, image));
         let mut image: HashMap<usize, HostSpan> = held().map(image).collect::<Result<_>>()?;
-        let mut visiting = Vec::new();
-        for unit in held().filter(visits).chain(held().filter(|unit| !visits(unit))) {
+        let mut pieces_of_state = Vec::new();
+        for unit in held().filter(copied).chain(held().filter(|unit| !copied(unit))) {
             let layout = &layouts[unit];
             let planes = UnitPlanes {
                 image: image.remove(&unit).expect("every unit that is held has an image"),
@@ -135,8 +136,8 @@ impl Store {
                 exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
                 exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
             };
-            if visits(&unit) {
-                visiting.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
+            if copied(&unit) {
+                pieces_of_state.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
             }
             units[unit].planes = Some(planes);
         }
@@ -147,7 +148,7 @@ impl Store {
                 let most =
                     if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
                 let mut pinning = images.register(device, &pieces, most);
-                pinning.absorb(state.register(device, &visiting, most));
+                pinning.absorb(state.register(device, &pieces_of_state, most));
                 pinning
             }
         };

@@ -22,6 +22,7 @@ pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
+pub use self::schedules::CachedSchedules;
 use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
@@ -42,6 +43,7 @@ mod memory;
 mod passes;
 mod rows;
 mod save;
+mod schedules;
 mod state;
 mod stats;
 mod workers;
@@ -247,6 +249,12 @@ impl Engine {
     /// [`crate::Error::Broken`].
     pub fn stats(&self) -> Result<Stats> {
         self.shared.stats()
+    }
+
+    /// What the cache of schedules holds. It is no part of the plan, which counts what a step works in.
+    #[must_use]
+    pub fn cached_schedules(&self) -> CachedSchedules {
+        self.shared.schedules.lock().unwrap_or_else(std::sync::PoisonError::into_inner).held()
     }
 
     /// Chrome trace (Perfetto) of everything recorded so far.

@@ -16,7 +16,7 @@ pub(crate) struct SpanOf<'a> {
     /// Its row in the trace.
     pub(crate) row: u8,
     /// What was done.
-    pub(crate) kind: String,
+    pub(crate) kind: &'a str,
     /// To which unit.
     pub(crate) unit: &'a str,
     /// For which micro-batch.

@@ -326,7 +326,7 @@ impl Device for SimDevice {
         let _state = self.enter("allocate")?;
         let in_use = self.allocated.now.load(Ordering::Acquire);
         if let Some(limit) = self.faults.memory_bytes
-            && in_use + bytes > limit
+            && in_use.saturating_add(bytes) > limit
         {
             let detail = format!("{bytes} bytes asked, {in_use} of {limit} in use");
             return Err(Error::Device { call: "allocate", code: 2, detail });

@@ -16,8 +16,9 @@ const PLANE_BYTES: u64 = 14;
 /// # Errors
 /// [`crate::Error::HostMemory`] when the system refuses the memory, [`crate::Error::Worker`] when a thread fails.
 pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpdate> {
-    let padded = numel.next_multiple_of(TENSOR_ALIGN);
-    let mut arena = Arena::new(padded * PLANE_BYTES, ArenaOptions { huge_pages: true, pool: Some(pool) })?;
+    let padded = numel.checked_next_multiple_of(TENSOR_ALIGN).unwrap_or(u64::MAX);
+    let mut arena =
+        Arena::new(padded.saturating_mul(PLANE_BYTES), ArenaOptions { huge_pages: true, pool: Some(pool) })?;
     let update = TensorUpdate {
         exp_avg: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),
         exp_avg_sq: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),

@@ -47,14 +47,14 @@ pub struct UnitPlan {
     pub activation: Activation,
     /// Where its input waits.
     pub input: Place,
-    /// Where it is updated: where its state lives, or on the device, which its state then visits.
+    /// Where it is updated: where its state lives, or on the device, through which its state then passes.
     pub update: Place,
 }
 
 impl UnitPlan {
-    /// Whether its state lives on the host and visits the device to be updated.
+    /// Whether its state lives on the host and is copied to the device to be updated.
     #[must_use]
-    pub fn visits(&self) -> bool {
+    pub fn needs_device_update(&self) -> bool {
         self.state == State::Host && self.update == Place::Device
     }
 }
@@ -100,7 +100,8 @@ pub struct Plan {
     /// Bytes of one of them.
     pub stage_bytes: u64,
     /// Device buffers through which state passes that lives on the host and is updated on the device.
-    pub visit_buffers: u32,
+    #[serde(rename = "visit_buffers")]
+    pub state_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// Micro-batches of a step, at most.
@@ -118,7 +119,9 @@ impl Plan {
     /// The totals of `items`.
     #[must_use]
     pub fn sum(items: &[Item]) -> Totals {
-        let of = |tier: Tier| items.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum();
+        let of = |tier: Tier| {
+            items.iter().filter(|i| i.tier == tier).fold(0, |sum: u64, item| sum.saturating_add(item.bytes))
+        };
         Totals { device: of(Tier::Device), host: of(Tier::Host) }
     }
 

@@ -31,6 +31,20 @@ impl UnitRole {
     }
 }
 
+/// Computations of one pass, forward, at most: beyond it, schedules take gigabytes.
+const MOST_COMPUTATIONS: u64 = 1 << 21;
+/// Buffers or parts of one kind, at most.
+pub(super) const MOST_BUFFERS: u32 = 1 << 12;
+/// Bytes of any one size in a request, at most.
+const MOST_BYTES: u64 = 1 << 56;
+
+fn at_most(setting: &'static str, value: u64, most: u64) -> Result<()> {
+    if value <= most {
+        return Ok(());
+    }
+    Err(Error::OutOfRange { setting, value, least: 0, most: Some(most), why: "no machine has as much" })
+}
+
 fn at_least(setting: &'static str, least: u64, value: u32, why: &'static str) -> Error {
     Error::OutOfRange { setting, value: value.into(), least, most: None, why }
 }
@@ -135,7 +149,7 @@ pub struct Requests {
     pub updates_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are landed, updated and sent, and in which the state of a layer visits
+    /// Parts in which the embedding and the head are landed, updated and sent, and in which a layer is updated on
     /// the device; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
@@ -338,6 +352,17 @@ impl Request {
         if self.micro_batches == 0 {
             return Err(at_least("micro_batches", 1, 0, ""));
         }
+        let (micro_batches, units) = (self.micro_batches, self.units.len());
+        if u64::from(micro_batches).saturating_mul(units as u64) > MOST_COMPUTATIONS {
+            return Err(Error::TooManyOperations { micro_batches, units, most: MOST_COMPUTATIONS });
+        }
+        at_most("workspace_bytes", self.workspace_bytes, MOST_BYTES)?;
+        at_most("late_workspace_bytes", self.late_workspace_bytes, MOST_BYTES)?;
+        at_most("context_bytes", self.context_bytes, MOST_BYTES)?;
+        for unit in &self.units {
+            at_most("kept_bytes", unit.kept_bytes, MOST_BYTES)?;
+            at_most("input_bytes", unit.input_bytes, MOST_BYTES)?;
+        }
         if !(0.0..=1.0).contains(&self.fragmentation) {
             let (what, value) = ("fragmentation".to_owned(), self.fragmentation);
             return Err(Error::WrongNumber { what, value, allowed: "a share between 0 and 1" });
@@ -371,6 +396,8 @@ impl Request {
         if r.parts == Some(0) {
             return Err(at_least("plan.parts", 1, 0, ""));
         }
+        at_most("plan.parts", r.parts.unwrap_or(0).into(), MOST_BUFFERS.into())?;
+        at_most("plan.stage_buffers", r.stage_buffers.unwrap_or(0).into(), MOST_BUFFERS.into())?;
         if let Some(slabs) = r.slabs {
             if self.update == UpdateMode::JustInTime {
                 return Err(Error::SlabsJustInTime { slabs });

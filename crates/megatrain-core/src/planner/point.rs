@@ -11,8 +11,8 @@ use crate::plan::{
 pub(super) struct Point {
     /// Units whose state lives on the device, in the order of [`state_order`].
     pub(super) state: usize,
-    /// Layers updated on the device that their state visits.
-    pub(super) visits: u32,
+    /// Layers whose state lives on the host and that are updated on the device.
+    pub(super) device_updates: u32,
     /// Layers, the last ones, whose activations are kept.
     pub(super) keep: usize,
     /// Where the inputs of the other layers wait.
@@ -66,7 +66,7 @@ impl Point {
             grad_buffers: self.grad_buffers.min(hosted),
             stage_buffers: 0,
             stage_bytes: 0,
-            visit_buffers: 0,
+            state_buffers: 0,
             group: request.requests.group.unwrap_or(request.micro_batches),
             micro_batches: request.micro_batches,
             items: Vec::new(),
@@ -74,11 +74,12 @@ impl Point {
             estimate: Forecast::default(),
         };
         // Evenly spread, so that the host's optimizer and the link meet the next forward side by side.
-        for unit in visiting(&hosted_layers(request, self.state), self.visits) {
+        for unit in updated_on_device(&hosted_layers(request, self.state), self.device_updates) {
             plan.units[unit].update = Place::Device;
-            plan.visit_buffers = visit_buffers(request);
+            plan.state_buffers = state_buffers(request);
         }
-        plan.stage_bytes = (1..=layers).map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+        plan.stage_bytes =
+            (1..=layers).map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
         plan.stage_buffers = if plan.stage_bytes > 0 { self.stage_buffers } else { 0 };
         let placement = Placement::new(request, &plan)?;
         plan.items = placement.items().to_vec();
@@ -103,14 +104,14 @@ pub(super) fn hosted_layers(request: &Request, state: usize) -> Vec<usize> {
     layers
 }
 
-/// One visiting buffer is filled, one is emptied, and one absorbs the difference; immediate updates need two pairs (see
+/// One state buffer is filled, one is emptied, and one absorbs the difference; immediate updates need two pairs (see
 /// `schedule/build.rs`).
-fn visit_buffers(request: &Request) -> u32 {
+fn state_buffers(request: &Request) -> u32 {
     if request.update == UpdateMode::Immediate { 4 } else { 3 }
 }
 
-/// Which of the `hosted` layers visit the device when `count` do, or all where there are fewer.
-pub(super) fn visiting(hosted: &[usize], count: u32) -> impl Iterator<Item = usize> {
+/// Which of the `hosted` layers are updated on the device when `count` are, or all where there are fewer.
+pub(super) fn updated_on_device(hosted: &[usize], count: u32) -> impl Iterator<Item = usize> {
     let count = (count as usize).min(hosted.len());
     (0..count).map(move |i| hosted[(2 * i + 1) * hosted.len() / (2 * count)])
 }

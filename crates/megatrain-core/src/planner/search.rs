@@ -29,7 +29,8 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         return Err(refusal(request, &all));
     }
     // Among those that take as long, the one that asks least of the host and the link.
-    let ease = |p: &Point| (p.visits, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
+    let ease =
+        |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
     fitting.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
     let group = request.requests.group.unwrap_or(request.micro_batches);
     let micro_batches = simulated_micro_batches(request.micro_batches, group) as usize;
@@ -53,6 +54,7 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
 fn fitted(candidate: &Candidate, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
     let Budget { device: on_device, host: on_host } = request.budget;
+    // A sum that is too large for its type is more than there is.
     let others = if request.shared_memory { host.checked_add(device)? } else { host };
     let left = on_host.checked_sub(others)?;
     if device > on_device {
@@ -73,11 +75,15 @@ fn refusal(request: &Request, all: &[Candidate]) -> Error {
     let Budget { device: on_device, host: on_host } = request.budget;
     let least = |candidate: &Candidate| {
         let slabs = u64::from(request.requests.slabs.unwrap_or(1));
-        let host = candidate.host + slabs * candidate.slab;
+        let host = slabs.saturating_mul(candidate.slab).saturating_add(candidate.host);
         if request.shared_memory {
-            return (candidate.device + host).saturating_sub(on_host).max(candidate.device.saturating_sub(on_device));
+            return candidate
+                .device
+                .saturating_add(host)
+                .saturating_sub(on_host)
+                .max(candidate.device.saturating_sub(on_device));
         }
-        candidate.device.saturating_sub(on_device) + host.saturating_sub(on_host)
+        candidate.device.saturating_sub(on_device).saturating_add(host.saturating_sub(on_host))
     };
     let nearest = all.iter().min_by_key(|candidate| least(candidate)).expect("there is always a candidate");
     let point = Point { slabs: request.requests.slabs.unwrap_or(1), ..nearest.point };
@@ -92,5 +98,5 @@ fn refusal(request: &Request, all: &[Candidate]) -> Error {
     if totals.host > on_host {
         return Error::DoesNotFit { tier: Tier::Host, needed: totals.host, available: on_host, items };
     }
-    Error::SharedMemory { needed: totals.device + totals.host, available: on_host, items }
+    Error::SharedMemory { needed: totals.device.saturating_add(totals.host), available: on_host, items }
 }

@@ -4,11 +4,10 @@
 //! [`crate::planner`].
 use super::point::{Point, hosted_layers};
 use crate::error::Result;
-use crate::estimate::allowance;
-use crate::layout::Precision;
+use crate::estimate::{allowance, simulated_micro_batches, update_bytes};
 use crate::plan::{
-    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, UnitPlan, UnitRequest,
-    UpdateMode, staged_bytes, staged_on_host, torch_lines,
+    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, UnitPlan, UnitRequest, UpdateMode,
+    staged_bytes, staged_on_host, torch_lines,
 };
 
 /// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
@@ -26,8 +25,8 @@ const LEAST_STAGE_BUFFERS: u32 = 2;
 const LEAST_GRAD_BUFFERS: u32 = 1;
 /// Values of one number that are compared: all where there are no more, else evenly spaced ones.
 const VALUES: usize = 20;
-/// Numbers of visiting layers that are compared, evenly up to all whose state lives on the host.
-const VISITS: u32 = 8;
+/// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
+const DEVICE_UPDATES: u32 = 8;
 /// Up to this number of slots every number is compared, beyond it every further half as many again.
 const EACH_SLOT: u32 = 12;
 
@@ -90,9 +89,9 @@ struct Base {
     /// Parameters that the host updates, and that the device does.
     on_host: u64,
     on_device: u64,
-    /// Bytes of state that visits the device, on its way there and back.
-    bring: u64,
-    back: u64,
+    /// Bytes of state that is fetched to be updated on the device, and written back.
+    fetched: u64,
+    written: u64,
 }
 
 impl<'a> Space<'a> {
@@ -106,21 +105,24 @@ impl<'a> Space<'a> {
         for unit in 1..=layers {
             let mut sums = first_layers[unit - 1];
             let sizes = &request.units[unit];
-            sums.inputs += u64::from(group) * sizes.input_bytes;
+            sums.inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(sums.inputs);
             sums.forward_s += f64::from(request.micro_batches) * sizes.flops / (rates.matmul_tflops * 1e12);
             for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
                 let name = sizes.name.clone();
                 let choice = UnitPlan { name, state: State::Host, activation, input, update: Place::Host };
                 let staged = staged_bytes(sizes, &choice);
-                sums.crossing[index] += u64::from(request.micro_batches) * staged;
+                let crossing = u64::from(request.micro_batches).saturating_mul(staged);
+                sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
                 sums.stage[index] = sums.stage[index].max(staged);
-                sums.staged[index] += u64::from(group) * staged_on_host(staged);
+                let waiting = u64::from(group).saturating_mul(staged_on_host(staged));
+                sums.staged[index] = sums.staged[index].saturating_add(waiting);
             }
             first_layers.push(sums);
         }
         let mut kept = vec![0];
         for count in 1..=layers {
-            kept.push(kept[count - 1] + u64::from(group) * request.units[layers + 1 - count].kept_bytes);
+            let own = u64::from(group).saturating_mul(request.units[layers + 1 - count].kept_bytes);
+            kept.push(own.saturating_add(kept[count - 1]));
         }
         Ok(Self { request, rates, group, first_layers, kept })
     }
@@ -141,25 +143,25 @@ impl<'a> Space<'a> {
         };
         let mut found = Vec::new();
         for &state in &every {
-            let base = self.base(state, self.asked_visits())?;
+            let base = self.base(state, self.asked_device_updates())?;
             self.add_leanest(&mut found, state, &base);
             if !compared.contains(&state) {
                 continue;
             }
-            self.add_all(&mut found, state, self.asked_visits(), &base, None);
+            self.add_all(&mut found, state, self.asked_device_updates(), &base, None);
             if self.places_updates() {
                 let hosted = hosted_layers(self.request, state).len() as u32;
-                let mut counts: Vec<u32> = (1..=VISITS).map(|share| hosted * share / VISITS).collect();
+                let mut counts: Vec<u32> = (1..=DEVICE_UPDATES).map(|share| hosted * share / DEVICE_UPDATES).collect();
                 counts.dedup();
-                for visits in counts.into_iter().filter(|&count| count > 0) {
-                    self.add_all(&mut found, state, visits, &self.base(state, visits)?, Some(&base));
+                for device_updates in counts.into_iter().filter(|&count| count > 0) {
+                    self.add_all(&mut found, state, device_updates, &self.base(state, device_updates)?, Some(&base));
                 }
             }
         }
         Ok(found)
     }
 
-    fn asked_visits(&self) -> u32 {
+    fn asked_device_updates(&self) -> u32 {
         match self.request.requests.updates_on_device {
             Some(Count::Units(count)) => count,
             _ => 0,
@@ -172,7 +174,7 @@ impl<'a> Space<'a> {
         self.request.device == DeviceKind::Cuda && !self.request.requests.accumulate
     }
 
-    /// Whether the plan decides which layers' state visits the device to be updated.
+    /// Whether the plan decides which layers with their state on the host are updated on the device.
     fn places_updates(&self) -> bool {
         let free = matches!(self.request.requests.updates_on_device, None | Some(Count::Auto(Auto::Auto)));
         free && self.places_state()
@@ -205,7 +207,7 @@ impl<'a> Space<'a> {
                 let lean = |keep: usize| {
                     let point = Point {
                         state,
-                        visits: self.asked_visits(),
+                        device_updates: self.asked_device_updates(),
                         keep,
                         inputs,
                         slots: r.slots.unwrap_or(LEAST_SLOTS),
@@ -221,13 +223,20 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// Every number of kept layers with every number of slots. Visits that leave the bound of a step as it is `without`
-    /// them are left out.
-    fn add_all(&self, found: &mut Vec<Candidate>, state: usize, visits: u32, base: &Base, without: Option<&Base>) {
+    /// Every number of kept layers with every number of slots. Updates on the device that leave the bound of
+    /// a step as it is `without` them are left out.
+    fn add_all(
+        &self,
+        found: &mut Vec<Candidate>,
+        state: usize,
+        device_updates: u32,
+        base: &Base,
+        without: Option<&Base>,
+    ) {
         let r = &self.request.requests;
         let point = Point {
             state,
-            visits,
+            device_updates,
             keep: 0,
             inputs: Place::Device,
             slots: 0,
@@ -271,16 +280,15 @@ impl<'a> Space<'a> {
     fn candidate(&self, point: Point, base: &Base) -> Candidate {
         let first = &self.first_layers[self.request.num_layers() - point.keep];
         let index = usize::from(point.inputs == Place::Host);
-        let slots = u64::from(point.slots.min(base.hosted)) * base.slot;
-        let grads = u64::from(point.grad_buffers.min(base.hosted)) * base.grad_buffer;
-        let stage = u64::from(point.stage_buffers) * first.stage[index];
+        let slots = u64::from(point.slots.min(base.hosted)).saturating_mul(base.slot);
+        let grads = u64::from(point.grad_buffers.min(base.hosted)).saturating_mul(base.grad_buffer);
+        let stage = u64::from(point.stage_buffers).saturating_mul(first.stage[index]);
         let inputs = if point.inputs == Place::Device { first.inputs } else { 0 };
-        let torch: u64 =
-            torch_lines(self.request, self.group, self.kept[point.keep], inputs).iter().map(|line| line.1).sum();
+        let torch = torch_bytes(self.request, self.group, self.kept[point.keep], inputs);
         Candidate {
             point,
-            device: base.device + slots + grads + stage + torch,
-            host: base.host + first.staged[index],
+            device: total([base.device, slots, grads, stage, torch]),
+            host: total([base.host, first.staged[index]]),
             slab: base.slab,
             least_s: self.least_s(&point, base),
         }
@@ -295,9 +303,9 @@ impl<'a> Space<'a> {
         let recomputed = layers - point.keep;
         let first = &self.first_layers[recomputed];
         let index = usize::from(point.inputs == Place::Host);
-        let crossing = first.crossing[index];
-        let upload_s = |bytes: u64| bytes as f64 / (rates.h2d_gbs * 1e9);
-        let download_s = |bytes: u64| bytes as f64 / (rates.d2h_gbs * 1e9);
+        let crossing = first.crossing[index] as f64;
+        let upload_s = |bytes: f64| bytes / (rates.h2d_gbs * 1e9);
+        let download_s = |bytes: f64| bytes / (rates.d2h_gbs * 1e9);
         let forward_s = |first: usize| self.first_layers[first].forward_s;
 
         let offloads = request.requests.activation == Some(Activation::Offload);
@@ -308,42 +316,48 @@ impl<'a> Space<'a> {
         let resident = point.state.saturating_sub(2);
         let hosted_forward = forward - forward_s(resident);
         let hosted_backward = 2.0 * hosted_forward + again_s(layers) - again_s(resident);
-        let loads = upload_s(u64::from(base.hosted.saturating_sub(point.slots + 1)) * base.smallest);
+        let smallest = base.smallest as f64;
+        let loads = upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
         // What is staged and not yet taken away is in the staging buffers.
-        let staged = crossing.saturating_sub(u64::from(point.stage_buffers) * first.stage[index]);
+        let simulated = simulated_micro_batches(request.micro_batches, self.group);
+        let buffer = first.stage[index] as f64 * f64::from(request.micro_batches) / f64::from(simulated);
+        let staged = (crossing - f64::from(point.stage_buffers) * buffer).max(0.0);
         let waits = |computed: f64, needed: f64| (needed - computed).max(0.0);
-        let forward = forward
-            + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
-        let loss = 3.0 * f64::from(request.micro_batches) * request.units[layers + 1].flops / (rates.matmul_tflops * 1e12);
+        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
+        let loss =
+            3.0 * f64::from(request.micro_batches) * request.units[layers + 1].flops / (rates.matmul_tflops * 1e12);
         let backward = loss
             + backward
             + waits(hosted_backward, loads).max(waits(2.0 * forward_s(recomputed) + again_s(layers), upload_s(staged)));
 
         let both = 2.0 / rates.both_ways;
-        let bring = both * upload_s(base.bring);
-        let loaded = base.loaded_ends + base.loaded_layers;
-        let upload = upload_s(loaded + u64::from(base.hosted.saturating_sub(point.slots)) * base.smallest + crossing) + bring;
-        let download = download_s(base.landed + crossing);
-        let update_bytes = if request.precision == Precision::Bf16 { 26 } else { 28 };
-        let on_device = (update_bytes * base.on_device) as f64 / (rates.hbm_gbs * 1e9) + both * download_s(base.back);
+        let (fetched, written) = (base.fetched as f64, base.written as f64);
+        let fetch = both * upload_s(fetched);
+        let loaded = base.loaded_ends as f64 + base.loaded_layers as f64;
+        let again = f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
+        let upload = upload_s(loaded + again + crossing) + fetch;
+        let download = download_s(base.landed as f64 + crossing);
+        let update_bytes = update_bytes(request.precision) as f64;
+        let on_device = update_bytes * base.on_device as f64 / (rates.hbm_gbs * 1e9) + both * download_s(written);
 
         let immediate = request.update == UpdateMode::Immediate;
-        let beside = base.bring + base.back + loaded + if immediate { base.landed + 2 * crossing } else { 0 };
-        let slowed = 1.0 + rates.link_cost * beside as f64 / (update_bytes * base.on_host).max(1) as f64;
-        let host = slowed * base.on_host as f64 / (rates.adamw_gparams * 1e9);
+        let beside = fetched + written + loaded + if immediate { base.landed as f64 + 2.0 * crossing } else { 0.0 };
+        let on_host = base.on_host as f64;
+        let slowed = 1.0 + rates.link_cost * beside / (update_bytes * on_host).max(1.0);
+        let host = slowed * on_host / (rates.adamw_gparams * 1e9);
 
         let longest = |times: [f64; 4]| times.into_iter().fold(0.0, f64::max);
         let lanes = longest([upload, download, host, on_device]);
-        let after_norm = [forward, host, upload_s(base.loaded_layers) + bring, on_device];
+        let after_norm = [forward, host, upload_s(base.loaded_layers as f64) + fetch, on_device];
         let passes = backward + if immediate { forward } else { longest(after_norm) };
-        lanes.max(passes) * allowance(base.bring > 0, crossing > 0)
+        lanes.max(passes) * allowance(base.fetched > 0, crossing > 0.0)
     }
 
-    fn base(&self, state: usize, visits: u32) -> Result<Base> {
+    fn base(&self, state: usize, device_updates: u32) -> Result<Base> {
         let request = self.request;
         let point = Point {
             state,
-            visits,
+            device_updates,
             keep: 0,
             inputs: Place::Device,
             slots: LEAST_SLOTS,
@@ -359,23 +373,26 @@ impl<'a> Space<'a> {
         let slab = placement.shared_slabs.first().map_or(0, |&slab| placement.slabs[slab as usize]);
         let grad_buffer = placement.shared_grads.first().map_or(0, |&buffer| placement.grads[buffer as usize].len);
         let first = &self.first_layers[request.num_layers()];
-        let kept_inputs = first.inputs;
-        let torch: u64 = torch_lines(request, self.group, 0, kept_inputs).iter().map(|line| line.1).sum();
-        let stage = u64::from(plan.stage_buffers) * plan.stage_bytes;
+        let torch = torch_bytes(request, self.group, 0, first.inputs);
+        let stage = u64::from(plan.stage_buffers).saturating_mul(plan.stage_bytes);
         let ends = [0, request.units.len() - 1];
         let trainable = |u: usize| placement.layouts[u].num_trainable();
         let updated = |place: Place| {
             let at = |u: &usize| plan.units[*u].update == place;
             (0..request.units.len()).filter(at).map(trainable).sum::<u64>()
         };
-        let (bring, back) = visit_bytes(&placement);
+        let (fetched, written) = device_update_bytes(&placement);
         Ok(Base {
-            device: plan.totals.device
-                - u64::from(plan.slots) * slot
-                - placement.shared_grads.len() as u64 * grad_buffer
-                - torch
-                - stage,
-            host: plan.totals.host - placement.shared_slabs.len() as u64 * slab - first.staged[0],
+            device: plan.totals.device.saturating_sub(total([
+                u64::from(plan.slots).saturating_mul(slot),
+                (placement.shared_grads.len() as u64).saturating_mul(grad_buffer),
+                torch,
+                stage,
+            ])),
+            host: plan
+                .totals
+                .host
+                .saturating_sub(total([(placement.shared_slabs.len() as u64).saturating_mul(slab), first.staged[0]])),
             slot,
             slab,
             grad_buffer,
@@ -386,17 +403,29 @@ impl<'a> Space<'a> {
             landed: (0..request.units.len()).filter(hosted).map(|u| placement.grad_bytes(u)).sum(),
             on_host: updated(Place::Host),
             on_device: updated(Place::Device),
-            bring,
-            back,
+            fetched,
+            written,
         })
     }
 }
 
-/// Bytes on the way to the device, and back, of all state that visits it.
-fn visit_bytes(placement: &Placement) -> (u64, u64) {
-    let parts = |unit: usize| (0..placement.visits[unit].len()).map(move |part| (unit, part));
-    let all = (0..placement.visits.len()).flat_map(parts).map(|(unit, part)| placement.visit_bytes(unit, part));
+/// Bytes fetched to the device, and written back, for updates there of units whose state lives on the host.
+fn device_update_bytes(placement: &Placement) -> (u64, u64) {
+    let parts = |unit: usize| (0..placement.device_update_parts[unit].len()).map(move |part| (unit, part));
+    let all = (0..placement.device_update_parts.len())
+        .flat_map(parts)
+        .map(|(unit, part)| placement.device_update_bytes(unit, part));
     all.fold((0, 0), |sums, bytes| (sums.0 + bytes.0, sums.1 + bytes.1))
+}
+
+/// A sum that stays at the largest number where it would be larger.
+fn total<const N: usize>(terms: [u64; N]) -> u64 {
+    terms.into_iter().fold(0, u64::saturating_add)
+}
+
+/// What torch allocates on the device.
+fn torch_bytes(request: &Request, group: u32, kept: u64, inputs: u64) -> u64 {
+    total(torch_lines(request, group, kept, inputs).map(|line| line.1))
 }
 
 /// All whole numbers from `least` to `most`, or evenly spaced ones where those are many.

@@ -11,7 +11,7 @@ use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
-use crate::plan::Stretch;
+use crate::plan::DeviceRange;
 use crate::store::{Plane, UnitPlanes};
 
 /// What of a tensor is meant: a plane of its state, or the gradient that last landed.
@@ -268,11 +268,11 @@ impl Shared {
         let mut pairs = Vec::new();
         let trainable = tensor.spec.role == Role::Trainable;
         let element = if trainable { unit.precision.dtype().size() } else { tensor.spec.dtype.size() };
-        let on_device = |stretch: Stretch, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
+        let on_device = |stretch: DeviceRange, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
         let whole = carve(layout.image_bytes.max(count * element));
         let weights = whole.slice(0, usize::try_from(count * element).expect("inside the window"));
         pairs.push((weights, on_device(image, tensor.byte + first * element, count * element)));
-        let mut moment = |stretch: Stretch, size: u64| {
+        let mut moment = |stretch: DeviceRange, size: u64| {
             if !trainable {
                 return carve(0);
             }
@@ -290,7 +290,7 @@ impl Shared {
         Ok(Window { shared: self, planes, layout, bytes: 0..0, pairs })
     }
 
-    /// The gradient that landed last: in the store where passes are gathered, in its slab, or still on the device.
+    /// The gradient that landed last: in the store where passes are accumulated, in its slab, or still on the device.
     fn read_gradient(&self, unit: usize, tensor: usize, start: u64, out: &mut [u8]) -> Result<()> {
         let (layout, found) = self.find(unit, tensor)?;
         let (name, len) = (&found.spec.name, out.len() as u64 / 4);
@@ -300,7 +300,7 @@ impl Shared {
         }
         whole_elements(found, start, out.len(), Dtype::F32)?;
         debug_assert!(layout.elements > 0, "a trainable tensor has elements");
-        let (span, dtype) = self.landed_gradient(unit, name)?;
+        let (span, dtype) = self.offloaded_gradient(unit, name)?;
         let first = found.element + start;
         let mut values = vec![0f32; usize::try_from(len).expect("as long as the caller's bytes")];
         if dtype == Dtype::Bf16 {
@@ -314,15 +314,15 @@ impl Shared {
         Ok(())
     }
 
-    fn landed_gradient(&self, unit: usize, name: &str) -> Result<(HostSpan, Dtype)> {
+    fn offloaded_gradient(&self, unit: usize, name: &str) -> Result<(HostSpan, Dtype)> {
         let core = self.enter()?;
         if !core.trained {
             return Err(Error::NoGradientYet { tensor: name.to_owned() });
         }
         drop(core);
         let dtype = self.placement.grad_precision.dtype();
-        if self.facts.accumulate {
-            return Ok((self.memory.gathered[unit].clone(), Dtype::F32));
+        if self.inputs.accumulate {
+            return Ok((self.memory.accumulated[unit].clone(), Dtype::F32));
         }
         if let Some(slab) = self.placement.own_slab[unit] {
             return Ok((self.slab(slab, unit), dtype));

@@ -190,7 +190,7 @@ impl Shared {
     /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it lands early.
     fn rounds_tied(&self, op: &Op, shape: Shape) -> bool {
         let last = shape.pass == Pass::Train && op.micro_batch + 1 == shape.micro_batches;
-        op.kind == Kind::Loss && last && self.tied && self.facts.early && self.placement.accumulator[0].is_some()
+        op.kind == Kind::Loss && last && self.tied && self.inputs.early && self.placement.accumulator[0].is_some()
     }
 
     fn describe(&self, op: &Op, shape: Shape) -> ComputeOp {

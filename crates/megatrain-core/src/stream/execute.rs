@@ -1,7 +1,7 @@
 //! What a lane does for one operation.
 use std::ops::Range;
 
-use super::rows::{Share, stretches};
+use super::rows::{Share, element_ranges};
 use super::save::Save;
 use super::state::{Decision, Shared, Token};
 use super::workers::stream;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::layout::{Dtype, Role, TensorLayout};
 use crate::optimizer::{TensorSum, TensorUpdate};
-use crate::plan::{Part, Stretch, VisitBuffer};
+use crate::plan::{DeviceRange, Part, StateBuffer};
 use crate::schedule::progress::Awaited;
 use crate::schedule::{Kind, Op};
 use crate::trace::SpanOf;
@@ -25,7 +25,7 @@ pub(super) enum Done {
 }
 
 impl Shared {
-    pub(super) fn perform(
+    pub(super) fn execute(
         &self,
         op: &Op,
         awaited: &[Awaited<Token>],
@@ -34,10 +34,10 @@ impl Shared {
     ) -> Result<Done> {
         let Some(stream) = stream(op.lane) else {
             match op.kind {
-                Kind::Gather => self.gather(op)?,
+                Kind::AccumulateGrad => self.accumulate_grad(op)?,
                 Kind::Update => self.update_on_host(op, decision)?,
                 // (A save that was given up is no longer there.)
-                Kind::Write => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
+                Kind::WriteCheckpoint => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
                 _ => {}
             }
             return Ok(Done::Over);
@@ -48,12 +48,12 @@ impl Shared {
         let start = Some(self.device.record(stream)?);
         match op.kind {
             Kind::Load => self.load(op)?,
-            Kind::Save => self.save(op)?,
-            Kind::Fetch => self.fetch(op)?,
-            Kind::Land => self.land(op)?,
-            Kind::Bring => self.bring(op, decision)?,
+            Kind::OffloadActivation => self.offload_activation(op)?,
+            Kind::FetchActivation => self.fetch_activation(op)?,
+            Kind::OffloadGrad => self.offload_grad(op)?,
+            Kind::FetchState => self.fetch_state(op, decision)?,
             Kind::Update => self.update_on_device(op, decision)?,
-            Kind::Return => self.give_back(op, decision)?,
+            Kind::WriteBackState => self.write_back_state(op, decision)?,
             _ => {}
         }
         Ok(Done::Queued(Token { start, end: self.device.record(stream)? }))
@@ -81,13 +81,13 @@ impl Shared {
         (buffer.slice(0, area.len() as u64), area)
     }
 
-    fn save(&self, op: &Op) -> Result<()> {
+    fn offload_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
         // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
         unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 
-    fn fetch(&self, op: &Op) -> Result<()> {
+    fn fetch_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
         if self.options.poison {
             self.device.fill(Stream::Upload, &buffer, 0xff)?;
@@ -100,7 +100,7 @@ impl Shared {
         self.placement.grad_precision.dtype()
     }
 
-    fn land(&self, op: &Op) -> Result<()> {
+    fn offload_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
         let grad = op.grad.expect("what lands has a gradient buffer");
         let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
@@ -113,7 +113,7 @@ impl Shared {
         let sums = self.memory.at(norm.sums).slice(blocks.start * 8, count * 8);
         let host_sums = within(&self.memory.sums[unit], blocks, 8);
         if self.options.poison {
-            // Nobody reads a slab before its gradient has landed, nor the sums before the verdict.
+            // Nobody reads a slab before its gradient has landed, nor the sums before the clip decision.
             slab.iter().for_each(|slab| slab.fill(0xff));
             if !op.early {
                 host_sums.fill(0xff);
@@ -144,11 +144,11 @@ impl Shared {
     }
 
     /// Adds what has landed into the fp32 store and takes the norm of the sum.
-    fn gather(&self, op: &Op) -> Result<()> {
+    fn accumulate_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let landed = self.slab(op.slab.expect("what is gathered has landed"), unit);
-        let store = &self.memory.gathered[unit];
-        if !self.lock().gathered {
+        let landed = self.slab(op.slab.expect("what is accumulated has landed"), unit);
+        let store = &self.memory.accumulated[unit];
+        if !self.lock().accumulated {
             store.fill(0);
         }
         let dtype = self.grad_dtype();
@@ -163,7 +163,7 @@ impl Shared {
         });
         self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
         let layout = &self.placement.layouts[unit];
-        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.norm_blocks().len() as u64);
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.num_norm_blocks());
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
             *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }
@@ -177,10 +177,10 @@ impl Shared {
         if decision.skip {
             return Ok(None);
         }
-        let (parts, visits) = (&self.placement.parts[unit], &self.placement.visits[unit]);
+        let (parts, device_parts) = (&self.placement.parts[unit], &self.placement.device_update_parts[unit]);
         if self.immediate && !op.early {
-            // What visits the device in parts has landed as a whole.
-            let blocks = &parts[if visits.is_empty() { op.part as usize } else { 0 }].blocks;
+            // What parts the device in parts has landed as a whole.
+            let blocks = &parts[if device_parts.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
                 return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
@@ -198,7 +198,7 @@ impl Shared {
             });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
-        let count = if visits.is_empty() { parts.len() } else { visits.len() };
+        let count = if device_parts.is_empty() { parts.len() } else { device_parts.len() };
         let last = !op.early && op.part as usize + 1 == count;
         for &(index, _) in coefficients.iter().filter(|_| last) {
             store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
@@ -211,13 +211,13 @@ impl Shared {
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let (grad, dtype) = match op.slab {
             Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
-            None => (self.memory.gathered[unit].clone(), Dtype::F32),
+            None => (self.memory.accumulated[unit].clone(), Dtype::F32),
         };
         let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
         let layout = &self.placement.layouts[unit];
         let update = |&(tensor, scalars): &(usize, _)| planes.update(layout, tensor, &grad, dtype, scalars);
         let updates: Vec<TensorUpdate> = coefficients.iter().map(update).collect();
-        let split = unit == 0 && self.facts.early;
+        let split = unit == 0 && self.inputs.early;
         let parts = &self.placement.parts[unit];
         if parts.len() == 1 && !split {
             return self.adamw.update(&self.pool, &updates);
@@ -229,19 +229,19 @@ impl Shared {
             (true, false) => Share::Late(rows),
         };
         let elements = &parts[op.part as usize].elements;
-        let mut stretches = stretches(layout, elements, share);
+        let mut ranges = element_ranges(layout, elements, share);
         let place = |tensor: usize| coefficients.iter().position(|&(index, _)| index == tensor);
-        stretches.retain(|stretch| place(stretch.tensor).is_some());
-        if stretches.is_empty() {
+        ranges.retain(|stretch| place(stretch.tensor).is_some());
+        if ranges.is_empty() {
             return Ok(());
         }
         if op.early && !self.tied {
             self.zero(&within(&grad, elements, dtype.size()))?;
         }
-        for stretch in &mut stretches {
+        for stretch in &mut ranges {
             stretch.tensor = place(stretch.tensor).expect("the others are left out");
         }
-        self.adamw.update_stretches(&self.pool, &updates, &stretches)
+        self.adamw.update_ranges(&self.pool, &updates, &ranges)
     }
 
     /// Zeros, written by the optimizer's threads.
@@ -258,15 +258,15 @@ impl Shared {
         let unit = op.unit as usize;
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let layout = &self.placement.layouts[unit];
-        let VisitBuffer { weights, state, grad } = self.device_planes(op);
+        let StateBuffer { weights, state, grad } = self.device_planes(op);
         let elements = self.device_elements(op);
         let dtype = self.grad_dtype();
-        for stretch in stretches(layout, &elements, Share::All) {
+        for stretch in element_ranges(layout, &elements, Share::All) {
             let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor) else {
                 continue; // without a gradient
             };
             let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
-            let at = |place: Stretch, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
+            let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
             let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
             let update = DeviceAdamw {
                 weights: &at(weights, layout.precision.dtype().size()),
@@ -303,7 +303,7 @@ impl Shared {
 
 /// How an operation appears in the trace.
 pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
-    let kind = format!("{:?}", op.kind).to_lowercase();
+    let kind = op.kind.name();
     SpanOf { row: op.lane as u8, kind, unit, micro_batch: op.micro_batch }
 }
 

@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::layout::{Role, UnitLayout};
-use crate::optimizer::Stretch;
+use crate::optimizer::ElementRange;
 
 /// The rows of an embedding table that a step looks up, in all its micro-batches. The others get no gradient from the
 /// embedding's backward, so that they can be updated before it.
@@ -47,8 +47,8 @@ pub(super) enum Share<'a> {
     Late(Option<&'a Rows>),
 }
 
-/// The stretches of `layout`'s trainable tensors inside `part` (elements of the plane) that belong to `share`.
-pub(super) fn stretches(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>) -> Vec<Stretch> {
+/// The ranges of `layout`'s trainable tensors inside `part` (elements of the plane) that belong to `share`.
+pub(super) fn element_ranges(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>) -> Vec<ElementRange> {
     let mut list = Vec::new();
     for (tensor, placed) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
         let end = placed.element + placed.spec.numel();
@@ -56,7 +56,7 @@ pub(super) fn stretches(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>
             ..part.end.clamp(placed.element, end) - placed.element;
         let mut push = |range: Range<u64>| {
             if !range.is_empty() {
-                list.push(Stretch { tensor, start: range.start, len: range.end - range.start });
+                list.push(ElementRange { tensor, start: range.start, len: range.end - range.start });
             }
         };
         match share {
@@ -134,7 +134,7 @@ mod tests {
             for end in edges {
                 let mut found = 0;
                 for share in [Share::Early(rows), Share::Late(rows)] {
-                    for s in stretches(&layout, &(start..end), share) {
+                    for s in element_ranges(&layout, &(start..end), share) {
                         found += s.len;
                         for element in s.start..s.start + s.len {
                             seen[s.tensor][usize::try_from(element).unwrap()] += 1;
@@ -143,7 +143,7 @@ mod tests {
                         }
                     }
                 }
-                let all: u64 = stretches(&layout, &(start..end), Share::All).iter().map(|s| s.len).sum();
+                let all: u64 = element_ranges(&layout, &(start..end), Share::All).iter().map(|s| s.len).sum();
                 prop_assert_eq!(found, all);
                 start = end;
             }

@@ -265,7 +265,7 @@ impl Shared {
             joined.collect()
         });
         results.into_iter().collect::<Result<()>>()?;
-        if op.unit == self.facts.head() && !save.stopped.load(Ordering::Acquire) {
+        if op.unit == self.inputs.head() && !save.stopped.load(Ordering::Acquire) {
             save.complete.store(true, Ordering::Release);
         }
         Ok(())

@@ -43,7 +43,7 @@ pub(super) struct Counters {
     waited: Duration,
     launching: Duration,
     last: Stats,
-    /// Whether a training pass is being counted, which ends with its verdict and not with its last computation.
+    /// Whether a training pass is being counted, which ends with its clip decision and not with its last computation.
     deciding: bool,
 }
 
@@ -81,14 +81,14 @@ impl Counters {
         let part = || &placement.parts[unit][op.part as usize];
         match op.kind {
             Kind::Load => self.to_device += part().image.end - part().image.start,
-            Kind::Fetch => self.to_device += placement.staged[unit],
-            Kind::Save => self.to_host += placement.staged[unit],
-            Kind::Land if op.slab.is_some() => {
+            Kind::FetchActivation => self.to_device += placement.staged[unit],
+            Kind::OffloadActivation => self.to_host += placement.staged[unit],
+            Kind::OffloadGrad if op.slab.is_some() => {
                 let elements = part().elements.end - part().elements.start;
                 self.to_host += elements * placement.grad_precision.dtype().size();
             }
-            Kind::Bring => self.to_device += placement.visit_bytes(unit, op.part as usize).0,
-            Kind::Return => self.to_host += placement.visit_bytes(unit, op.part as usize).1,
+            Kind::FetchState => self.to_device += placement.device_update_bytes(unit, op.part as usize).0,
+            Kind::WriteBackState => self.to_host += placement.device_update_bytes(unit, op.part as usize).1,
             // The last part speaks for all.
             Kind::Update
                 if op.lane == Lane::Host && !op.early && op.part as usize + 1 == placement.parts[unit].len() =>

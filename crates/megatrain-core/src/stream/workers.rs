@@ -71,7 +71,7 @@ fn issue(shared: &Shared, lane: Lane) {
         let save = core.saving.as_ref().filter(|s| s.pass == Some(id.pass)).map(|s| Arc::clone(&s.save));
         drop(core);
         let began = Instant::now();
-        let done = guarded(|| shared.perform(&op, &awaited, decision.as_ref(), save.as_deref()));
+        let done = guarded(|| shared.execute(&op, &awaited, decision.as_ref(), save.as_deref()));
         match done {
             Ok(done) => {
                 core = shared.lock();

@@ -58,8 +58,8 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let visits = (0u32..7, 0u32..4);
-    (counts, choices, 0u32..4, visits).prop_map(|(counts, choices, frozen, (visiting, parts))| {
+    let device_updates = (0u32..7, 0u32..4);
+    (counts, choices, 0u32..4, device_updates).prop_map(|(counts, choices, frozen, (device_updates, parts))| {
         let (layers, micro_batches, slots, group, stage, slabs) = counts;
         let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
         let mut request = request(layers, micro_batches);
@@ -75,7 +75,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         r.slabs = immediate.then_some(slabs);
         r.accumulate = accumulate && !immediate;
         r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
-        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { visiting.min(layers as u32) }));
+        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
         r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);
         r.activation = (on_device % 3 == 1).then_some(Activation::Offload);

@@ -124,9 +124,9 @@ fn state_goes_to_the_device_until_the_hosts_updates_hide_beneath_the_next_forwar
     // With updates half as long again as a forward, a part of the layers has its state on the device, no more.
     assert!(some.0 > none.0 && some.0 < most.0 && some.1 > most.1 && some.1 < none.1, "{none:?} {some:?} {most:?}");
     assert!(most.0 >= 12, "{most:?}");
-    // Immediate updates hide beneath backward too, so the same optimizer needs no help.
+    // Immediate updates hide beneath backward too, so the same optimizer needs less help.
     let immediate = spent(&plan(&contended(24, 0.016, UpdateMode::Immediate)).unwrap());
-    assert!(immediate.0 < some.0 && immediate.1 > some.1, "{immediate:?} {some:?}");
+    assert!(immediate.0 < some.0 && immediate.1 >= some.1, "{immediate:?} {some:?}");
 }
 
 #[test]

@@ -78,12 +78,27 @@ def _train(config: "Config") -> None:
             f"train.max_grad_norm is {train.max_grad_norm} (1.0 is its default); write max_grad_norm: null, or "
             "update: just_in_time"
         )
-    warmup = train.schedule.warmup
-    if train.steps is not None and warmup >= 1 and warmup > train.steps:
-        raise ConfigError(
-            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, train.steps ({train.steps})"
-        )
+    if train.steps is not None:
+        check_schedule_length(train, train.steps, "train.steps")
     _schedule(train)
+
+
+def check_schedule_length(train: "TrainConfig", steps: int, source: str) -> None:
+    """Raises ConfigError for a warm-up, or a warm-up and a decay, of more steps than the run has: the learning rate
+    would never reach `train.lr`, or would fall before it does. `source`: where the number of steps comes from."""
+    schedule = train.schedule
+    warmup = schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps
+    decay = schedule.decay if schedule.name == "wsd" and schedule.decay >= 1 else 0
+    if schedule.warmup >= 1 and warmup > steps:
+        raise ConfigError(
+            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, {source} ({steps}); lower it, or write "
+            "a part of all steps, such as 0.03"
+        )
+    if decay and warmup + decay > steps:
+        raise ConfigError(
+            f"train.schedule.decay ({decay:g} steps) after a warm-up of {warmup:g} is longer than the run, {source} "
+            f"({steps}); lower it, or write a part of all steps, such as 0.2"
+        )
 
 
 def _schedule(train: "TrainConfig") -> None:

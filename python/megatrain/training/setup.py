@@ -15,6 +15,7 @@ import numpy as np
 
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
+from megatrain.config.validation import check_schedule_length
 from megatrain.data import Dataset, Loader, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
@@ -176,6 +177,8 @@ def assemble(
         held_out=held_out,
         eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
     )
+    if config.train.steps is None:
+        check_schedule_length(config.train, parts.total_steps, f"train.epochs {config.train.epochs:g}")
     if not dry:
         try:
             parts.engine = build_engine(model_setup, run_plan, resume, progress)

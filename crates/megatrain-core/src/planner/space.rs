@@ -431,7 +431,7 @@ fn torch_bytes(request: &Request, group: u32, kept: u64, inputs: u64) -> u64 {
 /// All whole numbers from `least` to `most`, or evenly spaced ones where those are many.
 fn spaced(least: usize, most: usize) -> impl Iterator<Item = usize> {
     let steps = (most - least).min(VALUES);
-    (0..=steps).map(move |i| if steps == 0 { least } else { least + (most - least) * i / steps })
+    (0..=steps).map(move |i| least + ((most - least) * i).checked_div(steps).unwrap_or(0))
 }
 
 /// Numbers of slots that are compared, for so many layers with state on the host.

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fake_core import llama
 
 import megatrain
 from megatrain.engine import runtime
 from megatrain.errors import DoesNotFit
 from megatrain.system import hardware
 from megatrain.system.hardware import GIB, MIB, Machine, SystemProbe
-from tests.support.fake_core import llama
 
 
 class Device:

@@ -1,7 +1,8 @@
 """Settings that are each fine and contradict each other, and those that are not supported yet. All refused by name."""
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ConfigError
 
@@ -19,23 +20,25 @@ def check(config: "Config") -> None:
     _eval(config)
 
 
+NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
+    "memory.nvme": (None, "remove it, and see `megatrain plan` for what host memory needs"),
+    "train.moments": ("fp32", "write fp32"),
+    "train.check_every": (None, "weights on the device are not compared with those on the host; leave it null"),
+    "output.tensorboard": (
+        False,
+        "metrics are in metrics.jsonl of the run's folder, and `megatrain report` makes a page of them; leave it false",
+    ),
+}
+"""Settings of the configuration's contract that nothing implements yet: the one value they may have, and what to do."""
+
+
 def _supported(config: "Config") -> None:
-    if config.memory.nvme is not None:
-        raise ConfigError(
-            "memory.nvme is not supported yet; remove it, and see `megatrain plan` for what host memory needs"
-        )
-    if config.train.moments != "fp32":
-        raise ConfigError(f"train.moments: {config.train.moments} is not supported yet; write fp32")
-    if config.train.check_every is not None:
-        raise ConfigError(
-            f"train.check_every: {config.train.check_every} is not supported yet: weights on the device are not "
-            "compared with those on the host; leave it null"
-        )
-    if config.output.tensorboard:
-        raise ConfigError(
-            "output.tensorboard is not supported yet: metrics are in metrics.jsonl of the run's folder, and "
-            "`megatrain report` makes a page of them; leave it false"
-        )
+    for key, (default, advice) in NOT_SUPPORTED.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != default:
+            shown = "" if value is True or dataclasses.is_dataclass(value) else f": {value}"
+            raise ConfigError(f"{key}{shown} is not supported yet: {advice}")
 
 
 def _model(config: "Config") -> None:

@@ -215,7 +215,7 @@ def plan_request(
                 "flops": head_flops if unit.role == "head" else work.flops,
             }
         )
-    chunk = loss_chunk or default_chunk(decoder.vocab_size, device)
+    chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
     return {
         "units": units,
         "tied": decoder.tied,

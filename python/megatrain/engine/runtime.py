@@ -14,6 +14,7 @@ from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.inputs import StepInputs
+from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request
 from megatrain.engine.step import StepTemplates
@@ -68,6 +69,9 @@ class Runtime:
         self._limits = arguments.memory_limits(memory)
         self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
+        if device.type == "cuda":
+            chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
+            self.settings.setdefault("loss_chunk", chunk)
         self._rates = dict(rates or {})
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))

@@ -490,7 +490,8 @@ proptest! {
                 }
                 if host {
                     // Nothing on the device: what the host would hold then is all that it could use.
-                    request.budget.host = (14 * 4 * (request.units.len() as u64) << 20) * percent / 100;
+                    let parameters = (request.units.len() as u64) << 20;
+                    request.budget.host = 56 * parameters * percent / 100;
                 }
                 let found = match plan(&request) {
                     Ok(found) => found,

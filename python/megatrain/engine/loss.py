@@ -38,8 +38,8 @@ class LossResult(NamedTuple):
 
 
 def default_chunk(vocab: int, device: str, card_bytes: int | None = None) -> int:
-    """Rows of logits that exist at a time. A rule of vocabulary and kind of card alone, since it is part of the numerics
-    key: it must not follow free memory or measured rates. `card_bytes`: all memory of the card; None: enough."""
+    """Rows of logits that exist at a time. A rule of vocabulary and kind of card alone, since it is part of the
+    numerics key: it must not follow free memory or measured rates. `card_bytes`: memory of the card; None: enough."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     low, high = _CHUNK_ROWS[kind]
     size = _CHUNK_BYTES[kind]

@@ -83,7 +83,7 @@ fn train(seed: u64) -> Result<Vec<u8>> {
             compute(&device, &engine, &op);
             engine.finish(op.id)?;
         }
-        // Returns as soon as the norm is known; the updates run beneath the next step.
+        // Returns as soon as the norm is known; the updates run while the next step computes.
         let outcome = ready(engine.apply(&[group], Some(1.0), LIMIT)?)?;
         println!("seed {seed}, step {step}: norm {:.4}, clipped by {:.4}", outcome.grad_norm, outcome.clip);
     }

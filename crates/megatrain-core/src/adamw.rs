@@ -1,4 +1,5 @@
-//! AdamW's arithmetic over slices: coefficients, loops, the global norm and clipping. Knows neither devices nor planes.
+//! AdamW (Loshchilov and Hutter, arXiv 1711.05101) over slices, in the order of operations of `torch.optim.AdamW`:
+//! coefficients, loops, the global norm and clipping. Knows neither devices nor planes.
 pub mod clip;
 #[expect(unsafe_code, reason = "vector loads and stores, floating-point mode")]
 pub mod kernels;

@@ -30,7 +30,7 @@ impl Tier {
 pub struct Size(pub u64);
 
 impl std::fmt::Display for Size {
-    #[expect(clippy::cast_precision_loss, reason = "two digits behind the point are shown")]
+    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
         let text = match units.into_iter().find(|&(_, scale)| self.0 >= scale) {
@@ -78,7 +78,7 @@ fn write_lines<'a>(text: &mut String, items: impl Iterator<Item = &'a Item>) {
 /// One line of a memory budget: what it is for, where it lives, and how many bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
-    /// What the bytes are for, in the words of the plan table.
+    /// What the bytes are for, as the plan table shows it.
     pub what: String,
     /// Where they live.
     pub tier: Tier,
@@ -88,7 +88,7 @@ pub struct Item {
     pub pinned: bool,
 }
 
-/// The words of a range.
+/// A range as a message shows it.
 fn range(least: u64, most: Option<u64>, why: &str) -> String {
     let limits = match most {
         None => format!("at least {least}"),
@@ -131,7 +131,7 @@ pub enum Error {
         call: &'static str,
         /// The bytes asked for.
         bytes: usize,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A device call failed.
@@ -141,7 +141,7 @@ pub enum Error {
         call: &'static str,
         /// The driver's code.
         code: i32,
-        /// The driver's words, or ours.
+        /// The driver's message, or ours.
         detail: String,
     },
     /// No usable device; the reason and the remedy are in the message.
@@ -159,7 +159,7 @@ pub enum Error {
         needed: u64,
         /// Bytes free on its disk.
         free: u64,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A thread of the optimizer's pool failed.

@@ -27,7 +27,7 @@ pub struct Span {
     pub unit: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run beneath step 2.
+    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run during step 2.
     pub step: u64,
     /// Start.
     pub start_s: f64,
@@ -218,8 +218,8 @@ impl Durations<'_> {
         }
     }
 
-    /// What crosses the link while the host updates: under immediate updates everything; just in time, what the forward
-    /// beneath which they run is sent, and the state of device updates.
+    /// What crosses the link while the host updates: under immediate updates everything; just in time, what is sent
+    /// for the forward during which they run, and the state of device updates.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
         let updated: f64 = host
@@ -255,7 +255,7 @@ impl Ord for Seconds {
     }
 }
 
-/// Steps simulated: one to start, one to measure, one beneath which the measured one's updates run.
+/// Steps simulated: one to start, one to measure, one during which the measured one's updates run.
 const STEPS: u64 = 3;
 
 struct Clock {

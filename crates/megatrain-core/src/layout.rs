@@ -1,4 +1,4 @@
-//! Where each tensor lies in its unit's flat planes: one layout for every tier.
+//! The offset of each tensor in its unit's flat planes: one layout for every tier.
 //!
 //! A unit's *image* is what is sent to the device in one contiguous copy: the trainable plane (bf16 upper halves, or
 //! fp32 weights) followed by the frozen tensors and buffers, each in its own dtype. Residual and moments share the
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub const TENSOR_ALIGN: u64 = 128;
 /// Elements to which a unit's trainable plane is padded: 4 KiB of bf16, 8 KiB of fp32.
 pub const UNIT_ALIGN: u64 = 2048;
-/// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are gathered
+/// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are grouped
 /// into units does not change the norm.
 pub const NORM_BLOCK: u64 = 65536;
 /// Elements of the largest unit, so that no sum of bytes over its planes overflows.
@@ -138,7 +138,7 @@ impl TensorSpec {
     }
 }
 
-/// Where one tensor lies.
+/// The offsets of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorLayout {
     /// What the model declared.
@@ -149,7 +149,7 @@ pub struct TensorLayout {
     pub byte: u64,
 }
 
-/// Where everything of one unit lies.
+/// The layout of one unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UnitLayout {
     /// The unit's name, such as `layers.3`.
@@ -233,7 +233,7 @@ impl UnitLayout {
         self.trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum()
     }
 
-    /// The first element of one of these blocks; the end of the plane behind the last one.
+    /// The first element of one of these blocks; the end of the plane after the last one.
     #[must_use]
     pub(crate) fn norm_block_start(&self, mut block: u64) -> u64 {
         for tensor in self.trainable() {

@@ -1,8 +1,8 @@
 //! The core of megatrain: memory, order and the optimizer of host-streamed training. Neither Python nor CUDA in its tree.
 //!
-//! Full-precision training of models larger than device memory: host memory is where weights, gradients and moments
-//! live, and each unit's weights are streamed through the device when it is computed. Each module uses only those listed
-//! before it (`tests/layers.rs`), so the list is also a reading order:
+//! Full-precision training of models larger than device memory, after MegaTrain (arXiv 2604.05091): host memory holds
+//! weights, gradients and moments, and each unit's weights are streamed through the device when it is computed. Each module
+//! uses only those listed before it (`tests/layers.rs`), so the list is also a reading order:
 //!
 //! 1. [`error`], [`layout`]: what can go wrong; the offset of each tensor in its unit's flat planes.
 //! 2. [`host`]: mapped memory and the optimizer's threads.
@@ -20,8 +20,8 @@
 //! |---|---|
 //! | unit | what moves at once: `embed`, a decoder layer, `head` |
 //! | image | a unit's weights as the device sees them: one contiguous copy |
-//! | slot | a device buffer that layers' images take turns in |
-//! | slab | a host buffer that a unit's gradient lands in |
+//! | slot | a device buffer that layers' weights use in turn |
+//! | slab | a host buffer that a unit's gradient is offloaded to |
 //! | lane | who issues operations: computing, copies up and down, the host's optimizer, files |
 //! | pass | forward and loss over all micro-batches, in training with backward and update |
 //!
@@ -45,7 +45,7 @@ pub mod store;
 pub mod stream;
 mod trace;
 
-/// What a plan is made from, the plan, and where everything lies under it: data only. [`plan::plan`] is the planner's.
+/// What a plan is made from, the plan, and where it puts everything: data only. [`plan::plan`] is the planner's.
 pub mod plan {
     mod placement;
     #[expect(clippy::module_inception, reason = "the type and its file are called after the noun")]

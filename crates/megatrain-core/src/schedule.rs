@@ -7,7 +7,7 @@
 //!
 //! A dependency is an *edge* of one of two kinds. Between operations on the device, `issued`: the earlier one has been
 //! queued, and the later one's stream waits for its event. Where the host takes part, `complete`: the earlier one is
-//! known to be over. Dependencies marked `prior` refer to the pass before this one, whose landings and updates may
+//! known to be over. Dependencies marked `prior` refer to the pass before this one, whose offloads and updates may
 //! still be under way.
 use std::sync::Arc;
 
@@ -44,16 +44,16 @@ pub enum Kind {
     /// Copies a micro-batch's staged activations to the host.
     #[serde(rename = "save")]
     OffloadActivation,
-    /// Brings them back.
+    /// Copies them back to the device.
     #[serde(rename = "fetch")]
     FetchActivation,
     /// Sums the squares of a unit's gradient and copies it to its slab.
     #[serde(rename = "land")]
     OffloadGrad,
-    /// Adds a landed gradient to the fp32 store.
+    /// Adds an offloaded gradient to the fp32 store.
     #[serde(rename = "gather")]
     AccumulateGrad,
-    /// The norm is known and the caller has said what to do.
+    /// The norm is known; the caller decides how to clip, or to skip the step.
     #[serde(rename = "verdict")]
     ClipDecision,
     /// Copies the state and the gradient of a part of a unit from the host to a state buffer.
@@ -179,7 +179,7 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
-    /// Which part of the unit is landed, updated or sent; of a device update, which of the parts in which
+    /// Which part of the unit is offloaded, updated or sent; of a device update, which of the parts in which
     /// its state comes and goes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub part: u32,
@@ -197,7 +197,7 @@ pub struct Op {
     /// The gradient buffer, an index into the placement's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grad: Option<u32>,
-    /// The landing place, an index into the placement's.
+    /// The slab, an index into the placement's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slab: Option<u32>,
     /// The staging buffer.
@@ -292,8 +292,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The order of a pass of `shape` that follows `previous`, whose landings and updates may still be under way, when
-    /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] told of `previous`.
+    /// The order of a pass of `shape` that follows `previous`, whose offloads and updates may still be under way, when
+    /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] returned for `previous`.
     ///
     /// # Errors
     /// [`crate::Error`] when the shape has no micro-batch or more than the plan, or only writes and has some.
@@ -314,7 +314,7 @@ impl Schedule {
     }
 
     /// Units whose weights need not be loaded again after this pass: those that it has not updated and that the next
-    /// one would not evict. With fewer slots than layers, a layer's turn comes when others have taken its slot, and
+    /// one would not evict. With fewer slots than layers, others have taken a layer's slot by the time it is used again, and
     /// keeping some back would leave too few slots to load ahead.
     #[must_use]
     pub fn leaves(&self, inputs: &ScheduleInputs) -> Vec<Resident> {

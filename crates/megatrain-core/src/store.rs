@@ -1,7 +1,7 @@
 //! Home of every unit's weights, residuals and moments on the host.
 //!
 //! One arena holds the images, unit after unit in forward order, and is registered with the device; another holds what
-//! only the host optimizer reads, behind the state of units that are updated on the device, which is registered
+//! only the host optimizer reads, after the state of units that are updated on the device, which is registered
 //! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
 use std::collections::HashMap;
@@ -191,13 +191,13 @@ impl Store {
         self.images.bytes() + self.state.bytes()
     }
 
-    /// What came of registering the images.
+    /// How much could be registered.
     #[must_use]
     pub fn pinning(&self) -> &Pinning {
         &self.pinning
     }
 
-    /// What could not be had as asked about the pages, a sentence each. Pinning is reported by [`Store::pinning`], so
+    /// Requests about pages that could not be honoured, one sentence per request. Pinning is reported by [`Store::pinning`], so
     /// that a caller with more memory to pin can warn once for all of it.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {

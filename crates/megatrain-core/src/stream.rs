@@ -4,13 +4,13 @@
 //! begin -> next -> (compute) -> finish -> next ... -> None -> apply
 //! ```
 //!
-//! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
+//! The caller computes; everything else happens on lanes, one thread per lane, which issue the ready operation of lowest
 //! priority number (`schedule/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
 //! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
 //! before that event.
 //!
-//! Calls that wait take a time limit and answer [`Poll::Pending`] when it is over, so that a caller can look after its
-//! signals. Once an operation has failed, every call answers [`crate::Error::Broken`] with the unit and the operation.
+//! Calls that wait take a time limit and return [`Poll::Pending`] when it is over, so that a caller can handle
+//! signals. Once an operation has failed, every call returns [`crate::Error::Broken`] with the unit and the operation.
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread::JoinHandle;
@@ -27,6 +27,7 @@ use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
 use crate::error::{Item, Result};
+use crate::host::Process;
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
 use crate::schedule::{Lane, Pass};
@@ -111,7 +112,7 @@ impl Begin {
     }
 }
 
-/// What became of a step's gradients.
+/// Result of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Outcome {
@@ -127,21 +128,23 @@ pub struct Outcome {
 pub struct Engine {
     shared: Arc<Shared>,
     threads: std::sync::Mutex<Vec<JoinHandle<()>>>,
+    process: Process,
 }
 
 impl Engine {
     /// Allocates what the plan lists and starts the lanes.
     ///
     /// # Errors
-    /// [`crate::Error`] when the plan was made for another request, and what allocating can answer.
+    /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
-        let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
+        let engine =
+            Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());
         started.map(|()| engine)
     }
 
-    /// Where everything lies in each unit's planes.
+    /// The layout of each unit.
     #[must_use]
     pub fn layouts(&self) -> &[UnitLayout] {
         &self.shared.placement.layouts
@@ -159,7 +162,7 @@ impl Engine {
         self.shared.memory.mapped_bytes()
     }
 
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         self.shared.memory.warnings.clone()
@@ -171,7 +174,7 @@ impl Engine {
         self.shared.memory.region(region).clone()
     }
 
-    /// Where in [`Region::Weights`] a unit with a place of its own lies.
+    /// The offset in [`Region::Weights`] of a unit with a place of its own.
     #[must_use]
     pub fn weights_offset(&self, unit: usize) -> Option<u64> {
         self.shared.placement.own.get(unit).copied().flatten().map(|s| s.offset)
@@ -210,7 +213,7 @@ impl Engine {
         self.shared.finish(id)
     }
 
-    /// The norm over all gradients of the pass, once they have landed.
+    /// The norm over all gradients of the pass, once they have been offloaded.
     ///
     /// # Errors
     /// [`crate::Error`] when no gradients wait.
@@ -218,7 +221,7 @@ impl Engine {
         self.shared.gradient_norm(limit)
     }
 
-    /// Decides: clips to `max_norm`, queues the updates (they run beneath what follows), or skips them when a gradient
+    /// Decides: clips to `max_norm`, queues the updates (they run in the background of what follows), or skips them when a gradient
     /// is not finite. Immediate updates have been queued before: then this only waits and reports.
     ///
     /// # Errors
@@ -263,8 +266,12 @@ impl Engine {
         self.shared.trace.to_json(&Lane::ALL.map(Lane::name))
     }
 
-    /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].
+    /// Stops the lanes and waits for the device. Calls after this return [`crate::Error::Closed`]. Does nothing in a fork of
+    /// the engine's process, where there are no lanes, and whose copies of locks may be held by threads it does not have.
     pub fn close(&self) {
+        if self.process.is_forked() {
+            return;
+        }
         self.shared.close();
         for thread in self.lock_threads().drain(..) {
             // Panics on a lane are caught there, so a thread ends only by returning.
@@ -280,6 +287,13 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            // What the lanes, the pool and the device hold is the parent's.
+            std::mem::forget(Arc::clone(&self.shared));
+            let threads = self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            threads.drain(..).for_each(std::mem::forget);
+            return;
+        }
         self.close();
     }
 }

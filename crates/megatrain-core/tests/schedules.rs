@@ -146,8 +146,8 @@ fn each_rule_is_told_in_words() {
     let cases: [(&str, Kind, Kind); 5] = [
         ("weights are loaded before they are used", Kind::Forward, Kind::Load),
         ("not overwritten before their last use", Kind::Load, Kind::Forward),
-        ("landed after backward has finished it", Kind::OffloadGrad, Kind::Backward),
-        ("norm is taken after all gradients have landed", Kind::ClipDecision, Kind::OffloadGrad),
+        ("offloaded after backward has finished it", Kind::OffloadGrad, Kind::Backward),
+        ("norm is taken after all gradients have been offloaded", Kind::ClipDecision, Kind::OffloadGrad),
         ("an update follows the clip decision", Kind::Update, Kind::ClipDecision),
     ];
     for (words, kind, of) in cases {
@@ -191,10 +191,22 @@ fn each_rule_of_device_updates_is_told_in_words() {
     };
     for (words, kind, of) in [
         ("weights are sent only after the update that changes them", Kind::Load, Kind::WriteBackState),
-        ("a state buffer is not used again before its state has returned", Kind::FetchState, Kind::WriteBackState),
+        (
+            "a state buffer is not used again before its state has been written back",
+            Kind::FetchState,
+            Kind::WriteBackState,
+        ),
         ("an update follows the clip decision", Kind::FetchState, Kind::ClipDecision),
-        ("state is brought before it is updated, and updated before it returns", Kind::Update, Kind::FetchState),
-        ("state is brought before it is updated, and updated before it returns", Kind::WriteBackState, Kind::Update),
+        (
+            "state is fetched before it is updated, and updated before it is written back",
+            Kind::Update,
+            Kind::FetchState,
+        ),
+        (
+            "state is fetched before it is updated, and updated before it is written back",
+            Kind::WriteBackState,
+            Kind::Update,
+        ),
     ] {
         let error = error(&|ops| forget(ops, kind, of));
         assert!(error.contains(words), "{kind:?} without {of:?}: {error}");

@@ -235,7 +235,7 @@ impl EventPool {
     }
 }
 
-/// An event on loan from the pool. Streams that were told to wait for it have taken its state, so that it may be
+/// An event on loan from the pool. Streams that wait for it have taken its state, so that it may be
 /// recorded anew as soon as nobody asks for it any more.
 struct PooledEvent {
     raw: Option<RawEvent>,

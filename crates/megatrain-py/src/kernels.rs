@@ -82,13 +82,13 @@ pub(crate) fn adamw(
     Ok(())
 }
 
-/// The masters of one turn.
+/// The masters of one slice of work.
 enum Planes<'a> {
     Split(&'a mut [u16], &'a mut [u16]),
     Full(&'a mut [f32]),
 }
 
-/// One thread's share of a turn.
+/// One thread's share of a slice.
 struct Piece<'a> {
     weights: Weights<'a>,
     exp_avg: &'a mut [f32],

@@ -1,7 +1,7 @@
 //! The suite that every device passes: what the engine relies on, and nothing about speed.
 //!
 //! It runs on a device without special permissions, uses a few MiB, and leaves nothing behind. Each rule that is
-//! broken is an error in words, so that the suite can run where there is no test harness.
+//! broken is an error with a description, so that the suite can run where there is no test harness.
 use std::time::{Duration, Instant};
 
 use super::{AdamwScalars, Device, DeviceAdamw, DeviceMemory, Stream};
@@ -146,7 +146,7 @@ fn order_on_a_stream(device: &dyn Device) -> Result<()> {
     Ok(())
 }
 
-/// The engine's own pattern: load, compute, land, over two buffers that are used again and again.
+/// The engine's own pattern: load, compute, offload, over two buffers that are used again and again.
 fn order_across_streams(device: &dyn Device) -> Result<()> {
     let (len, rounds) = (200_003usize, 24usize);
     let slots = [device.allocate(len as u64)?, device.allocate(len as u64)?];
@@ -172,7 +172,7 @@ fn order_across_streams(device: &dyn Device) -> Result<()> {
     }
     for (i, event) in saved.iter().enumerate() {
         device.synchronize(event)?;
-        require(bytes_of(&landed[i]) == bytes_of(&sources[i]), || format!("round {i} landed another round's bytes"))?;
+        require(bytes_of(&landed[i]) == bytes_of(&sources[i]), || format!("round {i} copied another round's bytes"))?;
     }
     Ok(())
 }

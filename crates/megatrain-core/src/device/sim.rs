@@ -20,7 +20,7 @@ use self::memory::{Allocated, Allocation};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
-use crate::host::HostSpan;
+use crate::host::{HostSpan, Process};
 use crate::layout::Dtype;
 
 /// What is to go wrong. `{"pin_limit_bytes": 1048576, "fail": [{"call": "copy_to_host", "nth": 5}],
@@ -97,15 +97,19 @@ impl Moment {
 struct Registration {
     start: usize,
     shared: Arc<Mutex<State>>,
+    process: Process,
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            return;
+        }
         lock(&self.shared).pinned.retain(|&(start, _)| start != self.start);
     }
 }
 
-/// Splitmix64: a seed is all the state, which is what a reproducible order needs.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a seed is all the state, which is what a reproducible order needs.
 pub(crate) struct SplitMix(pub(crate) u64);
 
 impl SplitMix {
@@ -277,7 +281,7 @@ impl State {
     }
 }
 
-/// Total and available memory of the machine, as the kernel tells; zeros where it does not.
+/// Total and available memory of the machine, as the kernel reports them; zeros where it does not.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {
@@ -355,7 +359,7 @@ impl Device for SimDevice {
             return Err(Error::Device { call: "pin", code: 2, detail });
         }
         state.pinned.push((start, len));
-        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared) })))
+        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared), process: Process::current() })))
     }
 
     fn set_compute_stream(&self, _handle: u64) -> Result<()> {

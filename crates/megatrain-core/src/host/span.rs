@@ -120,7 +120,7 @@ pub struct HostSpan {
 }
 
 impl HostSpan {
-    /// Maps fresh zeroed memory of exactly `len` bytes (rounded up to pages). Not touched: see [`Arena`] for the memory
+    /// Maps fresh zeroed memory of exactly `len` bytes (rounded up to pages). Not touched: see [`Arena`](crate::store::arena::Arena) for the memory
     /// that a step works in.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
+//! The place of everything: the one computation of sizes and offsets that plan, schedule and engine share.
 use std::ops::Range;
 
 use super::request::MOST_BUFFERS;
@@ -88,8 +88,8 @@ pub struct NormPlace {
     pub first: u64,
 }
 
-/// A part of a unit's trainable plane that is landed, updated and sent by itself: whole blocks of the gradient norm,
-/// with the padding behind them.
+/// A part of a unit's trainable plane that is offloaded, updated and sent by itself: whole blocks of the gradient norm,
+/// with the padding after them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Its elements.
@@ -100,13 +100,13 @@ pub struct Part {
     pub image: Range<u64>,
 }
 
-/// Where everything lies.
+/// The place of everything.
 #[derive(Clone, Debug)]
 pub struct Placement {
     /// The units' layouts.
     pub layouts: Vec<UnitLayout>,
-    /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
-    /// otherwise be the sum of landing, update and sending.
+    /// The parts of each unit, in order; one, but of a large embedding or head whose work between two steps would
+    /// otherwise be the sum of offload, update and sending.
     pub parts: Vec<Vec<Part>>,
     /// The elements of each part in which a unit with its state on the host is updated on the device; empty where the host
     /// updates it.
@@ -166,7 +166,7 @@ const PART_BLOCKS: u64 = 64;
 /// The most elements of a part that is updated on the device: copied in a few milliseconds, which is how long weights that are
 /// needed sooner may have to wait for the link.
 const DEVICE_UPDATE_ELEMENTS: u64 = 16 << 20;
-/// The most parts. The first part's landing and the last one's sending are all that does not overlap.
+/// The most parts. The first part's offload and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
 
 /// The exponent of the bytes that a tier can have: an exbibyte.
@@ -559,7 +559,7 @@ fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Ve
 }
 
 /// Cuts a unit that is updated on the device with its state on the host. No operation of the optimizer looks beyond one element, so that
-/// the cuts are free; they lie where both tensors and pages may begin.
+/// the cuts are free; they are where both tensors and pages may begin.
 fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
     if !plan.units[unit].needs_device_update() || layout.elements == 0 {
         return Vec::new();

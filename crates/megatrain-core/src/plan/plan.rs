@@ -75,7 +75,7 @@ pub struct Totals {
 pub struct Forecast {
     /// Seconds a step in steady state, at the measured rates: no step can be faster.
     pub step_s: f64,
-    /// Seconds a step at the rates that a whole step sustains ([`Rates::sustained`]): what to expect.
+    /// Seconds a step at the rates that a whole step sustains ([`super::Rates::sustained`]): what to expect.
     #[serde(default)]
     pub expected_step_s: f64,
     /// The busiest lane.
@@ -91,7 +91,7 @@ pub struct Plan {
     pub units: Vec<UnitPlan>,
     /// Device weight buffers that layers with state on the host share.
     pub slots: u32,
-    /// Landing places on the host that layers share (immediate updates), or one for each layer whose state is there.
+    /// Slabs on the host that layers share (immediate updates), or one for each layer whose state is there.
     pub slabs: u32,
     /// Device gradient buffers that layers with state on the host share.
     pub grad_buffers: u32,

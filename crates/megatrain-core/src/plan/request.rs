@@ -64,7 +64,7 @@ pub enum UpdateMode {
     /// Gradients wait until the norm of all is known.
     #[default]
     JustInTime,
-    /// Each unit as soon as its gradient has landed; no clipping.
+    /// Each unit as soon as its gradient has been offloaded; no clipping.
     Immediate,
 }
 
@@ -133,7 +133,7 @@ pub enum Auto {
 pub struct Requests {
     /// Device weight buffers for layers, at least 2.
     pub slots: Option<u32>,
-    /// Landing places for layers, immediate updates only.
+    /// Slabs that layers share, under immediate updates only.
     pub slabs: Option<u32>,
     /// Micro-batches a group; by default all of them.
     pub group: Option<u32>,
@@ -149,7 +149,7 @@ pub struct Requests {
     pub updates_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are landed, updated and sent, and in which a layer is updated on
+    /// Parts in which the embedding and the head are offloaded, updated and sent, and in which a layer is updated on
     /// the device; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.

@@ -7,9 +7,9 @@ use super::slots::{Turn, assign};
 use super::{Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, ScheduleInputs, Shape};
 use crate::error::{Error, Result};
 
-/// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
+/// Shared slabs that circulate: one is filled, one is consumed, and two absorb the difference.
 const CIRCULATING_SLABS: usize = 4;
-/// Behind whatever holds up backward, before all that may wait until the next forward.
+/// After whatever holds up backward, before all that may wait until the next forward.
 const EARLY: u32 = NEXT_PASS - 1;
 
 struct Builder<'a> {
@@ -24,7 +24,7 @@ struct Builder<'a> {
     staged: u32,
     backed: usize,
     landed: usize,
-    /// Uses so far of state buffers, handed out in turn too: of those for what holds up a landing, and of the others.
+    /// Uses so far of state buffers, handed out in turn too: of those for what holds up an offload, and of the others.
     state_buffered: [u32; 2],
 }
 
@@ -138,7 +138,7 @@ impl Builder<'_> {
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
             self.load(unit, turn);
-            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one turn.
+            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {
                 let stage = self.next_stage(unit, true);
@@ -212,7 +212,7 @@ impl Builder<'_> {
             None if !inputs.on_device => Some(self.next_slab()),
             own => own,
         };
-        // What backward has just left behind is landed before anything that comes later.
+        // The gradient that backward has just finished is offloaded before anything that comes later.
         for part in 0..inputs.parts {
             self.push(Kind::OffloadGrad, unit, 0, Lane::Download, self.computed - 1, |op| {
                 (op.grad, op.slab, op.part) = (grad, slab, part);
@@ -226,9 +226,9 @@ impl Builder<'_> {
         }
     }
 
-    /// What the embedding's backward will not change: beneath the layers' backward, so that behind it only the rows that
-    /// were looked up are updated between this step and the next. A tied embedding's gradient is then the head's, which
-    /// is landed for that; otherwise those rows have none.
+    /// Updates the embedding rows that this step did not look up while the layers run backward, so that only looked-up
+    /// rows are left for the gap between steps. With a tied embedding their gradient is the head's, which is offloaded
+    /// for that; otherwise they have none.
     fn update_early(&mut self) {
         let UnitInputs { own_grad: grad, own_slab: slab, parts, .. } = *self.inputs.unit(0);
         if self.inputs.tied {
@@ -245,9 +245,9 @@ impl Builder<'_> {
         }
     }
 
-    /// A shared slab. A few go round; the others are each used once, by the layers that land first, which are the last
-    /// ones that the next forward needs: so their updates can wait until the host would be idle, beneath that forward,
-    /// without holding up a landing.
+    /// A shared slab. A few circulate; the others are each used once, by the layers that are offloaded first, which are the last
+    /// ones that the next forward needs: so their updates can wait until the host would be idle, during that forward,
+    /// without holding up an offload.
     fn next_slab(&mut self) -> u32 {
         let (slabs, waiting) = (&self.inputs.shared_slabs, self.waiting_slabs().len());
         let turn = self.landed;
@@ -283,7 +283,7 @@ impl Builder<'_> {
 
     /// Updates on the device a unit whose state lives on the host, part by part. Under immediate updates, gradients that
     /// wait in slabs of their own have half of the buffers to themselves: they give the link work while nothing holds up
-    /// a landing, and never stand before what does.
+    /// an offload, and are never queued before what does.
     fn device_update(&mut self, unit: u32, slab: Option<u32>) {
         let priority = self.next_turn(unit);
         let all = self.inputs.state_buffers;
@@ -298,7 +298,7 @@ impl Builder<'_> {
                 (op.slab, op.part, op.state_buffer) = (slab, part, buffer);
             });
             self.push(Kind::Update, unit, 0, Lane::Update, priority, |op| (op.part, op.state_buffer) = (part, buffer));
-            // Not among the downloads: there it would stand behind landings that wait for their backward.
+            // Not on the download lane: there it would be queued after offloads that wait for their backward.
             self.push(Kind::WriteBackState, unit, 0, Lane::Update, priority, |op| {
                 (op.part, op.state_buffer) = (part, buffer)
             });
@@ -312,7 +312,7 @@ impl Builder<'_> {
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of
-    /// landing: otherwise the gradient that landed first would wait longest, and hold up every landing behind it.
+    /// offload: otherwise the gradient that was offloaded first would wait longest, and hold up every offload after it.
     fn reuse_slabs_first(&mut self) {
         let landings = || self.ops.iter().filter(|op| op.kind == Kind::OffloadGrad && !op.early);
         let slabs: HashMap<u32, u32> = landings().filter_map(|op| Some((op.unit, op.slab?))).collect();

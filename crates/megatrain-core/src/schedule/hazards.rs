@@ -14,7 +14,7 @@ pub(super) enum Resource {
     Slot(u32),
     /// A gradient buffer.
     Grad(u32),
-    /// A part of a landing place.
+    /// A part of a slab.
     Slab(u32, u32),
     /// A staging buffer.
     Stage(u32),
@@ -136,7 +136,7 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             if let Some(slab) = op.slab {
                 list.push((Resource::Slab(slab, op.part), Access::Write(unit, 0)));
             }
-            // The norm is that of the whole gradient, and so comes with what lands last.
+            // The norm is that of the whole gradient, and so comes with the last offload.
             if !op.early {
                 list.push((Resource::Sums(unit, op.part), Access::Write(unit, 0)));
             }
@@ -236,7 +236,7 @@ fn decided(inputs: &ScheduleInputs, unit: u32) -> (Resource, Access) {
 /// The kind of edge that leads from an operation on one lane to one on another: events order work on the device; as
 /// soon as the host takes part at either end it must know that the earlier one is over. A device update starts only
 /// after the host has seen the sums of the gradient, so what it waits for of others has to be over as well. So has what a
-/// copy one way waits for of copies the other way: waiting on its stream it would hold up all copies behind it there.
+/// copy one way waits for of copies the other way: waiting on its stream it would hold up all copies after it there.
 pub(super) fn edge(from: Lane, to: Lane) -> Edge {
     let known = match to {
         Lane::Update => from != Lane::Update,

@@ -11,7 +11,7 @@ pub struct ScheduleInputs {
     pub slots: u32,
     /// Shared gradient buffers, as indices into the placement's.
     pub shared_grads: Vec<u32>,
-    /// Shared landing places.
+    /// Shared slabs.
     pub shared_slabs: Vec<u32>,
     /// Staging buffers.
     pub stage_buffers: u32,
@@ -21,13 +21,13 @@ pub struct ScheduleInputs {
     pub group: u32,
     /// Micro-batches at most.
     pub micro_batches: u32,
-    /// Whether each unit is updated as soon as its gradient has landed.
+    /// Whether each unit is updated as soon as its gradient has been offloaded.
     pub immediate: bool,
     /// Whether the head uses the embedding's weight.
     pub tied: bool,
-    /// Whether gradients are gathered in an fp32 store.
+    /// Whether gradients are accumulated in an fp32 store.
     pub accumulate: bool,
-    /// Whether the embedding's rows that a step does not look up are updated beneath its backward.
+    /// Whether the embedding's rows that a step does not look up are updated while its layers run backward.
     pub early: bool,
 }
 
@@ -40,13 +40,13 @@ pub struct UnitInputs {
     pub on_device: bool,
     /// Whether it has a place of its own on the device.
     pub own_place: bool,
-    /// Parts in which it is landed, updated and sent.
+    /// Parts in which it is offloaded, updated and sent.
     pub parts: u32,
     /// Parts in which it is updated on the device while its state lives on the host; 0 where the host updates it.
     pub device_update_parts: u32,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
-    /// Its own landing place.
+    /// Its own slab.
     pub own_slab: Option<u32>,
     /// Whether its sum over micro-batches has a place of its own, so that only the last one writes the gradient buffer.
     pub sums_apart: bool,

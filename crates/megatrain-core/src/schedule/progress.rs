@@ -131,12 +131,12 @@ impl<T: Clone> Progress<T> {
     }
 
     /// Takes the ready operation of lowest priority number of the oldest pass for which there is one; what a pass leaves
-    /// for the next one is taken in turn with that one's own, so that state that is updated on the device comes and goes
-    /// beneath a forward without holding up the weights that it needs first.
+    /// for the next one is taken in turn with that one's own, so that state that is updated on the device is copied
+    /// during a forward without holding up the weights that it needs first.
     ///
     /// A stream runs its operations in the order in which they were queued: those taken early stand before one that is
     /// ready later and more urgent. So of uploads only two are under way at a time, or else the weights that the next
-    /// forward needs first, whose updates end last, would be sent behind all others.
+    /// forward needs first, whose updates end last, would be sent after all others.
     pub(crate) fn take(&mut self, lane: Lane) -> Option<Id> {
         if lane == Lane::Upload && self.uploads == UPLOADS {
             return None;

@@ -3,7 +3,7 @@ use std::collections::HashMap;
 
 use super::{Resident, ScheduleInputs};
 
-/// A layer's turn: the slot that holds it, and whether it must be loaded first.
+/// A layer's use in a pass: the slot that holds it, and whether it must be loaded first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Turn {
     pub(super) slot: u32,
@@ -11,7 +11,7 @@ pub(super) struct Turn {
 }
 
 /// Assigns slots to `turns` (layers in the order in which a pass computes them). The layer whose next turn is farthest
-/// makes room (Belady's rule, which loads least); among layers without a next turn, the one whose last turn is longest
+/// makes room (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: it loads least); among layers without a next turn, the one whose last turn is longest
 /// ago, since its slot is free first. `resident` layers are in their slots already.
 pub(super) fn assign(inputs: &ScheduleInputs, turns: &[u32], resident: &[Resident]) -> Vec<Option<Turn>> {
     let mut next: Vec<usize> = vec![usize::MAX; turns.len()];

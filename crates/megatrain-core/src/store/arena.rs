@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use crate::device::{Device, Pin};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Size};
 use crate::host::pool::Pool;
 use crate::host::span::{HostSpan, PAGE};
 
@@ -54,7 +54,7 @@ impl Arena {
                 && let Err(e) = memory.interleave(&nodes)
             {
                 let count = nodes.len();
-                notes.push(format!("memory could not be spread over {count} NUMA nodes ({e}); it lies where it falls"));
+                notes.push(format!("memory could not be spread over {count} NUMA nodes ({e}); the system places it"));
             }
             if huge && let Some(reason) = ask_for_huge_pages(&memory) {
                 notes.push(format!("no huge pages ({reason}); ordinary pages are used"));
@@ -76,7 +76,7 @@ impl Arena {
         &self.memory
     }
 
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -100,11 +100,11 @@ impl Arena {
     }
 
     /// Registers `pieces` (disjoint spans of this arena in ascending order, each starting on a page) with a device, in
-    /// registrations of at most `max_bytes` that no piece straddles; a larger piece gets one of its own. All or none:
-    /// when one is refused, those made before are undone, and the memory stays pageable.
+    /// registrations of at most `max_bytes` that no piece straddles; a larger piece gets one of its own. What is refused
+    /// stays pageable: copies of it are slower, and all others are not.
     ///
     /// # Panics
-    /// When a piece does not start on a page, lies outside the arena or out of order.
+    /// When a piece does not start on a page, is outside the arena or out of order.
     pub fn register(&mut self, device: &dyn Device, pieces: &[HostSpan], max_bytes: u64) -> Pinning {
         let base = self.memory.address().addr();
         let ranges: Vec<Range<u64>> = pieces
@@ -117,8 +117,9 @@ impl Arena {
             })
             .collect();
         let mut pinning = Pinning { asked: ranges.iter().map(|r| r.end - r.start).sum(), obtained: 0, refusal: None };
-        let already = self.pins.len();
-        for chunk in chunks(&ranges, max_bytes) {
+        let chunks = chunks(&ranges, max_bytes);
+        let (mut first_refusal, mut refused) = (None, 0);
+        for (index, chunk) in chunks.iter().enumerate() {
             let offset = usize::try_from(chunk.start).expect("within the arena");
             let span = self.memory.slice(offset, usize::try_from(chunk.end - chunk.start).expect("within the arena"));
             match device.pin(&span) {
@@ -127,18 +128,22 @@ impl Arena {
                     // advice lose nothing but that.
                     let _ = span.advise(libc::MADV_DONTFORK);
                     self.pins.push((pin, span));
+                    let inside = ranges.iter().filter(|piece| chunk.start <= piece.start && piece.end <= chunk.end);
+                    pinning.obtained += inside.map(|piece| piece.end - piece.start).sum::<u64>();
                 }
                 Err(e) => {
-                    pinning.refusal = Some(e.to_string());
-                    for (pin, span) in self.pins.drain(already..).rev() {
-                        drop(pin);
-                        let _ = span.advise(libc::MADV_DOFORK);
-                    }
-                    return pinning;
+                    refused += 1;
+                    first_refusal.get_or_insert_with(|| {
+                        let (number, of, size) = (index + 1, chunks.len(), Size(span.len() as u64));
+                        format!("chunk {number} of {of}, {size}: {e}")
+                    });
                 }
             }
         }
-        pinning.obtained = pinning.asked;
+        pinning.refusal = first_refusal.map(|first| match refused {
+            1 => first,
+            _ => format!("{first}; {refused} chunks were refused in all"),
+        });
         pinning
     }
 
@@ -165,14 +170,14 @@ fn chunks(pieces: &[Range<u64>], max_bytes: u64) -> Vec<Range<u64>> {
     chunks
 }
 
-/// What came of asking a device to register memory.
+/// Result of registering memory with a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning {
     /// Bytes asked for.
     pub asked: u64,
     /// Bytes registered.
     pub obtained: u64,
-    /// The first refusal, in the device's words.
+    /// The first refusal: which chunk, how large, and the device's message; and how many there were.
     pub refusal: Option<String>,
 }
 

@@ -6,10 +6,10 @@ use crate::error::{Error, Result};
 use crate::host::span::{HostSpan, Plain};
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
 
-/// Elements converted at a time, so that what lies in between stays in the first cache.
+/// Elements converted at a time, so that intermediate values stay in the first-level cache.
 const BLOCK: usize = 2048;
 
-/// What of a tensor is meant.
+/// A plane of a tensor's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Plane {
     /// The fp32 weights, put together from both halves where they are split.

@@ -14,7 +14,7 @@ use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
 use crate::plan::DeviceRange;
 use crate::store::{Plane, UnitPlanes};
 
-/// What of a tensor is meant: a plane of its state, or the gradient that last landed.
+/// A plane of a tensor's state, or its gradient of the last training pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PlaneName {
     /// A plane of the store.
@@ -118,7 +118,7 @@ struct Window<'a> {
     shared: &'a Shared,
     planes: UnitPlanes,
     layout: UnitLayout,
-    /// Where the part lies in the caller's bytes.
+    /// The part's range of the caller's bytes.
     bytes: std::ops::Range<usize>,
     pairs: Vec<(HostSpan, DeviceMemory)>,
 }
@@ -290,7 +290,7 @@ impl Shared {
         Ok(Window { shared: self, planes, layout, bytes: 0..0, pairs })
     }
 
-    /// The gradient that landed last: in the store where passes are accumulated, in its slab, or still on the device.
+    /// The last gradient: in the store where passes are accumulated, in its slab, or still on the device.
     fn read_gradient(&self, unit: usize, tensor: usize, start: u64, out: &mut [u8]) -> Result<()> {
         let (layout, found) = self.find(unit, tensor)?;
         let (name, len) = (&found.spec.name, out.len() as u64 / 4);

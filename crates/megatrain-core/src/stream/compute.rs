@@ -1,4 +1,4 @@
-//! The caller's side of a pass: which operation to compute next, and where its bytes lie.
+//! The caller's side of a pass: which operation to compute next, and the offsets of its buffers.
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -68,7 +68,7 @@ pub struct ComputeOp {
     /// Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model.
     pub tied_grad: Option<u64>,
     /// Whether `tied_accumulator`, which no further `loss` adds to, is to be rounded into `tied_grad`: the rows that the
-    /// step does not look up are landed from there before the embedding's backward.
+    /// step does not look up are offloaded from there before the embedding's backward.
     pub round_tied: bool,
     /// What becomes of the unit's activations.
     pub activation: Activation,
@@ -135,7 +135,7 @@ impl Shared {
         if host { Ok(None) } else { self.device.record(Stream::Compute).map(Some) }
     }
 
-    /// Fills with NaN what the operation is about to write afresh; tells whether there was anything.
+    /// Fills with NaN what the operation is about to write afresh; returns whether there was anything.
     fn poison_compute(&self, op: &Op, shape: Shape) -> Result<bool> {
         let mut stale: Vec<DeviceMemory> = Vec::new();
         if shape.pass == Pass::Train {
@@ -187,7 +187,7 @@ impl Shared {
         Ok(!stale.is_empty())
     }
 
-    /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it lands early.
+    /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it is offloaded early.
     fn rounds_tied(&self, op: &Op, shape: Shape) -> bool {
         let last = shape.pass == Pass::Train && op.micro_batch + 1 == shape.micro_batches;
         op.kind == Kind::Loss && last && self.tied && self.inputs.early && self.placement.accumulator[0].is_some()

@@ -27,8 +27,8 @@ impl Shared {
             if self.options.poison {
                 self.device.fill(Stream::Upload, memory, 0xff)?;
             }
-            // SAFETY: the planes are next written by this part's return, which depends on this operation, and the slab by
-            // a landing that does: the schedule's check has proved both.
+            // SAFETY: the planes are next written by this part's write-back, which depends on this operation, and the slab by
+            // an offload that does: the schedule's check has proved both.
             unsafe { self.device.copy_to_device(Stream::Upload, span, memory) }?;
         }
         Ok(())
@@ -44,7 +44,7 @@ impl Shared {
                 // Nobody reads the state on the host before it has returned.
                 span.fill(0xff);
             }
-            // SAFETY: between the operation that brought this part and those that depend on its return, nobody reads or
+            // SAFETY: between the operation that fetched this part and those that depend on its write-back, nobody reads or
             // writes the planes: the schedule's check has proved it.
             unsafe { self.device.copy_to_host(Stream::Update, &memory, &span) }?;
         }

@@ -102,18 +102,18 @@ impl Shared {
 
     fn offload_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let grad = op.grad.expect("what lands has a gradient buffer");
+        let grad = op.grad.expect("what is offloaded has a gradient buffer");
         let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
         let dtype = self.grad_dtype();
         let Part { elements, blocks, .. } = &self.placement.parts[unit][op.part as usize];
         let slab = op.slab.map(|slab| within(&self.slab(slab, unit), elements, dtype.size()));
-        let norm = self.placement.norm[unit].as_ref().expect("what lands is trained");
+        let norm = self.placement.norm[unit].as_ref().expect("what is offloaded is trained");
         let count = blocks.end - blocks.start;
         let table = self.memory.at(norm.table).slice(blocks.start * 16, count * 16);
         let sums = self.memory.at(norm.sums).slice(blocks.start * 8, count * 8);
         let host_sums = within(&self.memory.sums[unit], blocks, 8);
         if self.options.poison {
-            // Nobody reads a slab before its gradient has landed, nor the sums before the clip decision.
+            // Nobody reads a slab before its gradient has been offloaded, nor the sums before the clip decision.
             slab.iter().for_each(|slab| slab.fill(0xff));
             if !op.early {
                 host_sums.fill(0xff);
@@ -121,7 +121,7 @@ impl Shared {
         }
         if !op.early {
             self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
-            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's landing on them: the
+            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's offload on them: the
             // schedule's check has proved it.
             unsafe { self.device.copy_to_host(Stream::Download, &sums, &host_sums) }?;
         }
@@ -132,7 +132,7 @@ impl Shared {
         unsafe { self.device.copy_to_host(Stream::Download, &grad, &slab) }
     }
 
-    /// The unit's part of a landing place that larger units may share.
+    /// The unit's part of a slab that larger units may share.
     pub(super) fn slab(&self, slab: u32, unit: usize) -> HostSpan {
         let len = usize::try_from(self.placement.grad_bytes(unit)).expect("a mapped length");
         self.memory.slabs[slab as usize].slice(0, len)
@@ -143,10 +143,10 @@ impl Shared {
         tensors.filter(|(_, t)| t.spec.role == Role::Trainable && t.spec.numel() > 0)
     }
 
-    /// Adds what has landed into the fp32 store and takes the norm of the sum.
+    /// Adds the offloaded gradient to the fp32 store and takes the norm of the sum.
     fn accumulate_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let landed = self.slab(op.slab.expect("what is accumulated has landed"), unit);
+        let landed = self.slab(op.slab.expect("what is accumulated has been offloaded"), unit);
         let store = &self.memory.accumulated[unit];
         if !self.lock().accumulated {
             store.fill(0);
@@ -179,7 +179,7 @@ impl Shared {
         }
         let (parts, device_parts) = (&self.placement.parts[unit], &self.placement.device_update_parts[unit]);
         if self.immediate && !op.early {
-            // What parts the device in parts has landed as a whole.
+            // The gradient of a device update has been offloaded as a whole.
             let blocks = &parts[if device_parts.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {

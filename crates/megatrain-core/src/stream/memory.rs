@@ -13,7 +13,7 @@ use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 pub(crate) struct Memory {
     /// Weights, residuals and moments on the host.
     pub(crate) store: Store,
-    /// Landing places of gradients.
+    /// Slabs of gradients.
     pub(crate) slabs: Vec<HostSpan>,
     /// Staged activations of each unit, those of a group's micro-batches one after the other.
     pub(crate) areas: Vec<HostSpan>,
@@ -25,7 +25,7 @@ pub(crate) struct Memory {
     pub(crate) window: HostSpan,
     /// Held while the window is in use: checkpoints read and write planes from several threads.
     pub(crate) window_use: Mutex<()>,
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     pub(crate) warnings: Vec<String>,
     regions: Vec<DeviceMemory>,
     transfers: Arena,

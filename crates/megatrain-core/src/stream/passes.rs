@@ -140,7 +140,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits until every gradient of the undecided pass has landed.
+    /// Waits until every gradient of the undecided pass has been offloaded.
     fn gradients_offloaded<'a>(
         &'a self,
         core: std::sync::MutexGuard<'a, EngineState>,

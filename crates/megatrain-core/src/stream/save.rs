@@ -120,7 +120,7 @@ impl Save {
 
 impl Engine {
     /// Asks for all of the model's state in `files`, as the passes so far have left it; the next pass carries it there,
-    /// or [`Engine::finish_save`]. `needed` is what all files take, for the words of an error.
+    /// or [`Engine::finish_save`]. `needed` is what all files take, for error messages.
     ///
     /// # Errors
     /// [`Error`] while a pass or another save is under way, and for files that name no plane of the model's or

@@ -165,7 +165,7 @@ impl Shared {
         self.changed.wait(core).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `done` answers, the engine breaks, or time is up.
+    /// Waits until `done` returns something, the engine breaks, or time is up.
     pub(super) fn wait_until<'a, R>(
         &self,
         mut core: MutexGuard<'a, EngineState>,
@@ -190,7 +190,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Marks the engine broken; the first failure is the one that is told.
+    /// Marks the engine broken; the first failure is the one that is reported.
     pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
         let mut core = self.lock();
         let unit = self.placement.layouts[op.unit as usize].name.clone();

@@ -10,7 +10,7 @@ use crate::plan::Placement;
 use crate::schedule::{Kind, Lane, Op};
 
 /// Figures from one decision to the next: a step's computing and copies, with the updates of the step before, which run
-/// beneath it. After an evaluation: those of the evaluation.
+/// during it. After an evaluation: those of the evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Stats {
@@ -27,7 +27,7 @@ pub struct Stats {
     /// Seconds for which the caller waited for an operation's inputs.
     pub waited_s: f64,
     /// Seconds in which the caller queued operations on a device that had come to the end of all before them. A device
-    /// that is kept busy is behind its caller; here it waited for launches, which the compute lane counts as busy.
+    /// that is kept busy lags its caller; here it waited for launches, which the compute lane counts as busy.
     pub launching_s: f64,
     /// The lane that was busy longest; `launching` where that is compute, and most of it is `launching_s`.
     pub bound: String,

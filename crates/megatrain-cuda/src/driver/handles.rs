@@ -156,7 +156,7 @@ impl RawEvent {
         check("cuEventRecord", unsafe { (self.context.api.cuEventRecord)(self.handle, stream.raw()) })
     }
 
-    /// Whether it has passed. Only "not ready" is "not yet": any other answer is an error.
+    /// Whether it has passed. Only "not ready" is "not yet": any other code is an error.
     pub(crate) fn query(&self) -> Result<bool, CudaError> {
         let _bound = self.context.bind()?;
         // SAFETY: the event lives.

@@ -56,12 +56,13 @@ def _changes(config: Config, rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if train.update != "immediate":
         immediate = dataclasses.replace(train, update="immediate", max_grad_norm=None)
         yield "train.update=immediate train.max_grad_norm=null", {"train": immediate}
-    if rows > 1 and train.batch_size is not None:
-        size = train.batch_size // 2
-        yield f"train.batch_size={size}", {"train": dataclasses.replace(train, batch_size=size)}
-    elif rows > 1:
-        tokens = rows // 2 * data.seq_len
-        yield f"train.batch_tokens={tokens}", {"train": dataclasses.replace(train, batch_tokens=tokens)}
+    for shift in range(1, rows.bit_length()):
+        if train.batch_size is not None:
+            size = train.batch_size >> shift
+            yield f"train.batch_size={size}", {"train": dataclasses.replace(train, batch_size=size)}
+        else:
+            tokens = (rows >> shift) * data.seq_len
+            yield f"train.batch_tokens={tokens}", {"train": dataclasses.replace(train, batch_tokens=tokens)}
 
 
 def explained(

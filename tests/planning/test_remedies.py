@@ -48,6 +48,9 @@ def test_what_others_hold_of_the_card_is_a_line_of_the_refusal() -> None:
     assert " GiB too little" in said
     assert "device memory: 1.00 GiB of 80.00 GiB of H100" in said
     assert "78.00 GiB  device  held by other programs" in said
+    # The split follows from the idle card; beside what is held now, smaller micro-batches fit.
+    busy = refused(config(train={"batch_size": 8}), with_held(machine, 75 * GIB))
+    assert "plan.micro_batch=4" in busy.partition("would fit:")[2], busy
     assert "held by" not in refused(config(memory={"host": "1GiB", "gpu": "2GiB"}), machine)
 
 

@@ -42,9 +42,8 @@ def _changes(config: Config, rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
             changed: dict[str, Any] = {field.name: None}
             yield f"plan.{field.name}=null", {"plan": dataclasses.replace(plan, **changed)}
     # A step of one micro-batch needs no fp32 sums of gradients on the device; small ones need the least activations.
-    # Where the size is derived, all smaller ones have been tried.
-    sizes = [rows] if plan.micro_batch is None else [rows, *(rows >> shift for shift in range(1, rows.bit_length()))]
-    for size in sizes:
+    # Where the size is derived, it follows from the idle card, so that smaller ones may fit beside what others hold.
+    for size in [rows, *(rows >> shift for shift in range(1, rows.bit_length()))]:
         if size != plan.micro_batch:
             yield f"plan.micro_batch={size}", {"plan": dataclasses.replace(plan, micro_batch=size)}
     length = data.seq_len // 2

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
+from megatrain.config.validation import check_schedule_length
 from megatrain.data import Dataset, Loader, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
@@ -204,7 +205,7 @@ def prepare_run(
             config, decoder, device=model_setup.device, machine=machine, rows=rows, saved=numerics
         )
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
-    return PlannedRun(
+    planned = PlannedRun(
         model_setup=model_setup,
         tokenizer=tokenizer,
         run_plan=run_plan,
@@ -213,6 +214,13 @@ def prepare_run(
         held_out=held_out,
         eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
     )
+    if config.train.steps is None:
+        try:
+            check_schedule_length(config.train, planned.total_steps, f"train.epochs {config.train.epochs:g}")
+        except BaseException:
+            planned.close()
+            raise
+    return planned
 
 
 def assemble(

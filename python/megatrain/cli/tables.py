@@ -148,6 +148,8 @@ def data(name: str, summary: "Summary") -> None:
         f"  row lengths: {lengths['min']} to {lengths['max']}, half of them up to {lengths['median']}, "
         f"95 % up to {lengths['p95']}" + ("; from the cache" if summary.cached else "")
     )
+    for read in summary.formats:
+        line(f"  {read}")
     for note in summary.notes:
         line(f"  note: {note}")
 

@@ -148,7 +148,7 @@ def read(folder: Path | None = None, readers: SystemProbe | None = None, gpus: b
         readers.cuda_status() if gpus else {"available": False, "reason": "not asked", "devices": []}
     )
     return Machine(
-        cpus=_cpus(readers),
+        cpus=usable_cpus(readers),
         memory_total=total,
         memory_limit=limit,
         memory_available=available,
@@ -330,7 +330,8 @@ def _memory_groups(readers: SystemProbe) -> Iterator[_Group]:
             yield _Group(folder, min(bounds), max(0, used - reclaimable))
 
 
-def _cpus(readers: SystemProbe) -> int:
+def usable_cpus(readers: SystemProbe = SYSTEM_PROBE) -> int:
+    """Processors that this process may use: its affinity, cut by the quotas of its control groups."""
     allowed = float(readers.affinity())
     for version, folder in _folders(readers, "cpu"):
         if version == 2:

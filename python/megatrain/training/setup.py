@@ -301,6 +301,12 @@ def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -
     return most
 
 
+def vocabulary_size(config: Config, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many token ids the model of `config` has embeddings for; nothing of it is built."""
+    files = _files(config, plan_only=False)
+    return int(text_config(_hf_config(config, files, tokenizer)).vocab_size)
+
+
 def run_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer alone. A run that resumes from `checkpoint` uses that run's."""
     return build_tokenizer(_located(config, _files(config, plan_only=False)), checkpoint)

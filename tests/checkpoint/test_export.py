@@ -323,7 +323,7 @@ def test_what_cannot_be_sampled_is_refused_with_a_reason(run: Path, tmp_path: Pa
     ):
         with pytest.raises(ConfigError, match=words):
             find_model(source, step)
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         find_model(run, "7")
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -18,8 +18,9 @@ from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.system.safetensors_io import DamagedFile, read_shard
 from megatrain.weights.initialize import initialize
-from megatrain.weights.loader import TensorWeights, load, open_weights, resolve
+from megatrain.weights.loader import load
 from megatrain.weights.matching import match
+from megatrain.weights.source import TensorWeights, open_weights, resolve
 from support import private_memory
 from support.fake_core import MemoryCore, engine, llama
 
@@ -313,7 +314,7 @@ def test_offline_a_hub_id_that_is_not_cached_is_refused_as_such(tmp_path: Path) 
     program = textwrap.dedent(
         """
         from megatrain.errors import ConfigError
-        from megatrain.weights import resolve
+        from megatrain.weights.source import resolve
         try:
             resolve("some-owner/some-model")
         except ConfigError as error:
@@ -353,7 +354,8 @@ def test_loading_needs_no_private_memory_beyond_its_buffers(tmp_path: Path, num_
         from types import SimpleNamespace as Space
         import torch
         torch.set_num_threads(1)
-        from megatrain.weights import load, open_weights, resolve
+        from megatrain.weights.loader import load
+        from megatrain.weights.source import open_weights, resolve
 
         refs = {{f"t{{i}}": Space(unit=0, tensor=i, name=f"t{{i}}", shape=(64 << 20 >> 1,), dtype=torch.bfloat16,
                 role="trainable") for i in range(4)}}

@@ -225,10 +225,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from megatrain.checkpoint import checkpoint
+    from megatrain.checkpoint.step_folders import list_checkpoints
     from megatrain.errors import CheckpointError
 
     run = Path(args.run)
-    folders = [run] if (run / "manifest.json").is_file() else checkpoint.list_checkpoints(run)
+    folders = [run] if (run / "manifest.json").is_file() else list_checkpoints(run)
     if not folders:
         raise ConfigError(f"{run} holds no checkpoint; give the folder of a run (output.dir) or one checkpoint")
     found = {str(folder): checkpoint.verify(folder) for folder in folders}
@@ -401,15 +402,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.step is not None and (run / "manifest.json").is_file():
         raise ConfigError(f"{run} is one checkpoint, not a run, so it has no step {args.step}; leave --step out")
     step = _step(run, args.step)
-    if (run / "manifest.json").is_file():
-        source = run
-    elif step not in (None, "last"):
-        source = run / "checkpoints" / f"step-{step}"
-    else:
-        newest = checkpoint.latest_complete(run)
-        if newest is None:
-            raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
-        source = newest
+    source = run if (run / "manifest.json").is_file() else checkpoint.choose(run, step or "last")
     export_checkpoint(source, args.out, dtype=args.dtype, layout=args.layout)
     json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
     return DONE
@@ -417,6 +410,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _step(run: Path, wanted: str | None) -> str | None:
     """`--step` with `best` looked up: the step of the lowest held-out loss."""
+    from megatrain.checkpoint.step_folders import steps_in
     from megatrain.training.run_dir import read_status
 
     if wanted is None or wanted == "last" or wanted.isdecimal():
@@ -424,7 +418,7 @@ def _step(run: Path, wanted: str | None) -> str | None:
     if wanted != "best":
         raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
     best = read_status(run).get("best_step")
-    if not best or not (run / "checkpoints" / f"step-{best}").is_dir():
+    if best not in steps_in(run):
         raise ConfigError(
             f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
         )
@@ -434,7 +428,7 @@ def _step(run: Path, wanted: str | None) -> str | None:
 def _report(args: argparse.Namespace) -> int:
     from megatrain.cli import report
     from megatrain.config import paths
-    from megatrain.training.run_dir import replace
+    from megatrain.system.atomic import write_whole
 
     run = Path(args.run)
     out = Path(args.out) if args.out else run / "report.html"
@@ -442,9 +436,9 @@ def _report(args: argparse.Namespace) -> int:
         paths.check_writable(out, "--out")
     page = report.page(run)
     try:
-        replace(out, page)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}; name another file with --out") from None
+        write_whole(out, page)
+    except StorageError as error:
+        raise ConfigError(f"{error}; name another file with --out") from None
     json_line({"report": str(out)}) if args.json else line(str(out))
     return DONE
 

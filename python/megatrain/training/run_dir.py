@@ -12,29 +12,21 @@ import fcntl
 import json
 import logging
 import os
-import re
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.hardware import format_bytes
+from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log = logging.getLogger("megatrain")
 
-_STEP = re.compile(r"step-(\d+)")
-
-
 _OURS_ALONE = ("lock", "status.json", "metrics.jsonl")
-_LEFTOVERS = (
-    ".tmp-export",
-    ".removing-export",
-    *(f"{name}.tmp" for name in ("config.yaml", "plan.json", "metrics.jsonl", "status.json")),
-)
-"""What an interrupted run can leave in its folder's root."""
+_LEFTOVERS = ("export", "config.yaml", "plan.json", "metrics.jsonl", "status.json", "report.html")
+"""What a killed process can have been writing in a run's root."""
 _REPLACED = ("config.yaml", "plan.json", "log.txt", "checkpoints", "export")
 
 
@@ -96,15 +88,25 @@ class RunFolder:
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()}")
             self._lock.flush()
+        self._recover()
         self._metrics: IO[str] | None = None
         self._handler: logging.Handler | None = None
         self._status_before = _bytes(path / "status.json")
         self._log_before = _size(path / "log.txt")
 
+    def _recover(self) -> None:
+        """Undoes half-made replacements of a killed process; only the owner of the lock may. Raises StorageError."""
+        for folder in (*(self.checkpoint(step) for step in self.steps()), self.export):
+            try:
+                recover(folder)
+            except OSError as error:
+                self._lock.close()
+                raise storage_error(error, folder) from None
+
     @property
     def checkpoints(self) -> Path:
         """Where `step-N` folders lie."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def export(self) -> Path:
@@ -122,17 +124,17 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """The effective configuration, every default written out."""
-        replace(self.path / "config.yaml", _HEADER + text)
+        write_whole(self.path / "config.yaml", _HEADER + text)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """The plan as the engine has it."""
-        replace(self.path / "plan.json", json.dumps(plan, indent=1) + "\n")
+        write_whole(self.path / "plan.json", json.dumps(plan, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
         """What the run is doing now, for a program that looks in from outside."""
         now = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-        with contextlib.suppress(OSError):  # a full disk must not end a run that can still be saved elsewhere
-            replace(
+        with contextlib.suppress(StorageError):  # a full disk must not end a run that can still be saved elsewhere
+            write_whole(
                 self.path / "status.json", dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
             )
 
@@ -146,8 +148,11 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
-            replace(path, "".join(kept))
-        self._metrics = path.open("a", encoding="utf-8")
+            write_whole(path, "".join(kept))
+        try:
+            self._metrics = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(error, path) from None
 
     def write_metrics(self, record: StepRecord | dict[str, Any]) -> None:
         """Appends one line and hands it to the kernel, so that a killed run loses none."""
@@ -156,7 +161,7 @@ class RunFolder:
             self._metrics.write((record.as_json() if isinstance(record, StepRecord) else dumps(record)) + "\n")
             self._metrics.flush()
         except OSError as error:
-            raise StorageError(f"{self.path / 'metrics.jsonl'} cannot be written: {error.strerror}") from None
+            raise storage_error(error, self.path / "metrics.jsonl") from None
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every record so far."""
@@ -168,36 +173,33 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending; whether each is whole is for `checkpoint.verify` to say."""
-        return steps_in(self.checkpoints)
+        return steps_in(self.path)
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of `step` lies."""
-        return self.checkpoints / f"step-{step}"
+        return step_folder(self.path, step)
 
     def retain(self, keep: int, always: set[int]) -> list[int]:
         """Removes all but the newest `keep` checkpoints and those in `always`; returns what was removed."""
         steps = self.steps()
         removed = [step for step in steps[: max(0, len(steps) - keep)] if step not in always]
         for step in removed:
-            # Renamed first: a folder half removed must never look like a checkpoint.
-            doomed = self.checkpoints / f".removing-step-{step}"
-            shutil.rmtree(doomed, ignore_errors=True)
-            self.checkpoint(step).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(self.checkpoint(step))
         return removed
 
     def clear_leftovers(self) -> None:
-        """Removes what an interrupted save, export or removal left behind: names of ours and no others."""
-        if self.checkpoints.is_dir():
-            _remove(e for e in self.checkpoints.iterdir() if e.name.startswith((".tmp-step-", ".removing-step-")))
-        _remove(self.path / name for name in _LEFTOVERS)
+        """Removes what a killed save, export or removal left behind, names of ours and no others, and says what."""
+        removed = remove_leftovers(self.checkpoints, "step-*") + remove_leftovers(self.path, *_LEFTOVERS)
+        if removed:
+            names = ", ".join(str(path.relative_to(self.path)) for path in removed)
+            log.warning("removed what an earlier process was killed in the middle of: %s", names)
 
     def withdraw(self) -> None:
         """Puts `status.json` and `log.txt` back as they were when the folder was opened: a request that is refused has
         told the run nothing. For before the first of `write_config`, `write_plan` and `begin_metrics`."""
         self._end_log()
         status, said = self.path / "status.json", self.path / "log.txt"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):
             if self._log_before is None:
                 said.unlink(missing_ok=True)
             elif _size(said) != self._log_before:
@@ -205,17 +207,7 @@ class RunFolder:
             if self._status_before is None:
                 status.unlink(missing_ok=True)
             elif _bytes(status) != self._status_before:
-                replace(status, self._status_before)
-
-    def need(self, size: int, what: str) -> None:
-        """Raises StorageError when the disk has less than `size` free bytes for `what`."""
-        facts = os.statvfs(self.path)
-        free = facts.f_bavail * facts.f_frsize
-        if free < size:
-            raise StorageError(
-                f"{what} needs {format_bytes(size)} in {self.path} and {format_bytes(free)} are free; "
-                "free some space, lower output.keep or name another output.dir"
-            )
+                write_whole(status, self._status_before)
 
     def discard_if_empty(self) -> None:
         """Removes folders that this process made and that hold nothing yet: a refusal leaves nothing behind."""
@@ -246,14 +238,6 @@ class RunFolder:
             self._handler = None
 
 
-def steps_in(checkpoints: Path) -> list[int]:
-    """Steps N of the folders `step-N`, ascending."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
-
-
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl`; a last line that a kill cut in half is left out. Empty when there is none."""
     path = run / "metrics.jsonl"
@@ -274,14 +258,6 @@ def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file())
 
 
-def _remove(entries: Iterable[Path]) -> None:
-    for entry in entries:
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
 def _bytes(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
@@ -291,16 +267,6 @@ def _bytes(path: Path) -> bytes | None:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file whole: beside it, flushed to disk, then renamed over it."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
+from megatrain.checkpoint.checkpoint import Checkpoint
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
 from megatrain.data import Dataset, Loader, prepare
@@ -26,11 +29,12 @@ from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
 from megatrain.training import metrics
-from megatrain.training.run_dir import steps_in
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
-from megatrain.weights.loader import ModelFiles, Weights, load, open_weights, resolve
+from megatrain.weights.loader import load
 from megatrain.weights.matching import exported
+from megatrain.weights.source import ModelFiles, open_weights, resolve
+from megatrain.weights.types import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +118,7 @@ def prepare_model(
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
-        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
+        frozen_dtypes=_stored_types(source, resume),
     )
     if source is not None:
         decoder.layout = exported(source, decoder)
@@ -155,7 +159,7 @@ def assemble(
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder / "checkpoints")), config)
+        planner.check_disk(needed, folder, len(steps_in(folder)), config)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -309,6 +313,13 @@ def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
     if config.model.tokenizer is None and files is not None and files.gguf is None:
         return files.folder
     return None
+
+
+def _stored_types(source: Weights | None, resume: Path | None) -> dict[str, torch.dtype] | None:
+    """The type of every tensor where it is read from, which frozen ones keep; None for a model drawn at random."""
+    if resume is not None:
+        return Checkpoint.open(resume).types()
+    return None if source is None else {name: entry.dtype for name, entry in source.entries.items()}
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:

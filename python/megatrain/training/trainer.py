@@ -114,6 +114,8 @@ class Trainer:
             except BaseException as error:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 folder.write_status(state, **run.facts(), reason=_reason(error))
+                if isinstance(error, StorageError):  # of the files of the run's folder; `train` handles its own
+                    raise RunStopped(f"before the first step: {error}; {run.last_good()}") from error
                 raise
 
     def _tell(self, parts: "RunComponents") -> None:
@@ -204,7 +206,7 @@ class _Run:
             self._finish_saves()
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
-            raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
+            raise RunStopped(f"{self.doing}: {error}; {self.last_good()}") from error
         finally:
             self.display.end()
             with contextlib.suppress(MegatrainError):
@@ -286,7 +288,7 @@ class _Run:
         if position.nonfinite > self.config.train.max_nonfinite:
             raise RunStopped(
                 f"the gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
-                f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower train.lr, clip "
+                f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self.last_good()}. Lower train.lr, clip "
                 "with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
             )
 
@@ -458,7 +460,7 @@ class _Run:
         log.info("exported to %s", out)
         return out
 
-    def _last_good(self) -> str:
+    def last_good(self) -> str:
         from megatrain.checkpoint import checkpoint
 
         with contextlib.suppress(MegatrainError):

@@ -23,7 +23,7 @@ from megatrain.system.safetensors_io import Entry
 from megatrain.weights.permute import boxes
 
 if TYPE_CHECKING:
-    from megatrain.weights.loader import Weights
+    from megatrain.weights.types import Weights
 
 log = logging.getLogger(__name__)
 

@@ -153,21 +153,36 @@ def _with_older_rope_keys(described: dict[str, Any]) -> dict[str, Any]:
     """A configuration that says its rotary positions in both forms: `rope_parameters`, and for readers from before
     transformers 5, which would silently assume a base of 10,000, `rope_theta` and `rope_scaling`. Only where the
     installed transformers makes the same configuration of both."""
-    both = {
+    plain = {
         key: _with_older_rope_keys(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in described.items()
     }
-    both |= _older_rope_keys(described.get("rope_parameters"))
-    return both if both != described and _same_config(both, described) else described
+    for keys in _older_rope_keys(described.get("rope_parameters")):
+        if _same_config(plain | keys, described):
+            return plain | keys
+    return plain if plain == described or _same_config(plain, described) else described
 
 
-def _older_rope_keys(rope: Any) -> dict[str, Any]:
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
-        return {}
-    older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+def _older_rope_keys(rope: Any) -> list[dict[str, Any]]:
+    """What older readers look at, in the order to be tried. Never a part of the positions alone."""
+    if not isinstance(rope, dict):
+        return []
+    local = {}
+    if isinstance(rope.get("full_attention"), dict) and isinstance(rope.get("sliding_attention"), dict):
+        # per kind of layer; only the global ones were ever scaled
+        if rope["sliding_attention"].get("rope_type", "default") != "default":
+            return []
+        if rope["sliding_attention"].get("rope_theta") != rope["full_attention"].get("rope_theta"):
+            local = {"rope_local_base_freq": rope["sliding_attention"].get("rope_theta")}
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return []
+    share = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+    keys = {"rope_theta": rope["rope_theta"], **local}
     if rope.get("rope_type", "default") != "default":
-        older["rope_scaling"] = {key: value for key, value in rope.items() if key not in older}
-    return older
+        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta" and key not in share}
+    # some kinds of model, all of whose dimensions rotate, do not take the share as a key
+    return [keys | share, keys] if share == {"partial_rotary_factor": 1.0} else [keys | share]
 
 
 def _same_config(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -39,7 +39,7 @@ from megatrain.errors import CheckpointError, ConfigError
 from megatrain.models.hf_config import load_config
 from megatrain.models.meta_init import build_without_storage
 from megatrain.system import safetensors_io
-from megatrain.system.atomic import flush_files, staged
+from megatrain.system.atomic import flushing, staged
 from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights.hf_layout import Layout, fill, library, published, read_layout
 from megatrain.weights.source import FileWeights
@@ -153,8 +153,8 @@ def export_checkpoint(
             raise CheckpointError(str(error)) from None
         write_index(folder, files)
         write_config(folder, source.config(), target)
-        copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
-        flush_files(folder)
+        with flushing(folder):
+            copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
 
 
 def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:

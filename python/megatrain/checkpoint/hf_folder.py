@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.system import safetensors_io
-from megatrain.system.atomic import flush_files, storage_error, write_file
+from megatrain.system.atomic import flushing, storage_error, write_file
 from megatrain.system.safetensors_io import Entry, Shard
 from megatrain.weights.types import Decoder
 
@@ -104,23 +104,23 @@ def write_model_files(
     config = copy.deepcopy(decoder.config)
     config.architectures = [type(decoder.model).__name__]
     write_config(folder, json.loads(config.to_json_string(use_diff=True)), dtype)
-    copied: list[str] = []
-    if tokenizer_dir is not None:
-        patterns: tuple[str, ...] = (*TOKENIZER_FILES, "generation_config.json")
-        if getattr(config, "auto_map", None):
-            patterns = (*patterns, "*.py")  # the model's own code, which its configuration names
-        copied = copy_files(Path(tokenizer_dir), folder, patterns)
-    try:
-        if "generation_config.json" not in copied:
-            from transformers import GenerationConfig
+    with flushing(folder):
+        copied: list[str] = []
+        if tokenizer_dir is not None:
+            patterns: tuple[str, ...] = (*TOKENIZER_FILES, "generation_config.json")
+            if getattr(config, "auto_map", None):
+                patterns = (*patterns, "*.py")  # the model's own code, which its configuration names
+            copied = copy_files(Path(tokenizer_dir), folder, patterns)
+        try:
+            if "generation_config.json" not in copied:
+                from transformers import GenerationConfig
 
-            own = getattr(decoder.model, "generation_config", None)
-            (own or GenerationConfig.from_model_config(config)).save_pretrained(str(folder))
-        if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
-            tokenizer.save_pretrained(str(folder))
-    except OSError as error:
-        raise storage_error(error, folder) from None
-    flush_files(folder)
+                own = getattr(decoder.model, "generation_config", None)
+                (own or GenerationConfig.from_model_config(config)).save_pretrained(str(folder))
+            if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
+                tokenizer.save_pretrained(str(folder))
+        except OSError as error:
+            raise storage_error(error, folder) from None
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:

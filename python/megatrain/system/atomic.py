@@ -40,7 +40,7 @@ _NEW, _OLD, _REMOVED = ".tmp-", ".old-", ".removing-"
 def staged(folder: Path, needed: int) -> Iterator[Path]:
     """Yields a new, empty folder that takes the place of `folder` when the block ends, and is removed when the block
     raises. What is at `folder` stays untouched until then. The block flushes the files that it writes (`write_file`,
-    `flush_files`); folders are flushed here.
+    `flushing`); folders are flushed here.
 
     Raises StorageError when fewer than `needed` bytes are free, or when anything cannot be written.
     """
@@ -80,8 +80,8 @@ def published(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_NEW}{folder.name[:12]}-", dir=folder.parent))
     try:
-        yield temporary
-        flush_files(temporary)
+        with flushing(temporary):
+            yield temporary
         for inner, _, _ in os.walk(temporary):
             sync_folder(Path(inner))
         try:
@@ -206,10 +206,14 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def flush_files(folder: Path) -> None:
-    """Flushes every file below `folder`. Raises StorageError."""
-    for path in folder.rglob("*"):
-        if path.is_file():
+@contextlib.contextmanager
+def flushing(folder: Path) -> Iterator[None]:
+    """Flushes every file that the block adds to `folder`, at any depth: for what other libraries write. Raises
+    StorageError."""
+    before = set(folder.rglob("*"))
+    yield
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path not in before:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(file)

@@ -380,8 +380,8 @@ def check_sums(path: Path, size: int, sums: Sequence[int]) -> str | None:
             return f"{path.name} has {actual} bytes instead of {size}"
         with path.open("rb") as file:
             for number, expected in enumerate(sums):
-                if zlib.crc32(file.read(CHUNK_BYTES)) != expected:
-                    begin = number * CHUNK_BYTES
+                begin = number * CHUNK_BYTES
+                if zlib.crc32(file.read(min(CHUNK_BYTES, size - begin))) != expected:
                     return f"{path.name} is damaged between bytes {begin} and {min(begin + CHUNK_BYTES, size)}"
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -11,11 +11,12 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::layout::{Precision, Role};
 use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
-use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
-use crate::stream::progress::{Id, Progress};
+use crate::schedule::progress::{Id, Progress};
+use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
 /// One operation on the virtual clock; seconds from the start of the measured step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Span {
     /// The lane.
     pub lane: Lane,
@@ -25,7 +26,7 @@ pub struct Span {
     pub unit: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run beneath step 2.
+    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run during step 2.
     pub step: u64,
     /// Start.
     pub start_s: f64,
@@ -35,6 +36,7 @@ pub struct Span {
 
 /// A simulated step in steady state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Estimate {
     /// Seconds from one step's first computation to the next one's.
     pub step_s: f64,
@@ -52,10 +54,10 @@ pub struct Estimate {
 /// As for [`Schedule::new`].
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
     let placement = Placement::new(request, plan)?;
-    let facts = Facts::from_placement(request, plan, &placement);
+    let inputs = ScheduleInputs::from_placement(request, plan, &placement);
     let shape = Shape::new(Pass::Train, plan.micro_batches);
-    let (first, steady) = Schedule::steady(&facts, shape)?;
-    let looked_up = facts.early.then(|| looked_up(request, plan));
+    let (first, steady) = Schedule::steady(&inputs, shape)?;
+    let looked_up = inputs.early.then(|| looked_up(request, plan));
     let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
     durations.contention = durations.contention(&steady);
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
@@ -90,8 +92,8 @@ fn looked_up(request: &Request, plan: &Plan) -> f64 {
     let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
     let Some(shape) = tables.map(|t| &t.shape).max_by_key(|shape| shape[0]) else { return 1.0 };
     let hidden = (shape[1] * request.precision.dtype().size()).max(1);
-    let tokens = u64::from(plan.micro_batches) * request.units[1].input_bytes / hidden;
-    (tokens as f64 / shape[0].max(1) as f64).min(1.0)
+    let tokens = f64::from(plan.micro_batches) * request.units[1].input_bytes as f64 / hidden as f64;
+    (tokens.floor() / shape[0].max(1) as f64).min(1.0)
 }
 
 impl Durations<'_> {
@@ -103,12 +105,12 @@ impl Durations<'_> {
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
         let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
         match op.kind {
-            Kind::Load | Kind::Fetch => upload(self.link_bytes(op)),
-            Kind::Save => download(self.link_bytes(op)),
+            Kind::Load | Kind::FetchActivation => upload(self.link_bytes(op)),
+            Kind::OffloadActivation => download(self.link_bytes(op)),
             // One part comes while another one returns.
-            Kind::Bring => upload(self.link_bytes(op)) * (2.0 / r.both_ways),
-            Kind::Return => download(self.link_bytes(op)) * (2.0 / r.both_ways),
-            Kind::Land => {
+            Kind::FetchState => upload(self.link_bytes(op)) * (2.0 / r.both_ways),
+            Kind::WriteBackState => download(self.link_bytes(op)) * (2.0 / r.both_ways),
+            Kind::OffloadGrad => {
                 let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
                 norm + download(self.link_bytes(op))
             }
@@ -117,7 +119,7 @@ impl Durations<'_> {
             Kind::Loss => compute(3.0),
             Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => compute(3.0),
             Kind::Backward => compute(2.0),
-            Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
+            Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
             }
@@ -131,15 +133,15 @@ impl Durations<'_> {
                 self.contention * parameters / (r.adamw_gparams * 1e9)
             }
             // Steady state is that without a checkpoint.
-            Kind::Verdict | Kind::Write => 0.0,
+            Kind::ClipDecision | Kind::WriteCheckpoint => 0.0,
         }
     }
 
     /// The part of its unit that an update is about.
     fn share(&self, op: &Op) -> f64 {
         let unit = op.unit as usize;
-        let elements = match op.visit {
-            Some(_) => &self.placement.visits[unit][op.part as usize],
+        let elements = match op.state_buffer {
+            Some(_) => &self.placement.device_update_parts[unit][op.part as usize],
             None => &self.placement.parts[unit][op.part as usize].elements,
         };
         (elements.end - elements.start) as f64 / self.placement.layouts[unit].elements as f64
@@ -158,30 +160,30 @@ impl Durations<'_> {
                 let image = &self.placement.parts[unit][op.part as usize].image;
                 image.end - image.start
             }
-            Kind::Fetch | Kind::Save => self.placement.staged[unit],
-            Kind::Land if op.slab.is_some() => self.grad_bytes(op),
-            Kind::Bring => self.placement.visit_bytes(unit, op.part as usize).0,
-            Kind::Return => self.placement.visit_bytes(unit, op.part as usize).1,
+            Kind::FetchActivation | Kind::OffloadActivation => self.placement.staged[unit],
+            Kind::OffloadGrad if op.slab.is_some() => self.grad_bytes(op),
+            Kind::FetchState => self.placement.device_update_bytes(unit, op.part as usize).0,
+            Kind::WriteBackState => self.placement.device_update_bytes(unit, op.part as usize).1,
             _ => 0,
         }
     }
 
-    /// What crosses the link while the host updates: under immediate updates everything; just in time, what the forward
-    /// beneath which they run is sent, and the state that visits the device.
+    /// What crosses the link while the host updates: under immediate updates everything; just in time, what is sent
+    /// for the forward during which they run, and the state of device updates.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
-        let updated: u64 = host
+        let updated: f64 = host
             .map(|op| {
                 let part = &self.placement.parts[op.unit as usize][op.part as usize];
-                part.elements.end - part.elements.start
+                (part.elements.end - part.elements.start) as f64
             })
             .sum();
         let immediate = self.request.update == UpdateMode::Immediate;
         let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
-        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.visit.is_some());
-        let beneath: u64 = beneath.map(|op| self.link_bytes(op)).sum();
-        let own = (updated * update_bytes(self.request.precision)).max(1);
-        1.0 + self.rates.link_cost * beneath as f64 / own as f64
+        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
+        let beneath: f64 = beneath.map(|op| self.link_bytes(op) as f64).sum();
+        let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
+        1.0 + self.rates.link_cost * beneath / own
     }
 }
 
@@ -203,7 +205,7 @@ impl Ord for Seconds {
     }
 }
 
-/// Steps simulated: one to start, one to measure, one beneath which the measured one's updates run.
+/// Steps simulated: one to start, one to measure, one during which the measured one's updates run.
 const STEPS: u64 = 3;
 
 struct Clock {

@@ -328,9 +328,9 @@ fn gaps(spans: &[megatrain_core::estimate::Span], kind: Kind) -> f64 {
 }
 
 #[test]
-fn a_step_that_waits_for_the_host_is_shorter_where_some_state_visits_the_device() {
+fn a_step_that_waits_for_the_host_is_shorter_where_some_layers_are_updated_on_the_device() {
     // A layer's update takes the host 20 ms; its state comes in 14 ms and returns in 12.
-    for (mode, compute, layers_visiting) in [
+    for (mode, compute, layers_updated) in [
         (UpdateMode::JustInTime, 0.008, [6, 13, 24]),
         (UpdateMode::JustInTime, 0.040, [6, 13, 16]),
         (UpdateMode::Immediate, 0.004, [6, 13, 24]),
@@ -339,24 +339,25 @@ fn a_step_that_waits_for_the_host_is_shorter_where_some_state_visits_the_device(
         request.requests.updates_on_device = Some(Count::Units(0));
         let of = |request: &Request| estimate(request, &plan(request).unwrap(), &request.rates).unwrap();
         let before = of(&request);
-        for visiting in layers_visiting {
-            request.requests.updates_on_device = Some(Count::Units(visiting));
+        for device_updates in layers_updated {
+            request.requests.updates_on_device = Some(Count::Units(device_updates));
             let found = of(&request);
             let (forward, backward) = (8.0 * compute, 24.0 * compute);
-            let (host, visits) = (f64::from(32 - visiting) * 0.020, f64::from(visiting) * 0.014 + 32.0 * 0.002);
+            let (host, on_device) =
+                (f64::from(32 - device_updates) * 0.020, f64::from(device_updates) * 0.014 + 32.0 * 0.002);
             let longest = match mode {
-                UpdateMode::JustInTime => backward + forward.max(host).max(visits),
-                UpdateMode::Immediate => (forward + backward).max(host).max(visits + 32.0 * 0.002),
+                UpdateMode::JustInTime => backward + forward.max(host).max(on_device),
+                UpdateMode::Immediate => (forward + backward).max(host).max(on_device + 32.0 * 0.002),
             };
-            assert!(found.step_s < longest * 1.1, "{mode:?} {visiting}: {} against {longest}", found.step_s);
-            assert!(found.step_s < before.step_s * 0.98, "{mode:?} {visiting}: {}", found.step_s);
+            assert!(found.step_s < longest * 1.1, "{mode:?} {device_updates}: {} against {longest}", found.step_s);
+            assert!(found.step_s < before.step_s * 0.98, "{mode:?} {device_updates}: {}", found.step_s);
         }
     }
 }
 
 #[test]
-fn state_visits_the_device_where_that_makes_a_step_shorter() {
-    let visiting = |plan: &Plan| plan.units.iter().filter(|unit| unit.visits()).count();
+fn layers_are_updated_on_the_device_where_that_makes_a_step_shorter() {
+    let device_updates = |plan: &Plan| plan.units.iter().filter(|unit| unit.needs_device_update()).count();
     let tight = |compute: f64, mode: UpdateMode| {
         let mut request = timed(24, 0.001, compute, 0.020, mode);
         request.device = DeviceKind::Cuda;
@@ -366,16 +367,16 @@ fn state_visits_the_device_where_that_makes_a_step_shorter() {
     for mode in [UpdateMode::JustInTime, UpdateMode::Immediate] {
         let mut request = tight(0.004, mode);
         let chosen = plan(&request).unwrap();
-        assert!(visiting(&chosen) >= 6, "{mode:?}: {}", visiting(&chosen));
-        let buffers = chosen.items.iter().find(|item| item.what == "visiting buffers").unwrap();
+        assert!(device_updates(&chosen) >= 6, "{mode:?}: {}", device_updates(&chosen));
+        let buffers = chosen.items.iter().find(|item| item.what == "device update buffers").unwrap();
         let count = if mode == UpdateMode::Immediate { 4 } else { 3 };
-        assert_eq!((buffers.bytes, chosen.visit_buffers), ((u64::from(count) * 14) << 20, count));
+        assert_eq!((buffers.bytes, chosen.state_buffers), ((u64::from(count) * 14) << 20, count));
         let pinned: u64 = chosen.items.iter().filter(|i| i.what == "exp_avg" && i.pinned).map(|i| i.bytes).sum();
-        assert_eq!(pinned, (visiting(&chosen) as u64) << 22);
+        assert_eq!(pinned, (device_updates(&chosen) as u64) << 22);
         for (count, slack) in [(0, 0.9), (3, 0.95), (12, 1.01), (24, 1.01)] {
             request.requests.updates_on_device = Some(Count::Units(count));
             let other = plan(&request).unwrap();
-            assert_eq!(visiting(&other), count as usize);
+            assert_eq!(device_updates(&other), count as usize);
             let (best, other) = (chosen.estimate.expected_step_s, other.estimate.expected_step_s);
             assert!(best <= other * slack, "{mode:?}, {count}: {best} against {other}");
         }
@@ -384,17 +385,17 @@ fn state_visits_the_device_where_that_makes_a_step_shorter() {
         request.requests.keep = Some(0);
         request.budget.device = plan(&Request { device: DeviceKind::Cpu, ..request.clone() }).unwrap().totals.device;
         request.requests.slots = Some(24);
-        assert_eq!(visiting(&plan(&request).unwrap()), 0);
+        assert_eq!(device_updates(&plan(&request).unwrap()), 0);
     }
     // Where computing takes longer, where there is no card, where gradients are accumulated: none.
     let none = tight(0.200, UpdateMode::JustInTime);
-    assert_eq!(visiting(&plan(&none).unwrap()), 0);
+    assert_eq!(device_updates(&plan(&none).unwrap()), 0);
     let mut elsewhere = tight(0.004, UpdateMode::JustInTime);
     elsewhere.device = DeviceKind::Cpu;
-    assert_eq!(visiting(&plan(&elsewhere).unwrap()), 0);
+    assert_eq!(device_updates(&plan(&elsewhere).unwrap()), 0);
     elsewhere.device = DeviceKind::Cuda;
     elsewhere.requests.accumulate = true;
-    assert_eq!(visiting(&plan(&elsewhere).unwrap()), 0);
+    assert_eq!(device_updates(&plan(&elsewhere).unwrap()), 0);
 }
 
 #[test]

@@ -406,7 +406,7 @@ class OutputConfig:
     export: Literal["auto", "bf16", "fp32", "never"] = "auto"
     """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
     log_every: int = 1
-    """Steps between two lines."""
+    """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead."""
     tensorboard: bool = False
     """Whether metrics are written for TensorBoard too. Not supported yet."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatrain.engine.loss import default_chunk
+from megatrain.engine.weight_grads import sums_in_fp32
 from megatrain.models import packing
 from megatrain.models.decoder import Decoder
 
@@ -34,6 +35,7 @@ def key(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "precision": decoder.precision,
         "grad_precision": grad_precision,
+        "weight_gradients": "summed in fp32" if sums_in_fp32(decoder.precision) else None,
         "micro_batch": list(micro_batch) if micro_batch is not None else None,
         "micro_batches": micro_batches,
         "loss_chunk": loss_chunk or default_chunk(decoder.vocab_size, device.type),

@@ -105,6 +105,8 @@ class Pass:
         """Of each micro-batch, what is added behind a unit on the way forward, and its gradient on the way back."""
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
+        # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
+        self._fp32_sums = count > 1 or workshop.grads[0].dtype == torch.float32
         self._routed: dict[tuple[int, int], Tensor] = {}
         """By unit and micro-batch: (2, E) sums of its routers."""
         self._router_grad: Tensor | None = None
@@ -232,10 +234,13 @@ class Pass:
         if self._routed and self._router_grad is None:
             self._balance()
         turn = self._turns.pop((unit, m))
+        weight_grads = template.weight_grads
+        targets = [t for t in self._targets(op) if t is not None]
+        weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
         grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
         assert grads[0] is not None
         self._grad[m] = grads[0]
-        accumulate([t for t in self._targets(op) if t is not None], grads[1:], op.first)
+        weight_grads.finish(grads[1:])
         self._round(op)
 
     def _balance(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import Region
+from megatrain.engine.weight_grads import WeightGradients
 from megatrain.models.decoder import Decoder
 from megatrain.models.moe import RoutedLayer, gates_of
 from megatrain.models.recorder import copy_without
@@ -59,7 +60,7 @@ class GradientViews:
     def __init__(self, region: Region | None, layout: UnitLayout, dtype: torch.dtype) -> None:
         self._region = region
         self._layout = layout
-        self._dtype = dtype
+        self.dtype = dtype
         self._made: dict[int, list[Tensor | None]] = {}
         self._flat: dict[int, Tensor] = {}
 
@@ -68,9 +69,9 @@ class GradientViews:
         views = self._made.get(byte)
         if views is None:
             assert self._region is not None
-            size = self._dtype.itemsize
+            size = self.dtype.itemsize
             views = self._made[byte] = [
-                self._region.view(byte + s.element * size, s.shape, self._dtype) if s.trainable else None
+                self._region.view(byte + s.element * size, s.shape, self.dtype) if s.trainable else None
                 for s in self._layout.slices
             ]
         return views
@@ -80,7 +81,7 @@ class GradientViews:
         plane = self._flat.get(byte)
         if plane is None:
             assert self._region is not None
-            plane = self._flat[byte] = self._region.view(byte, (self._layout.elements,), self._dtype)
+            plane = self._flat[byte] = self._region.view(byte, (self._layout.elements,), self.dtype)
         return plane
 
 
@@ -169,6 +170,7 @@ class LayerTemplate:
         self.bound = BoundTensors(places_of(self.module, decoder.local_names(first + 1)), layout, region)
         self.layout = layout
         self.parameters = self.bound.trainable
+        self.weight_grads = WeightGradients(self.module, self.parameters)
         move_shared_buffers(self.module, region.device)
         self._index = [
             (self.module.get_submodule(path), name)

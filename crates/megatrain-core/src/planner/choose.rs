@@ -1,12 +1,13 @@
 //! The choices: what a step cannot do without first, then what the free device memory buys, compared by step time.
-use super::placement::staged_bytes;
-use super::request::{Auto, Count};
-use super::{Activation, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode};
 use crate::error::{Error, Result, Tier};
 use crate::layout::Role;
+use crate::plan::{
+    Activation, Auto, Count, DeviceKind, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan,
+    UpdateMode, staged_bytes,
+};
 use crate::schedule::Lane;
 
-/// Landing places that layers share at least by default under immediate updates: enough that the host's optimizer
+/// Slabs that layers share at least by default under immediate updates: enough that the host's optimizer
 /// always finds the next gradient while the link lags or leads by a few layers.
 const SLABS: u32 = 6;
 /// One slot computes, one loads, and one is full already when the link is late.
@@ -17,15 +18,15 @@ const STAGE_BUFFERS: u32 = 3;
 /// looked at first, at least [`FEWEST`], and then those around the best.
 const SIMULATED: usize = 1 << 20;
 const FEWEST: usize = 12;
-/// A step must become shorter by this for state to visit the device: it takes more of the link and of locked memory.
-const WORTH_VISITING: f64 = 1.02;
-/// Numbers of visiting layers that are compared, evenly up to all whose state lives on the host.
-const VISITS_TRIED: u32 = 12;
+/// A step must become shorter by this factor for layers to be updated away from their state: that takes more of the link and of locked memory.
+const WORTH_DEVICE_UPDATES: f64 = 1.02;
+/// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
+const DEVICE_UPDATES_TRIED: u32 = 12;
 /// Step times that differ by less are alike.
 const ALIKE: f64 = 1.001;
-/// One visiting buffer is filled, one is emptied, and one absorbs the difference.
-const VISIT_BUFFERS: u32 = 3;
-/// One gradient buffer is filled by backward while the other one lands.
+/// One state buffer is filled, one is emptied, and one absorbs the difference.
+const STATE_BUFFERS: u32 = 3;
+/// One gradient buffer is filled by backward while the other one is offloaded.
 const GRAD_BUFFERS: u32 = 2;
 
 /// A plan being improved step by step; every step keeps what fits and gives back what does not.
@@ -33,15 +34,15 @@ struct Choice<'a> {
     request: &'a Request,
     plan: Plan,
     /// Layers that are updated on the device as far as their state lives on the host.
-    visiting: u32,
+    device_updates: u32,
 }
 
 pub(super) fn choose(request: &Request) -> Result<Plan> {
-    let visiting = match request.requests.updates_on_device {
+    let device_updates = match request.requests.updates_on_device {
         Some(Count::Units(count)) => count,
         _ => 0,
     };
-    let mut choice = Choice { request, plan: smallest(request), visiting };
+    let mut choice = Choice { request, plan: smallest(request), device_updates };
     choice.finish()?;
     choice.fit_inputs()?;
     choice.relieve_host()?;
@@ -84,7 +85,7 @@ fn smallest(request: &Request) -> Plan {
         grad_buffers: 0,
         stage_buffers: 0,
         stage_bytes: 0,
-        visit_buffers: 0,
+        state_buffers: 0,
         group: r.group.unwrap_or(request.micro_batches),
         micro_batches: request.micro_batches,
         items: Vec::new(),
@@ -101,7 +102,7 @@ fn state_order(request: &Request) -> Vec<usize> {
 }
 
 /// Lets `count` of the layers whose state lives on the host be updated on the device, as far as there are so many: evenly
-/// spread, so that the host's optimizer and the link meet the next forward side by side. Tells how many there are.
+/// spread, so that the host's optimizer and the link meet the next forward side by side. Returns how many there are.
 fn spread(request: &Request, plan: &mut Plan, count: u32) -> usize {
     for unit in &mut plan.units {
         unit.update = if unit.state == State::Device { Place::Device } else { Place::Host };
@@ -123,7 +124,11 @@ impl Choice<'_> {
         let r = &request.requests;
         let layers = 1..=request.num_layers();
         let host_layers = layers.clone().filter(|&u| plan.units[u].state == State::Host).count();
-        let host_layers = u32::try_from(host_layers).map_err(|_| Error::Invalid("too many layers".to_owned()))?;
+        let host_layers = u32::try_from(host_layers).map_err(|_| Error::TooMany {
+            what: "layers",
+            count: host_layers as u64,
+            most: u32::MAX.into(),
+        })?;
         let wanted = r.slots.unwrap_or(plan.slots.max(2));
         plan.slots = wanted.min(host_layers);
         plan.grad_buffers = GRAD_BUFFERS.min(host_layers);
@@ -131,9 +136,9 @@ impl Choice<'_> {
             UpdateMode::JustInTime => host_layers,
             UpdateMode::Immediate => r.slabs.unwrap_or(plan.slabs.max(SLABS)).min(host_layers),
         };
-        plan.visit_buffers = match (spread(request, plan, self.visiting), request.update) {
+        plan.state_buffers = match (spread(request, plan, self.device_updates), request.update) {
             (0, _) => 0,
-            (_, UpdateMode::JustInTime) => VISIT_BUFFERS,
+            (_, UpdateMode::JustInTime) => STATE_BUFFERS,
             // Two pairs: see `schedule/build.rs`.
             (_, UpdateMode::Immediate) => 4,
         };
@@ -150,7 +155,7 @@ impl Choice<'_> {
         totals.device <= budget.device && totals.host <= budget.host
     }
 
-    /// Keeps a change when it still fits, and tells so.
+    /// Keeps a change when it still fits, and returns whether it does.
     fn attempt(&mut self, change: impl FnOnce(&mut Plan)) -> Result<bool> {
         let before = self.plan.clone();
         change(&mut self.plan);
@@ -180,7 +185,7 @@ impl Choice<'_> {
         Ok(())
     }
 
-    /// Between three slots and one for each layer, every further one saves a load where backward turns round.
+    /// Between three slots and one for each layer, every further one saves a load where backward begins.
     fn grow_slots(&mut self, most: u32) -> Result<()> {
         let host = |u: &&UnitPlan| u.state == State::Host;
         let layers = self.plan.units[1..=self.request.num_layers()].iter().filter(host).count();
@@ -268,15 +273,15 @@ impl Choice<'_> {
         let base = self.plan.clone();
         let (best, seconds) = self.fastest_plan()?;
         if self.places_updates() && self.waits_for_updates(&best)? {
-            // First the number of visiting layers beside the state that is on the device now; beside that number, another
+            // First the number of layers to update on the device beside the state that is on the device now; beside that number, another
             // split of the memory may be the fastest.
-            self.visiting = self.fastest_visits(&base, &best)?;
+            self.device_updates = self.fastest_device_updates(&base, &best)?;
             self.plan = base;
             self.finish()?;
-            if self.visiting > 0 && self.fits() {
-                let (visited, sooner) = self.fastest_plan()?;
-                if sooner * WORTH_VISITING < seconds {
-                    self.plan = visited;
+            if self.device_updates > 0 && self.fits() {
+                let (with_updates, sooner) = self.fastest_plan()?;
+                if sooner * WORTH_DEVICE_UPDATES < seconds {
+                    self.plan = with_updates;
                     return Ok(());
                 }
             }
@@ -285,19 +290,19 @@ impl Choice<'_> {
         Ok(())
     }
 
-    /// The number of visiting layers by which a step is shortest, where what `best` leaves on the host stays there.
-    fn fastest_visits(&mut self, base: &Plan, best: &Plan) -> Result<u32> {
+    /// The number of device updates that makes a step shortest, where what `best` leaves on the host stays there.
+    fn fastest_device_updates(&mut self, base: &Plan, best: &Plan) -> Result<u32> {
         let rates = self.request.rates.sustained();
         let hosted = best.units.iter().filter(|unit| unit.state == State::Host).count() as u32;
         let mut fastest = (0, f64::INFINITY);
-        for count in (1..=VISITS_TRIED).map(|share| hosted * share / VISITS_TRIED) {
+        for count in (1..=DEVICE_UPDATES_TRIED).map(|share| hosted * share / DEVICE_UPDATES_TRIED) {
             self.plan = base.clone();
             for (unit, chosen) in self.plan.units.iter_mut().zip(&best.units) {
                 unit.state = chosen.state;
             }
-            self.visiting = count;
+            self.device_updates = count;
             self.finish()?;
-            // The visiting buffers take the place of some state.
+            // The state buffers take the place of some state.
             for unit in state_order(self.request).into_iter().rev() {
                 if !self.fits() && self.places_state() && self.plan.units[unit].state == State::Device {
                     self.plan.units[unit].state = State::Host;
@@ -331,7 +336,7 @@ impl Choice<'_> {
         Ok(kept_first)
     }
 
-    /// Whether the plan decides which layers are updated on the device that their state visits. Without a card of its own
+    /// Whether the plan decides which layers with their state on the host are updated on the device. Without a card of its own
     /// there is no other memory there to update them in.
     fn places_updates(&self) -> bool {
         let r = &self.request.requests;
@@ -345,7 +350,7 @@ impl Choice<'_> {
     fn waits_for_updates(&self, plan: &Plan) -> Result<bool> {
         let found = crate::estimate::estimate(self.request, plan, &self.request.rates.sustained())?;
         let computing = found.lanes.get(Lane::Compute.name()).copied().unwrap_or(0.0);
-        Ok(found.step_s > WORTH_VISITING * computing)
+        Ok(found.step_s > WORTH_DEVICE_UPDATES * computing)
     }
 
     /// The fastest plan over every amount of state on the device, where `fill` says what the rest of the memory is for;
@@ -354,7 +359,7 @@ impl Choice<'_> {
         let base = self.plan.clone();
         let candidates = self.candidates(fill)?;
         let mut seconds = vec![None; candidates.len()];
-        // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
+        // Load, forward, backward, offload and update of every unit, for each of the steps that an estimate runs.
         let operations = 3 * self.request.units.len() * (4 + 4 * self.request.micro_batches as usize);
         let stride = candidates.len().div_ceil((SIMULATED / operations).max(FEWEST));
         let last = candidates.len() - 1;

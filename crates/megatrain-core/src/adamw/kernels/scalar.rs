@@ -1,7 +1,7 @@
 //! The reference bodies.
 use super::convert::{join_bits, split_bits, widen_bf16};
 use super::{CANONICAL_NAN, Planes, Values};
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 
 /// AdamW's arithmetic for one element: the new weight and moments.
 #[inline(always)]

@@ -2,7 +2,7 @@
 use std::arch::x86_64::*;
 
 use super::{CANONICAL_NAN, Planes};
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 
 /// Elements of one vector.
 const LANES: usize = 16;

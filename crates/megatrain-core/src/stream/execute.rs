@@ -1,18 +1,20 @@
 //! What a lane does for one operation.
 use std::ops::Range;
 
-use super::lanes::stream;
-use super::progress::Awaited;
-use super::rows::{Share, stretches};
+use super::rows::{Share, element_ranges};
 use super::save::Save;
-use super::shared::{Decision, Shared, Token};
-use crate::device::{AdamwScalars, DeviceAdamw, DeviceMemory, Event, Stream};
+use super::state::{Decision, Shared, Token};
+use super::workers::stream;
+use crate::adamw::{AdamwScalars, kernels};
+use crate::device::{DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::{Dtype, Role, TensorLayout};
-use crate::optimizer::{TensorSum, TensorUpdate, kernel};
-use crate::plan::{Part, Stretch, VisitBuffer};
+use crate::optimizer::{TensorSum, TensorUpdate};
+use crate::plan::{DeviceRange, Part, StateBuffer};
+use crate::schedule::progress::Awaited;
 use crate::schedule::{Kind, Op};
-use crate::store::arena::HostSpan;
+use crate::trace::SpanOf;
 
 /// How far an operation has come.
 pub(super) enum Done {
@@ -23,7 +25,7 @@ pub(super) enum Done {
 }
 
 impl Shared {
-    pub(super) fn perform(
+    pub(super) fn execute(
         &self,
         op: &Op,
         awaited: &[Awaited<Token>],
@@ -32,10 +34,10 @@ impl Shared {
     ) -> Result<Done> {
         let Some(stream) = stream(op.lane) else {
             match op.kind {
-                Kind::Gather => self.gather(op)?,
+                Kind::AccumulateGrad => self.accumulate_grad(op)?,
                 Kind::Update => self.update_on_host(op, decision)?,
                 // (A save that was given up is no longer there.)
-                Kind::Write => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
+                Kind::WriteCheckpoint => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
                 _ => {}
             }
             return Ok(Done::Over);
@@ -46,12 +48,12 @@ impl Shared {
         let start = Some(self.device.record(stream)?);
         match op.kind {
             Kind::Load => self.load(op)?,
-            Kind::Save => self.save(op)?,
-            Kind::Fetch => self.fetch(op)?,
-            Kind::Land => self.land(op)?,
-            Kind::Bring => self.bring(op, decision)?,
+            Kind::OffloadActivation => self.offload_activation(op)?,
+            Kind::FetchActivation => self.fetch_activation(op)?,
+            Kind::OffloadGrad => self.offload_grad(op)?,
+            Kind::FetchState => self.fetch_state(op, decision)?,
             Kind::Update => self.update_on_device(op, decision)?,
-            Kind::Return => self.give_back(op, decision)?,
+            Kind::WriteBackState => self.write_back_state(op, decision)?,
             _ => {}
         }
         Ok(Done::Queued(Token { start, end: self.device.record(stream)? }))
@@ -67,7 +69,9 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &place, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place)
+        // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
+        // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
+        unsafe { self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place) }
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
@@ -77,37 +81,39 @@ impl Shared {
         (buffer.slice(0, area.len() as u64), area)
     }
 
-    fn save(&self, op: &Op) -> Result<()> {
+    fn offload_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
-        self.device.copy_to_host(Stream::Download, &buffer, &area)
+        // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
+        unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 
-    fn fetch(&self, op: &Op) -> Result<()> {
+    fn fetch_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
         if self.options.poison {
             self.device.fill(Stream::Upload, &buffer, 0xff)?;
         }
-        self.device.copy_to_device(Stream::Upload, &area, &buffer)
+        // SAFETY: as for `save`.
+        unsafe { self.device.copy_to_device(Stream::Upload, &area, &buffer) }
     }
 
     pub(super) fn grad_dtype(&self) -> Dtype {
         self.placement.grad_precision.dtype()
     }
 
-    fn land(&self, op: &Op) -> Result<()> {
+    fn offload_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let grad = op.grad.expect("what lands has a gradient buffer");
+        let grad = op.grad.expect("what is offloaded has a gradient buffer");
         let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
         let dtype = self.grad_dtype();
         let Part { elements, blocks, .. } = &self.placement.parts[unit][op.part as usize];
         let slab = op.slab.map(|slab| within(&self.slab(slab, unit), elements, dtype.size()));
-        let norm = self.placement.norm[unit].as_ref().expect("what lands is trained");
+        let norm = self.placement.norm[unit].as_ref().expect("what is offloaded is trained");
         let count = blocks.end - blocks.start;
         let table = self.memory.at(norm.table).slice(blocks.start * 16, count * 16);
         let sums = self.memory.at(norm.sums).slice(blocks.start * 8, count * 8);
         let host_sums = within(&self.memory.sums[unit], blocks, 8);
         if self.options.poison {
-            // Nobody reads a slab before its gradient has landed, nor the sums before the verdict.
+            // Nobody reads a slab before its gradient has been offloaded, nor the sums before the clip decision.
             slab.iter().for_each(|slab| slab.fill(0xff));
             if !op.early {
                 host_sums.fill(0xff);
@@ -115,14 +121,18 @@ impl Shared {
         }
         if !op.early {
             self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
-            self.device.copy_to_host(Stream::Download, &sums, &host_sums)?;
+            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's offload on them: the
+            // schedule's check has proved it.
+            unsafe { self.device.copy_to_host(Stream::Download, &sums, &host_sums) }?;
         }
         let Some(slab) = slab else { return Ok(()) };
         let grad = grad.slice(elements.start * dtype.size(), slab.len() as u64);
-        self.device.copy_to_host(Stream::Download, &grad, &slab)
+        // SAFETY: whoever reads the slab depends on this operation, and this one on who read it before: the schedule's
+        // check has proved it.
+        unsafe { self.device.copy_to_host(Stream::Download, &grad, &slab) }
     }
 
-    /// The unit's part of a landing place that larger units may share.
+    /// The unit's part of a slab that larger units may share.
     pub(super) fn slab(&self, slab: u32, unit: usize) -> HostSpan {
         let len = usize::try_from(self.placement.grad_bytes(unit)).expect("a mapped length");
         self.memory.slabs[slab as usize].slice(0, len)
@@ -133,12 +143,12 @@ impl Shared {
         tensors.filter(|(_, t)| t.spec.role == Role::Trainable && t.spec.numel() > 0)
     }
 
-    /// Adds what has landed into the fp32 store and takes the norm of the sum.
-    fn gather(&self, op: &Op) -> Result<()> {
+    /// Adds the offloaded gradient to the fp32 store and takes the norm of the sum.
+    fn accumulate_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let landed = self.slab(op.slab.expect("what is gathered has landed"), unit);
-        let store = &self.memory.gathered[unit];
-        if !self.lock().gathered {
+        let landed = self.slab(op.slab.expect("what is accumulated has been offloaded"), unit);
+        let store = &self.memory.accumulated[unit];
+        if !self.lock().accumulated {
             store.fill(0);
         }
         let dtype = self.grad_dtype();
@@ -153,9 +163,9 @@ impl Shared {
         });
         self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
         let layout = &self.placement.layouts[unit];
-        let mut partials = self.memory.sums[unit].elements::<f64>(0, layout.norm_blocks().len() as u64);
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.num_norm_blocks());
         for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
-            *sum = kernel::sum_squares(self.adamw.isa(), kernel::Values::F32(&store.elements::<f32>(first, len)));
+            *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
         }
         Ok(())
     }
@@ -163,20 +173,17 @@ impl Shared {
     /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
     fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
         let unit = op.unit as usize;
-        let decision = decision.ok_or_else(|| Error::Invalid("an update without a decision".to_owned()))?;
+        let decision = decision.ok_or(Error::Undecided)?;
         if decision.skip {
             return Ok(None);
         }
-        let (parts, visits) = (&self.placement.parts[unit], &self.placement.visits[unit]);
+        let (parts, device_parts) = (&self.placement.parts[unit], &self.placement.device_update_parts[unit]);
         if self.immediate && !op.early {
-            // What visits the device in parts has landed as a whole.
-            let blocks = &parts[if visits.is_empty() { op.part as usize } else { 0 }].blocks;
+            // The gradient of a device update has been offloaded as a whole.
+            let blocks = &parts[if device_parts.is_empty() { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
-                let name = &self.placement.layouts[unit].name;
-                return Err(Error::Invalid(format!(
-                    "the gradient of unit {name} is not finite; with immediate updates the step cannot be taken back"
-                )));
+                return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
             }
         }
         let store = &self.memory.store;
@@ -191,7 +198,7 @@ impl Shared {
             });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
-        let count = if visits.is_empty() { parts.len() } else { visits.len() };
+        let count = if device_parts.is_empty() { parts.len() } else { device_parts.len() };
         let last = !op.early && op.part as usize + 1 == count;
         for &(index, _) in coefficients.iter().filter(|_| last) {
             store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
@@ -204,13 +211,13 @@ impl Shared {
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let (grad, dtype) = match op.slab {
             Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
-            None => (self.memory.gathered[unit].clone(), Dtype::F32),
+            None => (self.memory.accumulated[unit].clone(), Dtype::F32),
         };
         let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
         let layout = &self.placement.layouts[unit];
         let update = |&(tensor, scalars): &(usize, _)| planes.update(layout, tensor, &grad, dtype, scalars);
         let updates: Vec<TensorUpdate> = coefficients.iter().map(update).collect();
-        let split = unit == 0 && self.facts.early;
+        let split = unit == 0 && self.inputs.early;
         let parts = &self.placement.parts[unit];
         if parts.len() == 1 && !split {
             return self.adamw.update(&self.pool, &updates);
@@ -222,19 +229,19 @@ impl Shared {
             (true, false) => Share::Late(rows),
         };
         let elements = &parts[op.part as usize].elements;
-        let mut stretches = stretches(layout, elements, share);
+        let mut ranges = element_ranges(layout, elements, share);
         let place = |tensor: usize| coefficients.iter().position(|&(index, _)| index == tensor);
-        stretches.retain(|stretch| place(stretch.tensor).is_some());
-        if stretches.is_empty() {
+        ranges.retain(|stretch| place(stretch.tensor).is_some());
+        if ranges.is_empty() {
             return Ok(());
         }
         if op.early && !self.tied {
             self.zero(&within(&grad, elements, dtype.size()))?;
         }
-        for stretch in &mut stretches {
+        for stretch in &mut ranges {
             stretch.tensor = place(stretch.tensor).expect("the others are left out");
         }
-        self.adamw.update_stretches(&self.pool, &updates, &stretches)
+        self.adamw.update_ranges(&self.pool, &updates, &ranges)
     }
 
     /// Zeros, written by the optimizer's threads.
@@ -251,15 +258,15 @@ impl Shared {
         let unit = op.unit as usize;
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let layout = &self.placement.layouts[unit];
-        let VisitBuffer { weights, state, grad } = self.device_planes(op);
+        let StateBuffer { weights, state, grad } = self.device_planes(op);
         let elements = self.device_elements(op);
         let dtype = self.grad_dtype();
-        for stretch in stretches(layout, &elements, Share::All) {
+        for stretch in element_ranges(layout, &elements, Share::All) {
             let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor) else {
                 continue; // without a gradient
             };
             let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
-            let at = |place: Stretch, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
+            let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
             let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
             let update = DeviceAdamw {
                 weights: &at(weights, layout.precision.dtype().size()),
@@ -280,13 +287,24 @@ impl Shared {
     pub(super) fn measure(&self, op: &Op, token: &Token) -> Result<f64> {
         let Some(start) = &token.start else { return Ok(0.0) };
         let unit = &self.placement.layouts[op.unit as usize].name;
-        self.trace.device(self.device.as_ref(), op, unit, start, &token.end)?;
+        if let Some(origin) = &self.trace_origin
+            && let Some(began) = self.elapsed(origin, start)?
+            && let Some(took) = self.elapsed(start, &token.end)?
+        {
+            self.trace.device(span_of(op, unit), began, took);
+        }
         Ok(self.elapsed(start, &token.end)?.unwrap_or(0.0) / 1e3)
     }
 
     fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
         self.device.elapsed_ms(from, to)
     }
+}
+
+/// How an operation appears in the trace.
+pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
+    let kind = op.kind.name();
+    SpanOf { row: op.lane as u8, kind, unit, micro_batch: op.micro_batch }
 }
 
 /// Elements `range` of a span, of `size` bytes each.

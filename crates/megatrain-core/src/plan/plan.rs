@@ -1,20 +1,8 @@
-//! What fits, and where everything goes: [`plan`] turns a [`Request`] into a [`Plan`] without allocating anything.
-//!
-//! It places what a step cannot do without, then spends free device memory where that makes the step shortest: on
-//! optimizer state (`embed`, `head`, then layers in forward order) while the host's optimizer is what the step waits for,
-//! on kept activations (last layers first) once it is not, on slots with what is left. Where the optimizer is what a step
-//! still waits for, some layers' state visits the device to be updated there while the host updates others. Candidates are compared by their
-//! simulated step time. Every choice can be asked for in [`Requests`]; a choice that cannot be honoured is refused by
-//! name, and a plan that does not fit is refused with its sum.
+//! A plan: what becomes of every unit, how many buffers there are, and every line of the sum.
 use serde::{Deserialize, Serialize};
 
-pub use self::placement::{DeviceState, HostState, NormPlace, Part, Placement, Region, Stretch, VisitBuffer};
-pub use self::request::{Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode};
+use super::{Placement, Request};
 use crate::error::{Error, Item, Result, Tier};
-
-mod choose;
-mod placement;
-mod request;
 
 /// Where a unit's weights, residual and moments live between steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,20 +47,21 @@ pub struct UnitPlan {
     pub activation: Activation,
     /// Where its input waits.
     pub input: Place,
-    /// Where it is updated: where its state lives, or on the device, which its state then visits.
+    /// Where it is updated: where its state lives, or on the device, through which its state then passes.
     pub update: Place,
 }
 
 impl UnitPlan {
-    /// Whether its state lives on the host and visits the device to be updated.
+    /// Whether its state lives on the host and is copied to the device to be updated.
     #[must_use]
-    pub fn visits(&self) -> bool {
+    pub fn needs_device_update(&self) -> bool {
         self.state == State::Host && self.update == Place::Device
     }
 }
 
 /// Bytes by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Totals {
     /// Device bytes.
     pub device: u64,
@@ -82,10 +71,11 @@ pub struct Totals {
 
 /// The step time that the rates predict, from [`crate::estimate`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Forecast {
     /// Seconds a step in steady state, at the measured rates: no step can be faster.
     pub step_s: f64,
-    /// Seconds a step at the rates that a whole step sustains ([`Rates::sustained`]): what to expect.
+    /// Seconds a step at the rates that a whole step sustains ([`super::Rates::sustained`]): what to expect.
     #[serde(default)]
     pub expected_step_s: f64,
     /// The busiest lane.
@@ -101,7 +91,7 @@ pub struct Plan {
     pub units: Vec<UnitPlan>,
     /// Device weight buffers that layers with state on the host share.
     pub slots: u32,
-    /// Landing places on the host that layers share (immediate updates), or one for each layer whose state is there.
+    /// Slabs on the host that layers share (immediate updates), or one for each layer whose state is there.
     pub slabs: u32,
     /// Device gradient buffers that layers with state on the host share.
     pub grad_buffers: u32,
@@ -110,7 +100,8 @@ pub struct Plan {
     /// Bytes of one of them.
     pub stage_bytes: u64,
     /// Device buffers through which state passes that lives on the host and is updated on the device.
-    pub visit_buffers: u32,
+    #[serde(rename = "visit_buffers")]
+    pub state_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// Micro-batches of a step, at most.
@@ -128,20 +119,19 @@ impl Plan {
     /// The totals of `items`.
     #[must_use]
     pub fn sum(items: &[Item]) -> Totals {
-        let of = |tier: Tier| items.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum();
+        let of = |tier: Tier| {
+            items.iter().filter(|i| i.tier == tier).fold(0, |sum: u64, item| sum.saturating_add(item.bytes))
+        };
         Totals { device: of(Tier::Device), host: of(Tier::Host) }
     }
 
     /// Refuses a plan that was not made for this request.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first difference.
+    /// [`Error`] naming the first difference.
     pub fn matches(&self, request: &Request) -> Result<()> {
-        let differs = |what: &str, plan: String, request: String| {
-            Err(Error::Invalid(format!(
-                "the plan was made for another request: {what} is {plan} in it, {request} here"
-            )))
-        };
+        let differs =
+            |what: &'static str, plan: String, request: String| Err(Error::PlanMismatch { what, plan, request });
         if self.units.len() != request.units.len() {
             return differs("the number of units", self.units.len().to_string(), request.units.len().to_string());
         }
@@ -159,15 +149,4 @@ impl Plan {
         }
         Ok(())
     }
-}
-
-/// Plans a request.
-///
-/// # Errors
-/// [`Error::Invalid`] for a request that contradicts itself, [`Error::DoesNotFit`] with the sum.
-pub fn plan(request: &Request) -> Result<Plan> {
-    request.check()?;
-    let mut plan = choose::choose(request)?;
-    plan.estimate = crate::estimate::forecast(request, &plan)?;
-    Ok(plan)
 }

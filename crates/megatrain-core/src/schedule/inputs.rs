@@ -4,49 +4,49 @@ use crate::plan::{Placement, Plan, Request, State, UpdateMode};
 
 /// The part of a plan that decides order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
+pub struct ScheduleInputs {
     /// Unit by unit.
-    pub units: Vec<UnitFacts>,
+    pub units: Vec<UnitInputs>,
     /// Device weight buffers.
     pub slots: u32,
     /// Shared gradient buffers, as indices into the placement's.
     pub shared_grads: Vec<u32>,
-    /// Shared landing places.
+    /// Shared slabs.
     pub shared_slabs: Vec<u32>,
     /// Staging buffers.
     pub stage_buffers: u32,
-    /// Visiting buffers.
-    pub visit_buffers: u32,
+    /// State buffers.
+    pub state_buffers: u32,
     /// Micro-batches a group.
     pub group: u32,
     /// Micro-batches at most.
     pub micro_batches: u32,
-    /// Whether each unit is updated as soon as its gradient has landed.
+    /// Whether each unit is updated as soon as its gradient has been offloaded.
     pub immediate: bool,
     /// Whether the head uses the embedding's weight.
     pub tied: bool,
-    /// Whether gradients are gathered in an fp32 store.
+    /// Whether gradients are accumulated in an fp32 store.
     pub accumulate: bool,
-    /// Whether the embedding's rows that a step does not look up are updated beneath its backward.
+    /// Whether the embedding's rows that a step does not look up are updated while its layers run backward.
     pub early: bool,
 }
 
 /// One unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnitFacts {
+pub struct UnitInputs {
     /// Whether it has anything to train.
     pub trains: bool,
     /// Whether its state lives on the device.
     pub on_device: bool,
     /// Whether it has a place of its own on the device.
     pub own_place: bool,
-    /// Parts in which it is landed, updated and sent.
+    /// Parts in which it is offloaded, updated and sent.
     pub parts: u32,
-    /// Parts in which its state, which lives on the host, visits the device to be updated; 0 where the host updates it.
-    pub visits: u32,
+    /// Parts in which it is updated on the device while its state lives on the host; 0 where the host updates it.
+    pub device_update_parts: u32,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
-    /// Its own landing place.
+    /// Its own slab.
     pub own_slab: Option<u32>,
     /// Whether its sum over micro-batches has a place of its own, so that only the last one writes the gradient buffer.
     pub sums_apart: bool,
@@ -54,8 +54,8 @@ pub struct UnitFacts {
     pub staged: bool,
 }
 
-impl Facts {
-    /// The facts of a plan.
+impl ScheduleInputs {
+    /// The inputs of a plan.
     ///
     /// # Errors
     /// As for [`Placement::new`].
@@ -63,15 +63,15 @@ impl Facts {
         Ok(Self::from_placement(request, plan, &Placement::new(request, plan)?))
     }
 
-    /// The facts of a plan that has been placed.
+    /// The inputs of a plan that has been placed.
     #[must_use]
     pub fn from_placement(request: &Request, plan: &Plan, placement: &Placement) -> Self {
-        let unit = |u: usize| UnitFacts {
+        let unit = |u: usize| UnitInputs {
             trains: placement.trains(u),
             on_device: plan.units[u].state == State::Device,
             own_place: placement.own[u].is_some(),
             parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
-            visits: u32::try_from(placement.visits[u].len()).expect("fewer parts than 2^32"),
+            device_update_parts: u32::try_from(placement.device_update_parts[u].len()).expect("fewer parts than 2^32"),
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
@@ -83,7 +83,7 @@ impl Facts {
             shared_grads: placement.shared_grads.clone(),
             shared_slabs: placement.shared_slabs.clone(),
             stage_buffers: plan.stage_buffers,
-            visit_buffers: plan.visit_buffers,
+            state_buffers: plan.state_buffers,
             group: plan.group,
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,
@@ -99,19 +99,19 @@ impl Facts {
         u32::try_from(self.units.len() - 1).expect("fewer units than 2^32")
     }
 
-    pub(crate) fn unit(&self, unit: u32) -> &UnitFacts {
+    pub(crate) fn unit(&self, unit: u32) -> &UnitInputs {
         &self.units[unit as usize]
     }
 }
 
-impl UnitFacts {
+impl UnitInputs {
     /// Parts in which it is updated.
-    pub(super) fn updates(&self) -> u32 {
-        if self.visits > 0 { self.visits } else { self.parts }
+    pub(super) fn update_parts(&self) -> u32 {
+        if self.device_update_parts > 0 { self.device_update_parts } else { self.parts }
     }
 
     /// Whether it is updated on the device, wherever its state lives.
     pub(super) fn updated_on_device(&self) -> bool {
-        self.on_device || self.visits > 0
+        self.on_device || self.device_update_parts > 0
     }
 }

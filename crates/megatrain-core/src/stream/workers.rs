@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use super::perform::Done;
-use super::progress::Id;
-use super::shared::{Shared, Token};
+use super::execute::{Done, span_of};
+use super::state::{Shared, Token};
 use crate::device::Stream;
 use crate::error::{Error, Result};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Op};
 
 /// Starts every thread; those started before a failure end when the caller drops the engine.
@@ -71,7 +71,7 @@ fn issue(shared: &Shared, lane: Lane) {
         let save = core.saving.as_ref().filter(|s| s.pass == Some(id.pass)).map(|s| Arc::clone(&s.save));
         drop(core);
         let began = Instant::now();
-        let done = guarded(|| shared.perform(&op, &awaited, decision.as_ref(), save.as_deref()));
+        let done = guarded(|| shared.execute(&op, &awaited, decision.as_ref(), save.as_deref()));
         match done {
             Ok(done) => {
                 core = shared.lock();
@@ -86,7 +86,7 @@ fn issue(shared: &Shared, lane: Lane) {
                     Done::Over => {
                         core.counters.busy(lane, began.elapsed().as_secs_f64());
                         let unit = &shared.placement.layouts[op.unit as usize].name;
-                        shared.trace.host(&op, unit, began, Instant::now());
+                        shared.trace.host(span_of(&op, unit), began, Instant::now());
                         core.progress.complete(id);
                     }
                 }

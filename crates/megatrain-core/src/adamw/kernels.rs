@@ -20,7 +20,7 @@
 //! these functions compute in the IEEE default mode and put the caller's back.
 use std::sync::OnceLock;
 
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 use crate::error::{Error, Result};
 
 /// The loop around a vector body's primitives, once for all instruction sets: whole vectors in place, then the odd end
@@ -186,7 +186,7 @@ impl Isa {
     /// The one asked for: by `request`, else by the environment ([`ISA_VARIABLE`]), else the best. `auto` is the best.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an unknown name or one that this processor lacks.
+    /// [`Error`] for an unknown name or one that this processor lacks.
     pub fn select(request: Option<&str>) -> Result<Self> {
         let variable = std::env::var(ISA_VARIABLE).ok().filter(|v| !v.is_empty());
         let (name, asked_by) = match (request, &variable) {
@@ -200,10 +200,9 @@ impl Isa {
         let isa = Self::ALL
             .into_iter()
             .find(|isa| isa.name() == name)
-            .ok_or_else(|| Error::Invalid(format!("{asked_by}: {name:?} is none of auto, scalar, avx2, avx512")))?;
+            .ok_or_else(|| Error::UnknownIsa { asked_by, name: name.to_owned() })?;
         if !isa.available() {
-            let best = Self::best().name();
-            return Err(Error::Invalid(format!("{asked_by}: this processor lacks {name}; the best it has is {best}")));
+            return Err(Error::MissingIsa { asked_by, name: isa.name(), best: Self::best().name() });
         }
         Ok(isa)
     }

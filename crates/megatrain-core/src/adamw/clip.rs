@@ -1,12 +1,12 @@
-//! The global gradient norm, and what it is clipped with.
-use super::kernel::ieee;
+//! The global gradient norm and the clip coefficient, as `torch.nn.utils.clip_grad_norm_` defines them.
+use super::kernels::ieee;
 
 /// Added to the norm in the denominator, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPS: f64 = 1e-6;
 
 /// The norm of all gradients from the sums of squares of their blocks, given in parameter order. The blocks are fixed by
 /// the parameters alone (`UnitLayout::norm_blocks`) and are added one after the other, so the norm does not depend on
-/// threads, placement, or how parameters are gathered into units. Not finite when a gradient is not.
+/// threads, placement, or how parameters are grouped into units. Not finite when a gradient is not.
 #[must_use]
 pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
     ieee(|| partials.into_iter().fold(0.0, |sum, partial| sum + partial).sqrt())

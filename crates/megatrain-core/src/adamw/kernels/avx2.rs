@@ -2,7 +2,7 @@
 use std::arch::x86_64::*;
 
 use super::{CANONICAL_NAN, Planes, Values, scalar};
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 
 /// Elements of one vector: two registers, so that a vector of 16-bit values fills one.
 const LANES: usize = 16;

@@ -1,4 +1,4 @@
-//! The optimizer's own threads: a fixed division of the work, so that each thread meets the same pages every step.
+//! The optimizer's own threads: a fixed division of the work, so that each thread works on the same pages every step.
 //!
 //! Not a work-stealing pool on purpose: stealing undoes locality, and a pool shared with PyTorch's would fight it for
 //! cores. The number of threads follows what the process may use, not `OMP_NUM_THREADS`, which launchers set to 1.
@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use super::process::Process;
 use crate::error::{Error, Result};
 
 /// Cores left to the thread that launches work, and to autograd's.
@@ -66,23 +67,29 @@ pub struct Pool {
     /// One run at a time; callers queue here.
     turn: Mutex<()>,
     workers: Vec<JoinHandle<()>>,
+    process: Process,
 }
 
 impl Pool {
     /// Starts `threads` workers; `None`: [`default_threads`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for 0 threads or an empty list of cores, [`Error::Worker`] when a thread cannot be started or
+    /// [`Error`] for 0 threads or an empty list of cores, [`Error::Worker`] when a thread cannot be started or
     /// bound to its core.
     pub fn new(threads: Option<usize>, affinity: &Affinity) -> Result<Self> {
         let threads = threads.unwrap_or_else(default_threads);
         if threads == 0 {
-            return Err(Error::Invalid("threads must be at least 1, not 0".into()));
+            return Err(Error::OutOfRange { setting: "threads", value: 0, least: 1, most: None, why: "" });
         }
         if *affinity == Affinity::Cores(Vec::new()) {
-            return Err(Error::Invalid("the list of cores for the optimizer's threads is empty".into()));
+            return Err(Error::NoCores);
         }
-        let mut pool = Self { shared: Arc::new(Shared::default()), turn: Mutex::new(()), workers: Vec::new() };
+        let mut pool = Self {
+            shared: Arc::new(Shared::default()),
+            turn: Mutex::new(()),
+            workers: Vec::new(),
+            process: Process::current(),
+        };
         for index in 0..threads {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new()
@@ -150,6 +157,11 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            // The workers run in the parent only.
+            self.workers.drain(..).for_each(std::mem::forget);
+            return;
+        }
         self.shared.lock().stop = true;
         self.shared.start.notify_all();
         for worker in self.workers.drain(..) {
@@ -208,7 +220,7 @@ fn words(payload: &(dyn Any + Send)) -> &str {
         .unwrap_or("panicked")
 }
 
-/// How many workers a pool gets unless told: what the process may use less two, at least one.
+/// The default number of workers: the cores that the process may use less two, at least one.
 #[must_use]
 pub fn default_threads() -> usize {
     permitted_cpus().saturating_sub(SPARED_CPUS).max(1)

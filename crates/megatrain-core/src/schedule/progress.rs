@@ -131,12 +131,12 @@ impl<T: Clone> Progress<T> {
     }
 
     /// Takes the ready operation of lowest priority number of the oldest pass for which there is one; what a pass leaves
-    /// for the next one is taken in turn with that one's own, so that state that is updated on the device comes and goes
-    /// beneath a forward without holding up the weights that it needs first.
+    /// for the next one is taken in turn with that one's own, so that state that is updated on the device is copied
+    /// during a forward without holding up the weights that it needs first.
     ///
     /// A stream runs its operations in the order in which they were queued: those taken early stand before one that is
     /// ready later and more urgent. So of uploads only two are under way at a time, or else the weights that the next
-    /// forward needs first, whose updates end last, would be sent behind all others.
+    /// forward needs first, whose updates end last, would be sent after all others.
     pub(crate) fn take(&mut self, lane: Lane) -> Option<Id> {
         if lane == Lane::Upload && self.uploads == UPLOADS {
             return None;
@@ -339,21 +339,11 @@ mod tests {
     type Outline<'a> = (Lane, u32, &'a [(u32, Edge, bool)]);
 
     fn schedule(ops: &[Outline<'_>]) -> Arc<Schedule> {
-        let op = |(id, &(lane, priority, deps)): (usize, &Outline<'_>)| Op {
-            id: u32::try_from(id).unwrap(),
-            kind: Kind::Load,
-            unit: 0,
-            micro_batch: 0,
-            part: 0,
-            early: false,
-            lane,
-            priority,
-            slot: None,
-            grad: None,
-            slab: None,
-            stage: None,
-            visit: None,
-            deps: deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect(),
+        let op = |(id, &(lane, priority, deps)): (usize, &Outline<'_>)| {
+            let mut op = Op::new(u32::try_from(id).unwrap(), Kind::Load, 0, lane);
+            op.priority = priority;
+            op.deps = deps.iter().map(|&(op, edge, prior)| Dep { op, edge, prior }).collect();
+            op
         };
         let shape = Shape::new(Pass::Eval, 1);
         Arc::new(Schedule { shape, resident: Vec::new(), ops: ops.iter().enumerate().map(op).collect() })

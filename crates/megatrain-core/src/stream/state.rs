@@ -4,18 +4,21 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use super::lanes::guarded;
 use super::memory::Memory;
-use super::progress::{Id, Progress};
 use super::rows::Rows;
 use super::save::Saving;
+use super::schedules::{KEPT_BYTES, Key, Prepared, ScheduleCache};
 use super::stats::Counters;
+use super::workers::guarded;
 use super::{Group, Options};
+use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
 use crate::error::{Error, Result};
-use crate::optimizer::{Adamw, Affinity, Isa, Pool};
+use crate::host::{Affinity, Pool};
+use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
-use crate::schedule::{Facts, Lane, Op, Resident, Schedule, Shape, check};
+use crate::schedule::progress::{Id, Progress};
+use crate::schedule::{Lane, Op, Resident, Schedule, ScheduleInputs, Shape};
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -53,11 +56,8 @@ pub(super) struct Current {
     pub(super) held: Option<(Id, Option<Event>, Instant)>,
 }
 
-/// What a schedule depends on beside the plan: its shape, what is on the device, and the same of the pass before it.
-type ScheduleKey = (Shape, Vec<Resident>, Option<(Shape, Vec<Resident>)>);
-
 #[derive(Default)]
-pub(super) struct Core {
+pub(super) struct EngineState {
     pub(super) progress: Progress<Token>,
     pub(super) failure: Option<Failure>,
     pub(super) closing: bool,
@@ -66,14 +66,13 @@ pub(super) struct Core {
     pub(super) undecided: Option<u64>,
     /// Whether a training pass has been computed, so that there are gradients to read.
     pub(super) trained: bool,
-    /// Whether gradients of passes before have been gathered and not been applied.
-    pub(super) gathered: bool,
+    /// Whether gradients of passes before have been accumulated and not been applied.
+    pub(super) accumulated: bool,
     pub(super) decisions: HashMap<u64, Decision>,
     /// Updates of the newest pass that have begun (immediate mode cannot take them back).
     pub(super) updates_begun: bool,
     /// Issued operations whose events each device lane's second thread waits for.
     pub(super) awaited: [VecDeque<(Id, Token)>; 4],
-    pub(super) schedules: HashMap<ScheduleKey, Arc<Schedule>>,
     /// Units whose weights on the device are those on the host, once the newest pass is over.
     pub(super) resident: Vec<Resident>,
     /// The save that has been begun, until somebody has heard how it ended.
@@ -85,7 +84,7 @@ pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
     pub(super) plan: Plan,
     pub(super) placement: Placement,
-    pub(super) facts: Facts,
+    pub(super) inputs: ScheduleInputs,
     pub(super) immediate: bool,
     pub(super) tied: bool,
     pub(super) memory: Memory,
@@ -93,8 +92,12 @@ pub(super) struct Shared {
     pub(super) adamw: Adamw,
     pub(super) options: Options,
     pub(super) trace: Trace,
-    core: Mutex<Core>,
+    /// The start of the trace on the device's clock; `None` where nothing is recorded.
+    pub(super) trace_origin: Option<Event>,
+    core: Mutex<EngineState>,
     changed: Condvar,
+    /// Schedules made so far, under a lock of their own.
+    pub(super) schedules: Mutex<ScheduleCache>,
 }
 
 /// A time limit.
@@ -113,16 +116,25 @@ impl Shared {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
-        let facts = Facts::from_placement(request, plan, &placement);
+        let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
         let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
-        let trace = Trace::new(device.as_ref(), options.trace)?;
+        // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
+        device.keep_times(true);
+        let trace_origin = if options.trace {
+            let event = device.record(Stream::Upload)?;
+            device.synchronize(&event)?;
+            Some(event)
+        } else {
+            None
+        };
+        let trace = Trace::new(options.trace);
         Ok(Self {
             device,
             plan: plan.clone(),
             placement,
-            facts,
+            inputs,
             immediate: request.update == UpdateMode::Immediate,
             tied: request.tied,
             memory,
@@ -130,34 +142,36 @@ impl Shared {
             adamw: Adamw::new(isa),
             options: options.clone(),
             trace,
-            core: Mutex::new(Core::default()),
+            trace_origin,
+            core: Mutex::new(EngineState::default()),
             changed: Condvar::new(),
+            schedules: Mutex::new(ScheduleCache::new(KEPT_BYTES)),
         })
     }
 
     /// The state, whatever happened to other threads: what changes it under the lock does not panic half-way.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, EngineState> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state, unless the engine is broken or closed.
-    pub(super) fn enter(&self) -> Result<MutexGuard<'_, Core>> {
+    pub(super) fn enter(&self) -> Result<MutexGuard<'_, EngineState>> {
         let core = self.lock();
         core.check()?;
         Ok(core)
     }
 
-    pub(super) fn wait<'a>(&self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+    pub(super) fn wait<'a>(&self, core: MutexGuard<'a, EngineState>) -> MutexGuard<'a, EngineState> {
         self.changed.wait(core).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `done` answers, the engine breaks, or time is up.
+    /// Waits until `done` returns something, the engine breaks, or time is up.
     pub(super) fn wait_until<'a, R>(
         &self,
-        mut core: MutexGuard<'a, Core>,
+        mut core: MutexGuard<'a, EngineState>,
         deadline: Deadline,
-        mut done: impl FnMut(&mut Core) -> Option<R>,
-    ) -> Result<Poll<(MutexGuard<'a, Core>, R)>> {
+        mut done: impl FnMut(&mut EngineState) -> Option<R>,
+    ) -> Result<Poll<(MutexGuard<'a, EngineState>, R)>> {
         loop {
             core.check()?;
             if let Some(answer) = done(&mut core) {
@@ -176,30 +190,27 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Marks the engine broken; the first failure is the one that is told.
+    /// Marks the engine broken; the first failure is the one that is reported.
     pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
         let mut core = self.lock();
         let unit = self.placement.layouts[op.unit as usize].name.clone();
-        let failure = Failure { unit, op: format!("{:?}", op.kind).to_lowercase(), cause: cause.to_owned() };
+        let failure = Failure { unit, op: op.kind.name().to_owned(), cause: cause.to_owned() };
         let error = core.failure.get_or_insert(failure).error();
         drop(core);
         self.notify();
         error
     }
 
-    /// The schedule of a pass, made and checked once.
-    pub(super) fn schedule(&self, core: &mut Core, shape: Shape, previous: Option<&Schedule>) -> Result<Arc<Schedule>> {
-        // Without the pass before it, nothing is known about what is on the device.
-        let resident = if previous.is_some() { std::mem::take(&mut core.resident) } else { Vec::new() };
-        let key = (shape, resident, previous.map(|p| (p.shape, p.resident.clone())));
-        if let Some(schedule) = core.schedules.get(&key) {
-            return Ok(Arc::clone(schedule));
+    /// The schedule of a pass, made and checked once. Takes a while for a large one, so that it is not asked for under the
+    /// lock of the state.
+    pub(super) fn schedule(&self, key: &Key, previous: Option<&Schedule>) -> Result<Arc<Prepared>> {
+        let cache = || self.schedules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(prepared) = cache().get(key) {
+            return Ok(prepared);
         }
-        let schedule = Schedule::new(&self.facts, shape, previous, &key.1)?;
-        check(&self.facts, &schedule, previous)?;
-        let schedule = Arc::new(schedule);
-        core.schedules.insert(key, Arc::clone(&schedule));
-        Ok(schedule)
+        let prepared = Arc::new(Prepared::new(&self.inputs, key, previous)?);
+        cache().put(key.clone(), Arc::clone(&prepared));
+        Ok(prepared)
     }
 
     pub(super) fn close(&self) {
@@ -225,11 +236,11 @@ impl Failure {
     }
 }
 
-impl Core {
+impl EngineState {
     pub(super) fn check(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(failure.error()),
-            None if self.closing => Err(Error::Invalid("the engine is closed".to_owned())),
+            None if self.closing => Err(Error::Closed),
             None => Ok(()),
         }
     }

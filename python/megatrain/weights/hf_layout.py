@@ -1,9 +1,10 @@
-"""How published checkpoints store what the installed transformers holds in one tensor: experts apart, transposed,
-several tensors in one, other names.
+"""How published checkpoints store what the installed transformers holds in one tensor: one tensor per expert,
+transposed, several tensors in one, other names.
 
-transformers knows the way from its own tensors to the published ones. It is run once, on tensors without storage: each
-result is then a view that tells which elements of which tensor it stands for. So weights can be read into place, and
-written from it, without ever forming the tensors in between.
+transformers converts its own tensors to the published ones (`conversion_mapping.py`, `revert_weight_conversion` in
+`core_model_loading.py`, since version 5). That conversion is run once, on tensors without storage: each result is then
+a view, which shows the elements of the tensor that it stands for. So weights are read into place, and written from it,
+without forming the tensors in between.
 """
 
 import copy

@@ -357,8 +357,9 @@ def run_plan(
     card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
     config, described = Config.of(document | {"train": train} | sections), hardware.from_description(card, "card")
     decoder = prepare_model(config, described, plan_only=True).decoder
-    cards = tuple(dataclasses.replace(gpu, free_bytes=free) for gpu in described.gpus)
-    described = dataclasses.replace(described, gpus=cards)
+    if free is not None:
+        cards = tuple(dataclasses.replace(gpu, held_bytes=gpu.total_bytes - free) for gpu in described.gpus)
+        described = dataclasses.replace(described, gpus=cards)
     return planner.plan_run(config, decoder, device="cuda", machine=described, rows=rows, saved=saved)
 
 

@@ -50,13 +50,29 @@ fn sum_that_does_not_fit(tier: Tier, needed: u64, available: u64, items: &[Item]
         Size(available),
         Size(needed.saturating_sub(available)),
     );
-    let mut lines: Vec<&Item> = items.iter().filter(|item| item.tier == tier && item.bytes > 0).collect();
+    write_lines(&mut text, items.iter().filter(|item| item.tier == tier));
+    text
+}
+
+/// The same where device and host share one memory: the lines of both.
+fn sum_of_shared_memory(needed: u64, available: u64, items: &[Item]) -> String {
+    let mut text = format!(
+        "this does not fit: {} of host memory are needed, which the device shares, and {} allowed ({} too little)",
+        Size(needed),
+        Size(available),
+        Size(needed.saturating_sub(available)),
+    );
+    write_lines(&mut text, items.iter());
+    text
+}
+
+fn write_lines<'a>(text: &mut String, items: impl Iterator<Item = &'a Item>) {
+    let mut lines: Vec<&Item> = items.filter(|item| item.bytes > 0).collect();
     lines.sort_by_key(|item| std::cmp::Reverse(item.bytes));
     for item in lines {
         // Writing to a string cannot fail.
-        let _ = write!(text, "\n  {:>12}  {tier_name:<6}  {}", Size(item.bytes), item.what);
+        let _ = write!(text, "\n  {:>12}  {:<6}  {}", Size(item.bytes), item.tier.name(), item.what);
     }
-    text
 }
 
 /// One line of a memory budget: what it is for, where it lives, and how many bytes.
@@ -94,6 +110,16 @@ pub enum Error {
         /// The sum of the items on that tier, in bytes.
         needed: u64,
         /// The budget of that tier, in bytes.
+        available: u64,
+        /// Every line of the sum.
+        items: Vec<Item>,
+    },
+    /// Device and host share one memory, and a plan needs more than there is. Nothing was allocated.
+    #[error("{}", sum_of_shared_memory(*needed, *available, items))]
+    SharedMemory {
+        /// The sum of all items, in bytes.
+        needed: u64,
+        /// The budget of both tiers together, in bytes.
         available: u64,
         /// Every line of the sum.
         items: Vec<Item>,

@@ -2,6 +2,7 @@
 //!
 //! The same bookkeeping that drives the engine ([`crate::stream`]) decides what runs when; only the durations are
 //! invented, from measured rates. The simulated device proves order, this predicts time.
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::layout::{Precision, Role};
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode, staged_bytes};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
@@ -66,9 +67,58 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 
 /// What [`crate::plan::plan`] prints.
 pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
-    let Estimate { step_s, lanes, bound, .. } = estimate(request, plan, &request.rates)?;
-    let expected_step_s = estimate(request, plan, &request.rates.sustained())?.step_s;
+    let expected_step_s = expected_step_s(request, plan)?;
+    let (request, plan) = condensed(request, plan);
+    let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes })
+}
+
+/// By how much a step is expected to be longer than simulated where units with their state on the host are updated
+/// on the device, and where activations or
+/// inputs pass to the host: both ask for more locked memory and more operations of the link, which the simulation counts
+/// by their bytes alone.
+pub(crate) fn allowance(device_updates: bool, stages: bool) -> f64 {
+    (if device_updates { 1.02 } else { 1.0 }) * (if stages { 1.01 } else { 1.0 })
+}
+
+/// Seconds to expect of a step: simulated at the rates that a whole step sustains, with an allowance for what that leaves
+/// out. Plans are compared by this number.
+pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
+    let (request, plan) = condensed(request, plan);
+    let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
+    Ok(estimate(&request, &plan, &request.rates.sustained())?.step_s * allowance)
+}
+
+/// Most micro-batches of a group that are simulated one by one.
+const SIMULATED_MICRO_BATCHES: u32 = 4;
+
+/// The micro-batches that a forecast simulates: those of a large group, which pass through a unit one after the other,
+/// are taken together as a few of the same total size. The sums of every lane stay as they are.
+pub(crate) fn simulated_micro_batches(micro_batches: u32, group: u32) -> u32 {
+    if group <= SIMULATED_MICRO_BATCHES || !micro_batches.is_multiple_of(group) {
+        return micro_batches;
+    }
+    micro_batches / group * SIMULATED_MICRO_BATCHES
+}
+
+fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow<'a, Plan>) {
+    let simulated = simulated_micro_batches(plan.micro_batches, plan.group);
+    if simulated == plan.micro_batches {
+        return (Cow::Borrowed(request), Cow::Borrowed(plan));
+    }
+    let times = f64::from(plan.micro_batches) / f64::from(simulated);
+    let mut request = request.clone();
+    for unit in &mut request.units {
+        unit.flops *= times;
+        unit.kept_bytes = (unit.kept_bytes as f64 * times) as u64;
+        unit.input_bytes = (unit.input_bytes as f64 * times) as u64;
+    }
+    request.micro_batches = simulated;
+    let mut plan = plan.clone();
+    (plan.micro_batches, plan.group) = (simulated, SIMULATED_MICRO_BATCHES);
+    let layers = 1..plan.units.len() - 1;
+    plan.stage_bytes = layers.map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+    (Cow::Owned(request), Cow::Owned(plan))
 }
 
 struct Durations<'a> {
@@ -83,7 +133,7 @@ struct Durations<'a> {
 }
 
 /// Bytes that AdamW moves a parameter: over split planes, or over fp32 weights with fp32 gradients.
-fn update_bytes(precision: Precision) -> u64 {
+pub(crate) fn update_bytes(precision: Precision) -> u64 {
     if precision == Precision::Bf16 { 26 } else { 28 }
 }
 
@@ -290,13 +340,17 @@ impl Clock {
                 *lanes.entry(op.lane.name().to_owned()).or_insert(0.0) += self.seconds[op.id as usize];
             }
         }
-        let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(name, _)| name.clone()).unwrap_or_default();
+        let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1));
+        let (bound, busy) = busiest.map(|(name, &busy)| (name.clone(), busy)).unwrap_or_default();
+        // Work that is put off costs nothing within the few steps that are simulated; for ever, it cannot be put off.
+        let step_s = (first_computation(2) - origin).max(busy);
         let spans = self.ran.iter().filter(|r| r.0.pass >= 1).map(|&(id, start, end)| {
             let op = &steady.ops[id.op as usize];
             let unit = request.units[op.unit as usize].name.clone();
             let (start_s, end_s) = (start - origin, end - origin);
             Span { lane: op.lane, kind: op.kind, unit, micro_batch: op.micro_batch, step: id.pass, start_s, end_s }
         });
-        Estimate { step_s: first_computation(2) - origin, lanes, bound: busiest, spans: spans.collect() }
+        let spans = spans.collect();
+        Estimate { step_s, lanes, bound, spans }
     }
 }

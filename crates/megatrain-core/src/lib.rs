@@ -52,8 +52,8 @@ pub mod plan {
     mod plan;
     mod request;
 
-    pub(crate) use self::placement::staged_bytes;
     pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
+    pub(crate) use self::placement::{staged_bytes, staged_on_host, torch_lines};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,

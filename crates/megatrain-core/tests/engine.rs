@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
-use megatrain_core::error::Tier;
+use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::{Dtype, Precision};
 use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
@@ -196,7 +196,12 @@ fn buffers_that_are_used_again_never_mix_under_any_delay() {
     let mut smallest = request(4, 3);
     smallest.requests.inputs = Some(Place::Host);
     smallest.requests.stage_buffers = Some(2);
-    let reference = train_through(&smallest, queueing(0), &synchronous(), 200, Some(0.5));
+    // A device with no room for a second gradient buffer either.
+    smallest.budget.device = 1;
+    let Err(Error::DoesNotFit { needed, .. }) = plan(&smallest) else { panic!("one byte is enough") };
+    smallest.budget.device = needed;
+    assert_eq!(plan(&smallest).unwrap().grad_buffers, 1);
+    let reference = train_through(&request(4, 3), queueing(0), &synchronous(), 200, Some(0.5));
     let streams: [&[&str]; 4] = [&["compute"], &["upload"], &["download"], &["compute", "upload", "download"]];
     for seed in 0..20 {
         let device = delayed(seed, streams[seed as usize % streams.len()]);

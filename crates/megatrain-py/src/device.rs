@@ -54,6 +54,11 @@ impl Device {
     }
 
     #[getter]
+    fn ordinal(&self) -> Option<u32> {
+        self.cuda
+    }
+
+    #[getter]
     fn name(&self, py: Python<'_>) -> PyResult<String> {
         Ok(self.facts(py)?.name)
     }

@@ -42,7 +42,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     match error {
-        Error::DoesNotFit { items, .. } => does_not_fit(py, message, items),
+        Error::DoesNotFit { items, .. } | Error::SharedMemory { items, .. } => does_not_fit(py, message, items),
         Error::HostMemory { call, bytes, .. } => {
             let item = Item { what: (*call).to_owned(), tier: Tier::Host, bytes: *bytes as u64, pinned: false };
             does_not_fit(py, message, &[item])

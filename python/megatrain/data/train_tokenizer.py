@@ -235,7 +235,10 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
 def _texts(sources: Iterable[Source]) -> Iterator[str]:
     for source in sources:
         for row in source.rows():
-            yield from (text for text in (row.text, row.completion) if text)
+            if row.skip:
+                continue
+            own = row.text[row.piece.overlap :] if row.piece else row.text
+            yield from (text for text in (own, row.completion) if text)
             for message in row.messages:
                 yield message["content"]
 

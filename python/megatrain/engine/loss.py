@@ -20,6 +20,8 @@ IGNORE = -100
 """Target of a row that is not supervised, as in Hugging Face."""
 
 _CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
+_CHUNK_SHARE = 32
+"""Logits take at most this part of a card's memory: the whole chunk from 40 GiB on."""
 _CHUNK_ROWS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 _CHUNK_ROUND = {"cuda": 256, "cpu": 32}
 
@@ -35,12 +37,15 @@ class LossResult(NamedTuple):
     """(N,), fp32 or better: log-probability of each target, 0 where not supervised; only when asked for."""
 
 
-def default_chunk(vocab: int, device: str) -> int:
-    """Rows of logits that exist at a time. A rule of vocabulary and kind of device alone, since it is part of the
-    numerics key: it must not follow free memory or measured rates."""
+def default_chunk(vocab: int, device: str, card_bytes: int | None = None) -> int:
+    """Rows of logits that exist at a time. A rule of vocabulary and kind of card alone, since it is part of the
+    numerics key: it must not follow free memory or measured rates. `card_bytes`: memory of the card; None: enough."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     low, high = _CHUNK_ROWS[kind]
-    rows = _CHUNK_BYTES[kind] // (4 * vocab) // _CHUNK_ROUND[kind] * _CHUNK_ROUND[kind]
+    size = _CHUNK_BYTES[kind]
+    while card_bytes is not None and size > card_bytes // _CHUNK_SHARE:
+        size //= 2
+    rows = size // (4 * vocab) // _CHUNK_ROUND[kind] * _CHUNK_ROUND[kind]
     return max(low, min(high, rows))
 
 

@@ -25,6 +25,7 @@ from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.moe import RoutedLayer, gates_of
 from megatrain.models.recorder import on_meta
 from megatrain.models.types import CORE_DTYPES, PRECISIONS
+from megatrain.system.hardware import GIB, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ def plan_request(
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
+    card_bytes: int | None = None,  # memory of the card; None: as much as an H100's
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
@@ -213,7 +215,7 @@ def plan_request(
                 "flops": head_flops if unit.role == "head" else work.flops,
             }
         )
-    chunk = loss_chunk or default_chunk(decoder.vocab_size, device)
+    chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
     return {
         "units": units,
         "tied": decoder.tied,
@@ -222,9 +224,10 @@ def plan_request(
         "update": update,
         "micro_batches": micro_batches,
         **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
-        "context_bytes": CONTEXT_BYTES if device == "cuda" else 0,
+        "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
+        "shared_memory": device == "cpu",
         "device": device,
         "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
@@ -247,9 +250,6 @@ def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
         return groups
     return {name: n + len(optimizer.groups) * decoder.sees_with(name) for name, n in groups.items()}
 
-
-CONTEXT_BYTES = 640 << 20
-"""Device memory that the CUDA context and the workspaces of its libraries take; measured on an H100."""
 
 FRAGMENTATION = 0.05
 """What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""

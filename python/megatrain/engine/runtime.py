@@ -1,5 +1,6 @@
 """The planned core of a model: made when it is first needed, filled, and given templates over its memory."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.inputs import StepInputs
+from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request
 from megatrain.engine.step import StepTemplates
@@ -67,6 +69,9 @@ class Runtime:
         self._limits = arguments.memory_limits(memory)
         self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
+        if device.type == "cuda":
+            chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
+            self.settings.setdefault("loss_chunk", chunk)
         self._rates = dict(rates or {})
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
@@ -108,14 +113,16 @@ class Runtime:
 
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """What the planner is asked; see `request.plan_request`."""
+        machine = self._machine()
         return plan_request(
             self._decoder,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
             update=self._update,
-            budget=self._budget(),
+            budget=machine.budget(self.device.type, **self._limits),
             device=self.device.type,
+            card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
             optimizer=self._optimizer,
             requests=self.settings,
             rates=self._rates,
@@ -182,6 +189,10 @@ class Runtime:
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
     def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
+        with _current(self.device):
+            self._start_there(micro_batch, micro_batches, fill)
+
+    def _start_there(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
         self.check()
         request = json.dumps(self.request(micro_batch, micro_batches))
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
@@ -209,13 +220,11 @@ class Runtime:
         self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
         before.close()
 
-    def _budget(self) -> dict[str, int]:
-        facts = hardware.read(gpus=self.device.type == "cuda")
-        on_device = facts.gpu_budget() if self.device.type == "cuda" else facts.host_budget()
-        return {
-            "device": self._limits.get("gpu", on_device),
-            "host": self._limits.get("host", facts.host_budget()),
-        }
+    def _machine(self) -> hardware.Machine:
+        """This machine, with the engine's own card as the one that is used."""
+        if self.device.type == "cpu":
+            return hardware.read(gpus=False)
+        return hardware.read().with_free_memory(self.device.index)
 
     def _fill(self, core: Any) -> None:
         """Puts the model's values into the store, each tensor given up as soon as it is there."""
@@ -303,31 +312,35 @@ def choose_precision(precision: str, device: torch.device) -> str:
 
 
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
-    """The core's device and torch's. Raises ConfigError for a device that is not there, or is of another kind."""
+    """The core's device and torch's; `cuda` without a number is torch's current device, which stays the current one.
+    Raises ConfigError for a device that is not there, or is of another kind."""
     if isinstance(device, _core.Device):
-        return device, (
-            torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        )
+        return device, torch.device("cpu") if device.ordinal is None else torch.device("cuda", device.ordinal)
     kind, colon, ordinal = str(device).partition(":")
     numbered = not colon or (kind != "auto" and ordinal.isdecimal())
     if type(device) not in (str, torch.device) or kind not in ("auto", "cuda", "cpu") or not numbered:
         raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, as a string or a torch.device, not {device!r}")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    number = int(ordinal or 0)
     if kind == "cpu":
-        if number:
+        if int(ordinal or 0):
             raise ConfigError(f"device is {str(device)!r}, and the host is one device: write cpu")
         return _core.Device.cpu(), torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(hardware.no_card(hardware.read().gpu_reason or "torch finds none"))
     cards = torch.cuda.device_count()
+    number = int(ordinal) if ordinal else torch.cuda.current_device()
     if number >= cards:
         there = "the only card is cuda:0" if cards == 1 else f"cards are cuda:0 to cuda:{cards - 1}"
         raise ConfigError(f"device is {str(device)!r}, and there is no such card; {there}")
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.cuda.set_device(number)
-    return _core.Device.cuda(number), torch.device("cuda", number)
+    with torch.cuda.device(number):
+        return _core.Device.cuda(number), torch.device("cuda", number)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within, a card is torch's current device, on which kernels of Triton and generators without a device run."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _seeder(device: torch.device) -> Callable[[int], None]:

@@ -218,9 +218,11 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
     if cuda:
         from megatrain.engine.loss import default_chunk
 
-        key["device"] = run_plan.machine.gpu.name if run_plan.machine.gpu else "cuda"
+        gpu = run_plan.machine.gpu
+        key["device"] = gpu.name if gpu else "cuda"
         key["threads"] = None
         key["packed_rows"] = decoder.packed_rows("cuda")
         key["attention"] = numerics.attention(decoder, "cuda", config.train.deterministic)
-        key["loss_chunk"] = run_plan.options.get("loss_chunk") or default_chunk(decoder.vocab_size, "cuda")
+        chunk = default_chunk(decoder.vocab_size, "cuda", gpu.total_bytes if gpu else None)
+        key["loss_chunk"] = run_plan.options.get("loss_chunk") or chunk
     return key

@@ -18,6 +18,7 @@ from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
+from megatrain.config.validation import check_schedule_length
 from megatrain.data import Dataset, Loader, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
@@ -210,7 +211,7 @@ def prepare_run(
             config, decoder, device=model_setup.device, machine=machine, rows=rows, saved=numerics
         )
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
-    return PlannedRun(
+    planned = PlannedRun(
         model_setup=model_setup,
         tokenizer=tokenizer,
         run_plan=run_plan,
@@ -219,6 +220,13 @@ def prepare_run(
         held_out=held_out,
         eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
     )
+    if config.train.steps is None:
+        try:
+            check_schedule_length(config.train, planned.total_steps, f"train.epochs {config.train.epochs:g}")
+        except BaseException:
+            planned.close()
+            raise
+    return planned
 
 
 def assemble(
@@ -297,6 +305,12 @@ def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -
             lengths = np.sort(np.concatenate([part.pieces.length for part in dataset.parts]))
             most = max(most, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
     return most
+
+
+def vocabulary_size(config: Config, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many token ids the model of `config` has embeddings for; nothing of it is built."""
+    files = _files(config, plan_only=False)
+    return int(text_config(_hf_config(config, files, tokenizer)).vocab_size)
 
 
 def run_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":

@@ -4,7 +4,6 @@
 //! cores. The number of threads follows what the process may use, not `OMP_NUM_THREADS`, which launchers set to 1.
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -226,76 +225,11 @@ pub fn default_threads() -> usize {
     permitted_cpus().saturating_sub(SPARED_CPUS).max(1)
 }
 
-/// Cores that this process may use at once: its affinity mask and its control group's quota, whichever is less.
+/// Cores that this process may use at once: its affinity mask and the quotas of its control groups, as the standard
+/// library reads them (both versions of control groups, with all ancestors, rounded down).
 #[must_use]
 pub fn permitted_cpus() -> usize {
-    let by_mask = affinity_count().unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    cpu_quota(Path::new("/sys/fs/cgroup"), &groups).map_or(by_mask, |quota| by_mask.min(quota)).max(1)
-}
-
-/// Whole cores that the control groups allow (at least 1; `None`: no limit). `root` is the mount of the hierarchy and
-/// `groups` the text of `/proc/self/cgroup`; every ancestor's limit counts, in both versions.
-#[must_use]
-pub fn cpu_quota(root: &Path, groups: &str) -> Option<usize> {
-    let mut least: Option<f64> = None;
-    for line in groups.lines() {
-        let mut fields = line.splitn(3, ':');
-        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
-        let unified = controllers.is_empty();
-        if !unified && !controllers.split(',').any(|c| c == "cpu") {
-            continue;
-        }
-        let top = if unified { root.to_path_buf() } else { root.join("cpu") };
-        // Inside a container the path may be that of the host, which is not mounted; its own group is then the top.
-        let mut group = top.join(path.trim_start_matches('/'));
-        loop {
-            let quota = if unified { quota_v2(&group) } else { quota_v1(&group) };
-            if let Some(quota) = quota {
-                least = Some(least.map_or(quota, |l| l.min(quota)));
-            }
-            if group == top || !group.pop() {
-                break;
-            }
-        }
-    }
-    // Rounded down: a thread beyond the quota only makes the group be throttled.
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a positive number of cores")]
-    least.map(|quota| (quota.floor() as usize).max(1))
-}
-
-fn quota_v2(group: &Path) -> Option<f64> {
-    let text = std::fs::read_to_string(group.join("cpu.max")).ok()?;
-    let mut fields = text.split_whitespace();
-    ratio(fields.next()?, fields.next()?)
-}
-
-fn quota_v1(group: &Path) -> Option<f64> {
-    let quota = std::fs::read_to_string(group.join("cpu.cfs_quota_us")).ok()?;
-    let period = std::fs::read_to_string(group.join("cpu.cfs_period_us")).ok()?;
-    ratio(quota.trim(), period.trim())
-}
-
-/// `max` and -1 mean no limit, as does anything that is not a number.
-fn ratio(quota: &str, period: &str) -> Option<f64> {
-    let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
-    (quota > 0.0 && period > 0.0).then(|| quota / period)
-}
-
-#[cfg(target_os = "linux")]
-fn affinity_count() -> Option<usize> {
-    // SAFETY: `cpu_set_t` is a plain array of words, for which all zeros is a value.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes at most the size given, into `set`, which is live and writable.
-    let answer = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
-    // SAFETY: `set` is initialised in either case; the call only counts its bits.
-    let count = unsafe { libc::CPU_COUNT(&set) };
-    (answer == 0).then(|| usize::try_from(count).ok()).flatten().filter(|&n| n > 0)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn affinity_count() -> Option<usize> {
-    None
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 #[cfg(target_os = "linux")]
@@ -391,30 +325,6 @@ mod tests {
         }
         assert!(Pool::new(Some(0), &Affinity::Free).is_err());
         assert!(Pool::new(Some(1), &Affinity::Cores(vec![])).is_err());
-    }
-
-    #[test]
-    fn the_quota_of_every_group_version_and_ancestor_counts() {
-        let root = std::env::temp_dir().join(format!("megatrain-quota-{}", std::process::id()));
-        let write = |path: &str, text: &str| {
-            let path = root.join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
-        write("a/b/cpu.max", "max 100000\n");
-        write("a/cpu.max", "350000 100000\n");
-        write("cpu/x/cpu.cfs_quota_us", "-1\n");
-        write("cpu/x/cpu.cfs_period_us", "100000\n");
-        write("cpu/y/cpu.cfs_quota_us", "50000\n");
-        write("cpu/y/cpu.cfs_period_us", "100000\n");
-        write("cpu/cpu.cfs_quota_us", "200000\n");
-        write("cpu/cpu.cfs_period_us", "100000\n");
-        assert_eq!(cpu_quota(&root, "0::/a/b\n"), Some(3));
-        assert_eq!(cpu_quota(&root, "0::/\n"), None);
-        assert_eq!(cpu_quota(&root, "4:cpu,cpuacct:/x\n"), Some(2));
-        assert_eq!(cpu_quota(&root, "4:cpu,cpuacct:/y\n"), Some(1));
-        assert_eq!(cpu_quota(&root, "4:memory:/y\n0::/nowhere/else\n"), None);
-        std::fs::remove_dir_all(root).unwrap();
     }
 
     #[test]

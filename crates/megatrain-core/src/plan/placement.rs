@@ -2,7 +2,7 @@
 use std::ops::Range;
 
 use super::request::MOST_BUFFERS;
-use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
+use super::{Activation, Place, Plan, Request, State, Totals, UnitPlan, UnitRequest, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
 use crate::layout::{Precision, UNIT_ALIGN, UnitLayout};
 
@@ -397,7 +397,7 @@ impl Placement {
 
     fn place_staging(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
         for unit in self.layers() {
-            self.staged[unit] = staged_bytes(request, plan, unit);
+            self.staged[unit] = staged_bytes(&request.units[unit], &plan.units[unit]);
         }
         let largest = self.staged.iter().copied().max().unwrap_or(0);
         if largest > 0 && (plan.stage_buffers < 2 || plan.stage_bytes < largest) {
@@ -489,8 +489,7 @@ impl Placement {
             }
         }
         for unit in 0..=last {
-            let paged = self.staged[unit].checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
-            let bytes = paged.saturating_mul(plan.group.into());
+            let bytes = staged_on_host(self.staged[unit]).saturating_mul(plan.group.into());
             carver.item("activations", Tier::Host, bytes, true);
             if request.requests.accumulate && self.trains(unit) {
                 self.store[unit] = self.layouts[unit].moment_bytes();
@@ -574,8 +573,7 @@ fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &Uni
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.
-pub(crate) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
-    let (unit, choice) = (&request.units[unit], &plan.units[unit]);
+pub(crate) fn staged_bytes(unit: &UnitRequest, choice: &UnitPlan) -> u64 {
     let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
     let input = if choice.input == Place::Host { aligned(unit.input_bytes) } else { 0 };
     aligned(kept.saturating_add(input))
@@ -586,29 +584,42 @@ fn offloaded_bytes(kept: u64) -> u64 {
     kept.saturating_add(128 * ALIGN)
 }
 
+/// Staging on the host takes whole pages.
+pub(crate) fn staged_on_host(staged: u64) -> u64 {
+    staged.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
+}
+
 /// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
 fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     let group = u64::from(plan.group);
-    let last = request.units.len() - 1;
-    let mut kept = 0;
-    for unit in 1..last {
+    let (mut kept, mut inputs) = (0, 0);
+    for unit in 1..request.units.len() - 1 {
         let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
         if choice.activation == Activation::Keep {
-            let bytes = group.saturating_mul(sizes.kept_bytes);
-            kept = bytes.saturating_add(kept);
-            carver.item("kept activations (torch)", Tier::Device, bytes, false);
+            kept = group.saturating_mul(sizes.kept_bytes).saturating_add(kept);
         } else if choice.input == Place::Device {
-            carver.item("layer inputs (torch)", Tier::Device, group.saturating_mul(sizes.input_bytes), false);
+            inputs = group.saturating_mul(sizes.input_bytes).saturating_add(inputs);
         }
     }
+    for (what, bytes) in torch_lines(request, plan.group, kept, inputs) {
+        carver.item(what, Tier::Device, bytes, false);
+    }
+}
+
+/// The lines of torch's memory where the activations that are kept and the inputs that wait on the device have these
+/// sizes.
+pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64) -> [(&'static str, u64); 6] {
     // The last hidden states, and the gradients that replace them one by one.
-    let hidden = (group + 1).saturating_mul(request.units[last].input_bytes);
-    carver.item("hidden states (torch)", Tier::Device, hidden, false);
+    let hidden = (u64::from(group) + 1).saturating_mul(request.units[request.units.len() - 1].input_bytes);
     // What is needed late takes the place of what was kept.
     let workspace = request.workspace_bytes.max(request.late_workspace_bytes.saturating_sub(kept));
-    carver.item("workspace (torch)", Tier::Device, workspace, false);
-    let torch = |i: &&Item| i.what.ends_with("(torch)") && i.tier == Tier::Device;
-    let used: u64 = carver.items.iter().filter(torch).fold(0, |sum: u64, item| sum.saturating_add(item.bytes));
-    carver.item("fragmentation (torch)", Tier::Device, (used as f64 * request.fragmentation) as u64, false);
-    carver.item("context and libraries (torch)", Tier::Device, request.context_bytes, false);
+    let used = kept.saturating_add(inputs).saturating_add(hidden).saturating_add(workspace);
+    [
+        ("kept activations (torch)", kept),
+        ("layer inputs (torch)", inputs),
+        ("hidden states (torch)", hidden),
+        ("workspace (torch)", workspace),
+        ("fragmentation (torch)", (used as f64 * request.fragmentation) as u64),
+        ("context and libraries (torch)", request.context_bytes),
+    ]
 }

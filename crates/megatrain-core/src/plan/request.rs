@@ -250,6 +250,9 @@ pub struct Request {
     pub fragmentation: f64,
     /// What may be used.
     pub budget: Budget,
+    /// Whether device and host share one memory, as on the CPU: then both together may use no more than `budget.host`.
+    #[serde(default)]
+    pub shared_memory: bool,
     /// The kind of device.
     pub device: DeviceKind,
     /// Overrides.
@@ -285,6 +288,7 @@ impl Request {
             context_bytes: 0,
             fragmentation: 0.0,
             budget,
+            shared_memory: false,
             device: DeviceKind::Cpu,
             requests: Requests::default(),
             rates: Rates::default(),

@@ -125,7 +125,7 @@ def save(folder: Path, name: str, rows: Iterable[Encoded]) -> Tokens:
         return _open(entry, meta, cached=False)
     except OSError as error:
         raise StorageError(
-            f"cannot write tokenized data to {folder}: {error}; free some space or set data.cache"
+            f"cannot write tokenized data to {folder}: {error}; free some space, or name another folder in data.cache"
         ) from None
 
 

@@ -80,14 +80,15 @@ def held_out(loader: "Loader | None") -> "Loader":
 
 def best_step(run: Path, wanted: str | None) -> str | None:
     """`--step` with `best` replaced by the step of the lowest held-out loss."""
-    from megatrain.training.run_dir import CHECKPOINTS, read_status
+    from megatrain.checkpoint.step_folders import steps_in
+    from megatrain.training.run_dir import read_status
 
     if wanted is None or wanted == "last" or wanted.isdecimal():
         return wanted
     if wanted != "best":
         raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
     best = read_status(run).get("best_step")
-    if not best or not (run / CHECKPOINTS / f"step-{best}").is_dir():
+    if best not in steps_in(run):
         raise ConfigError(
             f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
         )

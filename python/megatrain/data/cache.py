@@ -12,8 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import numpy as np
 from megatrain.data.rows import Remark
 from megatrain.data.tokenization import Encoded
 from megatrain.errors import StorageError
+from megatrain.system.atomic import published, remove
 
 _log = logging.getLogger(__name__)
 
@@ -117,34 +116,17 @@ def load(folder: Path, name: str) -> Tokens | None:
 
 def save(folder: Path, name: str, rows: Iterable[Encoded]) -> Tokens:
     """Writes `rows` as an entry and opens it. Raises StorageError when the folder cannot be written."""
+    entry = folder / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write tokenized data to {folder}: {error}; name another folder in data.cache"
-        ) from None
-    try:
-        meta = _write(partial, rows)
-        entry = folder / name
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(entry)  # only damaged ones get here
-        try:
-            partial.rename(entry)
-        except OSError:
-            if not entry.is_dir():
-                raise
-            shutil.rmtree(partial)  # another process was faster with the same content
-        _flush(folder)
+        with published(entry) as partial:
+            meta = _write(partial, rows)
+            with contextlib.suppress(FileNotFoundError):
+                remove(entry)  # it is damaged, since `load` did not take it
         return _open(entry, meta, cached=False)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
-            f"cannot write tokenized data to {folder}: {error}; free some space or set data.cache"
+            f"cannot write tokenized data to {folder}: {error}; free some space, or name another folder in data.cache"
         ) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
@@ -181,9 +163,6 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
             put("kinds", [KINDS.index(encoded.row.kind)])
             put("skips", [reasons.setdefault(encoded.row.skip, len(reasons))])
             row += 1
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
     meta = {
         "counts": counts,
         "largest_id": largest,
@@ -191,20 +170,8 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
         "skip_reasons": list(reasons),
         "remarks": [[*remark, *found] for remark, found in remarks.items()],
     }
-    with (folder / "meta.json").open("w", encoding="utf-8") as description:
-        json.dump(meta, description)
-        description.flush()
-        os.fsync(description.fileno())
-    _flush(folder)
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return meta
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:

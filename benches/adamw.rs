@@ -4,8 +4,10 @@
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use megatrain_core::adamw::Isa;
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::{UPDATE_BYTES, sample};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
 
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|e| panic!("{name}={value}: {e}")))

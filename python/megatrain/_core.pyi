@@ -71,6 +71,9 @@ class Device:
     @property
     def kind(self) -> Literal["cpu", "cuda"]: ...
     @property
+    def ordinal(self) -> int | None:
+        """The CUDA device's number; None on the CPU."""
+    @property
     def name(self) -> str: ...
     @property
     def total_bytes(self) -> int: ...

@@ -1,5 +1,6 @@
 """The command line: help and refusals at once and without torch, one paragraph each, exit codes as documented."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from megatrain import errors
 from megatrain.cli import commands, main
 from megatrain.training.stop import RunStopped, StopRequested
 
-VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report")
+VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report", "init", "schema")
 
 GOOD = """
 model:
@@ -64,6 +65,7 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["train", "missing.yaml"], "missing.yaml"),
         (["train", "good.yaml", "train.lrr=1"], "train.lr"),
         (["train", "good.yaml", "--fast"], "--fast"),
+        (["train", "good.yaml", "--verbose"], "add --dry-run"),
         (["train", "good.yaml", "device=cuda"], "device"),
         (["plan", "missing.yaml"], "missing.yaml"),
         (["plan", "qwen2.5-0.5b", "--machine", "nowhere.yaml"], "nowhere.yaml"),
@@ -94,6 +96,11 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["export", "hollow", "good.yaml/out"], "good.yaml is a file"),
         (["doctor", "gone"], "there is no folder gone"),
         (["report", "hollow", "--out", "gone/page.html"], "there is no folder"),
+        (["init", "hollow", "rows.jsonl"], "holds no model"),
+        (["init", "OWNER/NAME", "gone.jsonl"], "gone.jsonl: there is no such file or folder"),
+        (["init", "OWNER/NAME", "rows.jsonl", "--out", "good.yaml"], "--out good.yaml exists already"),
+        (["init", "OWNER/NAME", "rows.jsonl", "--out", "gone/new.yaml"], "there is no folder"),
+        (["schema", "--out", "hollow"], "is a folder"),
     ],
 )
 def test_a_wrong_request_is_refused_at_once_with_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
@@ -146,13 +153,14 @@ def test_a_typo_or_contradiction_names_key_section_and_the_nearest_name(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_more_than_one_process_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
 ) -> None:
     (tmp_path / "good.yaml").write_text(GOOD)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, "2")
     assert main(["train", str(tmp_path / "good.yaml")]) == 2
-    assert "WORLD_SIZE" in capsys.readouterr().err
+    assert f"{variable} is 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,11 @@ def test_more_than_one_process_is_refused_by_name(
         (StopRequested("SIGTERM"), 3),
         (KeyboardInterrupt(), 130),
         (BrokenPipeError(), 0),
+        (OSError(errno.ENOSPC, "No space left on device", "/data/file"), 4),
+        (OSError(errno.ENOSPC, "No space left on device"), 4),
+        (OSError(errno.EACCES, "Permission denied", "/data/file"), 2),
+        (MemoryError(), 4),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), 4),
     ],
 )
 def test_every_kind_of_failure_has_its_exit_code(

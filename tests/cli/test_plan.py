@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from megatrain.errors import DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner
 from megatrain.system import hardware
-from megatrain.system.hardware import GIB, SystemProbe
+from megatrain.system.hardware import GIB, SystemProbe, format_bytes
 from megatrain.training import forecast
+from megatrain.training.metrics import duration
 from megatrain.training.setup import build_engine, prepare_model
+from megatrain.units import parse_size
 from support.runs import MODEL, settings
 
 H100 = {
@@ -59,39 +62,100 @@ def test_a_model_that_no_machine_here_could_hold_is_planned_for_a_described_one(
     assert found["largest_micro_batch"] >= found["micro_batch"][0]
 
 
-def test_the_table_names_every_item_the_bound_and_the_numerics_key(
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_summary_says_in_twelve_lines_what_goes_where_how_long_and_what_bounds_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "qwen2.5-7b", "--machine", written(tmp_path, "h100.yaml", H100)]) == 0
-    said = capsys.readouterr().out
+    words = ("qwen2.5-7b", "train.steps=1000", "--machine", written(tmp_path, "h100.yaml", H100))
+    found, said = answer(capsys, *words), printed(capsys, *words)
+    assert len(said.splitlines()) <= 12
+    assert said.startswith("fits: 7,615,616,512 parameters, all trained, bf16 on H100\n")
+    for tier in ("device", "host"):
+        sizes = f"{format_bytes(found['plan']['totals'][tier])} of {format_bytes(found['budget'][tier])}"
+        assert f"{tier} memory: {sizes}: " in said
+    assert "exp_avg and exp_avg_sq" in said
+    seconds, tokens = found["expected_step_s"], 65536
+    assert f"time: about {seconds:.3g} s per step, {tokens / seconds:,.0f} tokens/s; bound by compute\n" in said
+    assert f"run: 1,000 steps, about {1000 * seconds / 3600:.1f} h" in said
+    assert said.count(" s per step") == 1, "one predicted step time"
+
+
+def test_the_sizes_of_a_summary_add_up_to_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("qwen2.5-7b", "--machine", written(tmp_path, "h100.yaml", H100))
+    plan = answer(capsys, *words)["plan"]
+    for tier in ("device", "host"):
+        (line,) = [line for line in printed(capsys, *words).splitlines() if line.startswith(f"{tier} memory:")]
+        parts = [parse_size(f"{number}{unit}") for number, unit in re.findall(r"([\d.]+) ([KMGT]iB)", line)]
+        assert sum(parts[2:]) == pytest.approx(plan["totals"][tier], rel=1e-3)
+
+
+def test_a_run_counted_in_epochs_is_timed_by_the_size_of_its_data_or_by_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "a" * 1000}) * 1 + "\n")
+    rows.write_text(rows.read_text() * 1000)
+    words = ("tiny", "device=cpu", "data.seq_len=128", "train.epochs=2", "train.batch_size=1")
+    found = answer(capsys, *words)
+    seconds = 2 * rows.stat().st_size / 4 / 128 * found["expected_step_s"]
+    said = printed(capsys, *words, f"data.train={rows}", "model.tokenizer={train: bpe, vocab_size: 300}")
+    hours = f"{seconds / 3600:,.1f} h" if seconds >= 3600 else duration(round(seconds))
+    assert f"run: roughly {hours} for 2 epochs of {format_bytes(rows.stat().st_size)} of data" in said
+    assert " per billion tokens" in printed(capsys, *words)
+
+
+def test_verbose_names_every_item_the_lanes_and_the_numerics_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("qwen2.5-7b", "--machine", written(tmp_path, "h100.yaml", H100))
+    said = printed(capsys, *words, "--verbose")
+    for item in answer(capsys, *words)["plan"]["items"]:
+        assert item["what"] in said
     for word in (
-        "exp_avg_sq",
-        "weights: slots",
-        "pinned",
-        "workspace",
-        "rows would fit",
-        "bound by",
+        "would fit",
         "numerics key",
-        "clipping is free from",
-        "a checkpoint",
+        "clipping costs no time from",
         "not bit for bit",
+        "no step can take less",
     ):
         assert word in said, word
 
 
-def test_a_checkpoints_time_is_told_where_a_disk_was_measured(
+def test_a_plan_says_what_would_make_a_step_faster_only_where_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow_link = H100 | {"rates": H100["rates"] | {"h2d_gbs": 0.5}}
+    small = ("qwen2.5-7b", "memory.gpu=20GiB", "train.batch_size=1", "plan.updates_on_device=0", "--machine")
+    said = printed(capsys, *small, written(tmp_path, "slow.yaml", slow_link))
+    assert "bound by upload\nrun:" in said
+    assert "to change: more tokens per step (train.batch_tokens)" in said
+    slow_host = H100 | {"rates": H100["rates"] | {"adamw_gparams": 0.5}}
+    said = printed(capsys, *small, written(tmp_path, "host.yaml", slow_host))
+    assert "bound by host\nrun:" in said
+    free = answer(capsys, *small, str(tmp_path / "host.yaml"))["free_clipping_tokens"]
+    assert f"to change: from {free:,} tokens per step on" in said
+    unmeasured = {key: value for key, value in H100.items() if key != "rates"}
+    assert "run `megatrain probe`" in printed(
+        capsys, "qwen2.5-0.5b", "--machine", written(tmp_path, "unmeasured.yaml", unmeasured)
+    )
+
+
+def test_a_checkpoints_time_is_given_where_a_disk_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = written(tmp_path, "measured.yaml", H100 | {"rates": H100["rates"] | {"disk_write_gbs": 2.5}})
     found = answer(capsys, "qwen2.5-7b", "--machine", measured)
     assert found["checkpoint_s"] == found["disk"]["checkpoint"] / 2.5e9
-    assert main(["plan", "qwen2.5-7b", "--machine", measured]) == 0
-    told = f"a checkpoint: about {found['checkpoint_s']:.3g} s at the 2.5 GB/s that the probe's disk wrote, beneath the"
-    assert told in capsys.readouterr().out
+    assert f" per checkpoint (about {found['checkpoint_s']:.3g} s to write), " in printed(
+        capsys, "qwen2.5-7b", "--machine", measured
+    )
     unmeasured = written(tmp_path, "h100.yaml", H100)
     assert answer(capsys, "qwen2.5-7b", "--machine", unmeasured)["checkpoint_s"] is None
-    assert main(["plan", "qwen2.5-7b", "--machine", unmeasured]) == 0
-    assert "a checkpoint:" not in capsys.readouterr().out
+    assert "to write" not in printed(capsys, "qwen2.5-7b", "--machine", unmeasured)
 
 
 def test_a_plan_of_immediate_updates_says_what_they_give_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,29 +172,29 @@ def test_a_plan_of_immediate_updates_says_what_they_give_up(capsys: pytest.Captu
     assert f"train.update: immediate gives up: {found['given_up']}\n" in capsys.readouterr().out
 
 
-def test_on_the_cpu_one_memory_is_told_as_one_and_what_at_least_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_cpu_one_memory_is_shown_as_one_and_the_bound_names_its_rates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
-    assert main(["plan", *words]) == 0
-    said = capsys.readouterr().out
-    table = said[said.index("where") : said.index("sizes are rounded")]
+    said = printed(capsys, *words, "--verbose")
+    table = said[said.index(" where") : said.index("sizes are rounded")]
     for word in ("pinned", "device", "host "):
         assert word not in table, word
     assert "RAM, to compute" in table
     assert table.count("allowed") == 1, "one budget"
-    assert "at least: at rates that no processors pass, measured or not" in said
-    assert main(["plan", *words, "memory.gpu=64MiB"]) == 0
-    assert "sum, of 64.00 MiB allowed" in capsys.readouterr().out
+    assert "no step can take less than" in said
+    assert "at rates above any processor's" in said
+    assert "sum, of 64.00 MiB allowed" in printed(capsys, *words, "memory.gpu=64MiB", "--verbose")
 
 
-def test_at_least_on_a_card_says_whether_the_rates_were_measured(
+def test_the_bound_on_a_card_says_whether_the_rates_were_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("plan", "qwen2.5-0.5b", "train.batch_size=1", "--machine")
-    assert main([*words, written(tmp_path, "h100.yaml", H100)]) == 0
-    assert "at least: at 1.25 times the measured rates" in capsys.readouterr().out
+    words = ("qwen2.5-0.5b", "train.batch_size=1", "--verbose", "--machine")
+    assert ", at 1.25 times the measured rates" in printed(capsys, *words, written(tmp_path, "h100.yaml", H100))
     unmeasured = {key: value for key, value in H100.items() if key != "rates"}
-    assert main([*words, written(tmp_path, "unmeasured.yaml", unmeasured)]) == 0
-    assert "at least: at rates that no card passes" in capsys.readouterr().out
+    said = printed(capsys, *words, written(tmp_path, "unmeasured.yaml", unmeasured))
+    assert ", at rates above any card's" in said
 
 
 def test_what_does_not_fit_is_refused_with_the_whole_sum_and_where_the_limit_comes_from(
@@ -293,8 +357,9 @@ def run_plan(
     card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
     config, described = Config.of(document | {"train": train} | sections), hardware.from_description(card, "card")
     decoder = prepare_model(config, described, plan_only=True).decoder
-    cards = tuple(dataclasses.replace(gpu, free_bytes=free) for gpu in described.gpus)
-    described = dataclasses.replace(described, gpus=cards)
+    if free is not None:
+        cards = tuple(dataclasses.replace(gpu, held_bytes=gpu.total_bytes - free) for gpu in described.gpus)
+        described = dataclasses.replace(described, gpus=cards)
     return planner.plan_run(config, decoder, device="cuda", machine=described, rows=rows, saved=saved)
 
 
@@ -322,11 +387,15 @@ def test_a_plan_of_a_deterministic_run_says_what_computes_attention(
     for more, key, told in (
         ([], "sdpa", None),
         (["train.deterministic=true"], "sdpa: flash or math", "attention: flash, and torch's math kernel for"),
-        (["train.deterministic=true", "train.precision=fp32"], "sdpa: math", "attention: torch's math kernel, slow"),
+        (
+            ["train.deterministic=true", "train.precision=fp32"],
+            "sdpa: math",
+            "attention: torch's math kernel, which is slow",
+        ),
     ):
         assert answer(capsys, *words, *more)["numerics"]["attention"] == key
-        assert main(["plan", *words, *more]) == 0
-        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention:")]
+        lines = printed(capsys, *words, *more, "--verbose").splitlines()
+        said = [line for line in lines if line.startswith("attention:")]
         assert len(said) == (told is not None)
         assert not said or said[0].startswith(told)
 

@@ -33,7 +33,7 @@ def a_run(path: Path, steps: int) -> Path:
     folder = RunFolder(path)
     folder.write_config("model: <tiny> & more\n")
     folder.write_plan({"items": [{"what": "weights", "tier": "host", "bytes": 1 << 30}]})
-    folder.begin_metrics(0)
+    metrics = folder.begin_metrics(0)
     for step in range(1, steps + 1):
         record = StepRecord(step=step, loss=8.0 / step, grad_norm=1.0, lr=1e-3, tokens=100, num_tokens=100, step_s=0.1)
         record.lanes = {"compute": 0.09, "upload": 0.01}
@@ -42,7 +42,7 @@ def a_run(path: Path, steps: int) -> Path:
         if step % 3 == 0:
             record.extra["eval_loss"] = 8.1 / step
             record.extra["samples"] = ["<script>alert(1)</script>"]
-        folder.write_metrics(record)
+        metrics.write(record)
     folder.write_status("training", step=steps, total_steps=100)
     folder.close()
     return path
@@ -60,6 +60,16 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path, steps:
     assert "1.00 GiB" in page
     assert "&lt;tiny&gt; &amp; more" in page
     assert len(page) < 400_000
+
+
+def test_a_run_that_was_killed_is_not_reported_as_training(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 3)
+    assert ">killed (while training)<" in report.page(run)
+    folder = RunFolder(run)  # as the run that goes on would
+    assert ">training<" in report.page(run)
+    folder.write_status("done")
+    folder.close()
+    assert ">done<" in report.page(run)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

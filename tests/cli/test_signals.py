@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megatrain.checkpoint import checkpoint
-from megatrain.training.run_dir import read_metrics, read_status
+from megatrain.training.run_dir import read_metrics, read_status, state_of
 from megatrain.training.stop import Stop, StopRequested
 from support.runs import settings
 
@@ -113,6 +114,29 @@ def test_hangups_save_however_many_and_where_they_are_ignored_the_run_goes_on(tm
         signal.signal(signal.SIGHUP, before)
 
 
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
+        wait_for(process, "step 3/")
+        process.send_signal(signal.SIGUSR1)
+        saved = int(wait_for(process, "checkpoint saved").partition(":")[0].removeprefix("step "))
+        assert checkpoint.verify(tmp_path / "run" / "checkpoints" / f"step-{saved}") == []
+        wait_for(process, f"step {saved + 5}/")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 3
+
+
+def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running(tmp_path, train={"steps": 1_000_000, "batch_size": 4, "lr": 1e-3}) as process:
+        wait_for(process, "step 3/")
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert state_of(tmp_path / "run") == "killed (while training)"
+
+
 def test_a_hangup_after_all_is_saved_does_not_change_the_exit_code() -> None:
     program = """
 import os, signal, sys
@@ -159,6 +183,7 @@ def test_the_second_signal_ends_the_process_at_once_and_harms_no_checkpoint(
         assert process.returncode in (128 + number, 3)
         if process.returncode != 3:  # the step was not over yet
             assert time.monotonic() - start < 5
+            assert state_of(tmp_path / "run").startswith("killed")
     newest = checkpoint.latest_complete(tmp_path / "run")
     assert newest is not None
     assert checkpoint.verify(newest) == []

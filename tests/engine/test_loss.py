@@ -265,6 +265,8 @@ def test_a_bf16_head_has_no_coarse_grid() -> None:
 def test_the_chunk_follows_vocabulary_and_kind_of_device_alone() -> None:
     assert default_chunk(151936, "cuda") == default_chunk(151936, "cuda:0") == 2048
     assert default_chunk(151936, "cpu") == 64
+    # Smaller cards compute fewer rows at a time: at most a 32nd of their memory is logits.
+    assert [default_chunk(151936, "cuda", gib << 30) for gib in (141, 79, 24, 16, 8)] == [2048, 2048, 1024, 512, 256]
     assert default_chunk(1000, "cpu") == 2048
     assert workspace_bytes(32768, 151936, 2048, 2048, torch.bfloat16, "cuda") < 32768 * 2048 * 2 + (2 << 30)
 

@@ -6,27 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine import compile as compile_module
 from megatrain.engine.compile import OneGraph
-from megatrain.engine.device_memory import Region
-from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout
+from megatrain.engine.device_memory import CastBuffer, Region
+from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
+from support.layouts import fill, lay_out
 from support.reference import build, config
-
-
-def lay_out(decoder: Decoder, unit: int) -> UnitLayout:
-    """Tensors one after another, as the core aligns them."""
-    slices, element = [], 0
-    for ref in decoder.units[unit].tensors:
-        slices.append(Slice(element, element * 4, ref.shape, ref.dtype, ref.role == "trainable"))
-        element += -(-torch.Size(ref.shape).numel() // 128) * 128
-    return UnitLayout(element, element * 4, tuple(slices))
-
-
-def fill(region: Region, layout: UnitLayout, image: int, layer: torch.nn.Module, names: dict[str, int]) -> None:
-    for name, parameter in layer.named_parameters():
-        cut = layout.slices[names[name]]
-        region.view(image + cut.byte, cut.shape, cut.dtype).copy_(parameter.detach())
 
 
 @pytest.fixture
@@ -68,9 +55,11 @@ def test_a_tensor_stored_in_another_type_is_converted_when_it_is_bound() -> None
     decoder = Decoder.from_config(config(), freeze=["*up_proj*"], frozen_dtypes=stored)
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
-    template = LayerTemplate(decoder, 0, layout, region)
+    casts = CastBuffer(cast_bytes(decoder), region.device)
+    template = LayerTemplate(decoder, 0, layout, region, casts)
     cut = layout.slices[decoder.local_names(1)[name]]
     for value in (1.5, 2.5):
+        casts.clear()
         region.view(cut.byte, cut.shape, torch.bfloat16).fill_(value)
         template.bind(0, 0)
         bound = template.module.get_parameter(name)
@@ -149,7 +138,7 @@ def test_a_layer_with_ever_new_graphs_is_an_error_and_never_eager(monkeypatch: p
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.calls if self.calls % 2 else x - self.calls
 
-    monkeypatch.setattr(compile, "RECOMPILES", 12)
+    monkeypatch.setattr(compile_module, "RECOMPILES", 12)
     module = Counting()
     compiled = OneGraph(module, "Counting")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatrain.engine import loss, loss_triton
+from megatrain.engine import loss, loss_triton, matmul
 from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
 
 
@@ -105,7 +105,7 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": rows,
         "chunk": chunk,
-        "mixed_matmul": loss._mixed_matmul(hidden.device),
+        "mixed_matmul": matmul.mixed_matmul(hidden.device),
         "bf16": bf16,
         "fp32": fp32,
         "matmuls_ms": matmuls_alone(),
@@ -140,10 +140,10 @@ def main() -> int:
         )
         pieces["grad_hidden dense"] = milliseconds(lambda: torch.mm(dense, weight, out=grad_hidden[:chunk])) * per_step
         pieces["grad_weight add fp32 strided"] = (
-            milliseconds(lambda: loss._add_matmul(grad_weight, dlogits, part)) * per_step
+            milliseconds(lambda: matmul.add_matmul(grad_weight, dlogits, part)) * per_step
         )
         pieces["grad_weight add fp32 dense"] = (
-            milliseconds(lambda: loss._add_matmul(grad_weight, dense, part)) * per_step
+            milliseconds(lambda: matmul.add_matmul(grad_weight, dense, part)) * per_step
         )
         out32 = torch.empty_like(grad_weight)
         pieces["grad_weight fp32 no add"] = (

@@ -1,5 +1,6 @@
 """`megatrain probe`: what it measures, and how it tells a machine that did something else from an idle one."""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -78,3 +79,19 @@ def test_the_matrix_product_is_measured() -> None:
     rates, spread = calibrate._arithmetic("cpu")
     assert rates["matmul_tflops"] > 0
     assert spread >= 0
+
+
+@pytest.mark.parametrize(
+    ("card", "tflops", "link"),
+    [("NVIDIA H100 80GB HBM3", 643, 50), ("NVIDIA GeForce RTX 4090", 107, 25), ("NVIDIA A100-SXM4-80GB", 203, 25)],
+)
+def test_unmeasured_rates_are_those_of_the_card(card: str, tflops: float, link: float) -> None:
+    machine = hardware.from_description(
+        {"host": {"memory": "64GiB", "cpus": 8}, "gpu": {"name": card, "memory": "24GiB"}}, "machine.yaml"
+    )
+    rates, measured = calibrate.rates(machine, "cuda")
+    assert not measured
+    assert rates["matmul_tflops"] == pytest.approx(tflops, rel=0.01)
+    assert rates["h2d_gbs"] == link
+    unknown = dataclasses.replace(machine, gpus=(dataclasses.replace(machine.gpus[0], name="GPU"),))
+    assert calibrate.rates(unknown, "cuda")[0]["matmul_tflops"] < rates["matmul_tflops"]

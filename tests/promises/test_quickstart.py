@@ -80,7 +80,7 @@ def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
         assert word in said, word
     assert main(["plan", str(tmp_path / "config.yaml")]) == 0
     planned = capsys.readouterr().out.splitlines()
-    for begin in ("step: about", "at least:", "numerics key:", "updates:", "micro-batches:"):
+    for begin in ("fits:", "layers:", "step:", "time: about", "run:"):
         assert next(one for one in planned if one.startswith(begin)) in said.splitlines(), begin
     assert not (tmp_path / "run").exists()
     assert main(["train", str(tmp_path / "config.yaml"), "--dry-run", "--json"]) == 0
@@ -98,9 +98,11 @@ def test_the_dry_run_and_the_data_view_show_what_the_model_will_see(
     assert dry["disk"]["checkpoints"] == 3 * dry["disk"]["checkpoint"], "output.keep and the one being written"
     sizes = (*(dry["disk"][name] for name in ("checkpoint", "checkpoints", "export")), on_disk)
     one, some, export, cache = map(format_bytes, sizes)
-    told = f"disk: {one} a checkpoint, {some} for all that exist at a time, {export} for the export, {cache} of token"
+    told = (
+        f"disk: {one} per checkpoint, {some} for the 3 that exist at a time, {export} for the export, {cache} of token"
+    )
     assert told in said
-    assert f"are free {tmp_path / 'run'}" in said
+    assert f" free in {tmp_path / 'run'}" in said
     assert dry["disk"]["free"] > 1 << 20
     assert main(["data", str(tmp_path / "config.yaml"), "--rows", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

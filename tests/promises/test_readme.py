@@ -13,7 +13,7 @@ from megatrain.cli import main, parser
 from megatrain.config import Config
 from support.runs import MODEL, write_rows
 
-VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report")
+VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report", "init", "schema")
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]
 

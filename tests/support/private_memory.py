@@ -33,7 +33,8 @@ def while_loading(folder: Path) -> tuple[int, int, set[str]]:
         import threading
         import torch
         from megatrain.models.decoder import Decoder
-        from megatrain.weights.loader import load, open_weights, resolve
+        from megatrain.weights.loader import load
+        from megatrain.weights.source import open_weights, resolve
 
         torch.set_num_threads(1)
 

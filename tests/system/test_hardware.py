@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatrain.system import hardware
-from megatrain.system.hardware import GIB, SystemProbe, format_bytes
+from megatrain.system.hardware import GIB, MIB, SystemProbe, format_bytes
 
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:        1048576 kB\nMemAvailable:   62914560 kB\n"
 
@@ -115,6 +115,80 @@ def test_this_very_machine_can_be_read(tmp_path: Path) -> None:
     assert 0 < found.memory_available <= found.memory_limit <= found.memory_total
     assert found.cpus >= 1
     assert found.disk_free is not None
+
+
+class Cards(Fake):
+    """Two cards, of which `free` bytes are free; torch's current device is the second."""
+
+    def __init__(self, root: Path, free: dict[int, int | None]) -> None:
+        super().__init__(root, {})
+        self.free, self.asked = free, []
+
+    def cuda_status(self) -> dict[str, Any]:
+        cards = [("H100", 80, [9, 0]), ("RTX 3060", 8, [8, 6])]
+        devices = [{"name": n, "total_bytes": g * GIB, "capability": c} for n, g, c in cards]
+        return {"available": True, "reason": None, "devices": devices}
+
+    def current_card(self) -> int:
+        return 1
+
+    def gpu_free(self, card: int) -> int | None:
+        self.asked.append(card)
+        return self.free[card]
+
+
+def test_the_budget_of_a_card_is_what_others_leave_of_it(tmp_path: Path) -> None:
+    probe = Cards(tmp_path, {0: 80 * GIB - 640 * MIB, 1: 3 * GIB})
+    machine = hardware.read(readers=probe)
+    assert probe.asked == [], "reading a machine opens no context on a card"
+    idle, used = machine.with_free_memory(0, probe), machine.with_free_memory(None, probe)
+    # Nothing but the context, which is a line of the plan, is missing from the first card.
+    assert idle.gpu is not None
+    assert (idle.gpu.name, idle.gpu.held_bytes, idle.gpu_budget()) == ("H100", 0, 79 * GIB)
+    # `cuda` is torch's current device: the second. Its own memory counts, and what a desktop holds of it does not.
+    assert used.gpu is not None
+    held = 5 * GIB - 256 * MIB
+    assert (used.gpu.name, used.gpu.held_bytes, used.gpu_budget()) == ("RTX 3060", held, 8 * GIB - held - 256 * MIB)
+    assert probe.asked == [0, 1]
+    assert used.idle().gpu_budget() == 8 * GIB - 256 * MIB, "what decides about numbers does not depend on it"
+    # A card that has no room for a context has no room for a plan.
+    assert machine.with_free_memory(1, Cards(tmp_path, {1: 0})).gpu_budget() == 0
+    # Where nobody can say, all of it counts.
+    assert machine.with_free_memory(1, Cards(tmp_path, {1: None})).gpu_budget() == 8 * GIB - 256 * MIB
+    assert machine.with_free_memory(7, probe).gpu is None
+
+
+def test_what_the_allocator_of_torch_holds_without_using_it_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    calls: list[str] = []
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(cuda, "mem_get_info", lambda card: calls.append(f"free {card}") or (10 * GIB, 80 * GIB))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda _: 7 * GIB)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda _: 5 * GIB)
+    probe = SystemProbe()
+    assert (probe.current_card(), probe.gpu_free(1), probe.gpu_free(2)) == (1, 12 * GIB, None)
+    assert calls == ["empty_cache", "free 1"], "the cache is given back before the driver is asked"
+
+    def no_context(_: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda, "mem_get_info", no_context)
+    assert probe.gpu_free(1) == 0
+
+
+def test_on_the_cpu_both_tiers_share_one_memory(tmp_path: Path) -> None:
+    machine = hardware.read(readers=Fake(tmp_path, {}))
+    host = machine.host_budget()
+    assert machine.budget("cpu") == {"device": host, "host": host}
+    assert machine.budget("cpu", gpu=2 * GIB, host=GIB) == {"device": GIB, "host": GIB}
+    assert machine.budget("cpu", gpu=GIB, host=2 * GIB) == {"device": GIB, "host": 2 * GIB}
+    assert machine.budget("cuda", gpu=GIB) == {"device": GIB, "host": host}
 
 
 def test_sizes_are_shown_in_units_of_1024() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatrain import Trainer
-from megatrain.training import trainer
+from megatrain.training.loop import TrainingLoop
 from megatrain.training.stop import Stop
 from support.runs import settings
 
@@ -15,14 +15,14 @@ def test_a_held_out_loss_of_earlier_weights_is_not_given_as_that_of_the_last_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path, eval={"every": 2}, train={"steps": 3})
-    stop, step = Stop(), trainer._Run._step
+    stop, step = Stop(), TrainingLoop._step
 
     def asked_within_the_last(self: Any, number: int, *rest: Any) -> None:
         step(self, number, *rest)
         if number == 3:
             stop.request("SIGTERM")
 
-    monkeypatch.setattr(trainer._Run, "_step", asked_within_the_last)
+    monkeypatch.setattr(TrainingLoop, "_step", asked_within_the_last)
     result = Trainer(config, stop=stop).fit()
     assert (result.step, result.stopped) == (3, "")
     assert result.eval_loss is None, "the one after step 2 is of other weights"

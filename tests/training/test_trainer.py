@@ -281,6 +281,18 @@ def test_a_run_that_has_learnt_nothing_says_so_in_one_line(
     assert "done: 12 steps" in out
 
 
+def test_a_warm_up_or_decay_longer_than_the_epochs_is_refused_like_one_longer_than_the_steps(tmp_path: Path) -> None:
+    for schedule, words in [
+        ({"name": "cosine", "warmup": 500}, r"warmup \(500 steps\) is longer than the run, train\.epochs 1 \(\d+\)"),
+        ({"name": "wsd", "warmup": 0, "decay": 500}, r"decay \(500 steps\) .* is longer than the run, train\.epochs 1"),
+    ]:
+        config = settings(tmp_path, train={"schedule": schedule, "epochs": 1})
+        del config["train"]["steps"]
+        with pytest.raises(ConfigError, match=words):
+            fit(config)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     config = settings(tmp_path) | {"memory": {"host": "64KiB"}}
     with pytest.raises(DoesNotFit) as refused:

@@ -5,10 +5,8 @@
 //! ```
 //!
 //! Nothing is allocated: a plan is arithmetic.
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
-use megatrain_core::plan::{
-    Budget, DeviceKind, Plan, Rates, Request, Requests, State, UnitRequest, UnitRole, UpdateMode, plan,
-};
+use megatrain_core::layout::{Precision, TensorSpec};
+use megatrain_core::plan::{Budget, DeviceKind, Plan, Request, State, UnitRequest, UnitRole, plan};
 use megatrain_core::{Error, Tier};
 
 const GIB: u64 = 1 << 30;
@@ -17,38 +15,23 @@ const TOKENS: u64 = 8192;
 
 /// One matrix a unit, so that the sizes are those of a Llama of 7 billion parameters.
 fn unit(name: String, role: UnitRole, parameters: u64) -> UnitRequest {
-    let weight = TensorSpec {
-        name: format!("{name}.weight"),
-        shape: vec![parameters / HIDDEN, HIDDEN],
-        dtype: Dtype::Bf16,
-        role: Role::Trainable,
-        group: 0,
-    };
+    let weight = TensorSpec::trainable(format!("{name}.weight"), [parameters / HIDDEN, HIDDEN]);
     let matmul = if role == UnitRole::Embed { 0.0 } else { 2.0 * (parameters * TOKENS) as f64 };
     let input_bytes = TOKENS * HIDDEN * 2;
-    UnitRequest { name, role, tensors: vec![weight], kept_bytes: 17 * input_bytes, input_bytes, flops: matmul }
+    UnitRequest {
+        kept_bytes: 17 * input_bytes,
+        input_bytes,
+        flops: matmul,
+        ..UnitRequest::new(name, role, vec![weight])
+    }
 }
 
 fn request() -> Request {
     let mut units = vec![unit("embed".into(), UnitRole::Embed, 131 << 20)];
     units.extend((0..32).map(|i| unit(format!("layers.{i}"), UnitRole::Layer, 202 << 20)));
     units.push(unit("head".into(), UnitRole::Head, 131 << 20));
-    Request {
-        units,
-        tied: false,
-        precision: Precision::Bf16,
-        grad_precision: Precision::Bf16,
-        update: UpdateMode::JustInTime,
-        micro_batches: 4,
-        workspace_bytes: 2 * GIB,
-        late_workspace_bytes: 0,
-        context_bytes: 0,
-        fragmentation: 0.0,
-        budget: Budget { device: 24 * GIB, host: 128 * GIB },
-        device: DeviceKind::Cuda,
-        requests: Requests::default(),
-        rates: Rates::default(),
-    }
+    let budget = Budget { device: 24 * GIB, host: 128 * GIB };
+    Request { device: DeviceKind::Cuda, workspace_bytes: 2 * GIB, ..Request::new(units, Precision::Bf16, 4, budget) }
 }
 
 fn print(plan: &Plan) {
@@ -63,7 +46,7 @@ fn print(plan: &Plan) {
     }
 }
 
-fn main() -> Result<(), Error> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut request = request();
     print(&plan(&request)?);
 
@@ -74,7 +57,7 @@ fn main() -> Result<(), Error> {
             println!("\nwith less host memory: {refusal}");
             Ok(())
         }
-        Err(other) => Err(other),
-        Ok(plan) => Err(Error::Invalid(format!("{} bytes should not fit", plan.totals.host))),
+        Err(other) => Err(other.into()),
+        Ok(plan) => Err(format!("{} bytes should not fit", plan.totals.host).into()),
     }
 }

@@ -2,25 +2,18 @@
 //!
 //! `cargo run -p megatrain-core --example 02_store`
 use megatrain_core::Result;
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Affinity, Pool};
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::layout::{Dtype, Precision, TensorSpec, UnitLayout};
 use megatrain_core::store::{Plane, Store, StoreBytes, StoreOptions};
 
 fn main() -> Result<()> {
     // A unit is what travels to the device in one copy: here a layer with two weights and a frozen buffer.
-    let tensor = |name: &str, shape: &[u64], dtype, role| TensorSpec {
-        name: name.to_owned(),
-        shape: shape.to_vec(),
-        dtype,
-        role,
-        group: 0,
-    };
     let layer = UnitLayout::new(
         "layers.0",
         vec![
-            tensor("layers.0.up.weight", &[512, 2048], Dtype::Bf16, Role::Trainable),
-            tensor("layers.0.down.weight", &[2048, 512], Dtype::Bf16, Role::Trainable),
-            tensor("layers.0.scale", &[512], Dtype::F32, Role::Frozen),
+            TensorSpec::trainable("layers.0.up.weight", [512, 2048]),
+            TensorSpec::trainable("layers.0.down.weight", [2048, 512]),
+            TensorSpec::frozen("layers.0.scale", [512], Dtype::F32),
         ],
         Precision::Bf16,
     )?;

@@ -10,52 +10,30 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use megatrain_core::Error;
 use megatrain_core::device::sim::{Faults, SimDevice, SimMemory};
 use megatrain_core::device::{DeviceMemory, Stream};
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
-use megatrain_core::plan::{
-    Budget, DeviceKind, Rates, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode, plan,
-};
+use megatrain_core::layout::{Dtype, Precision, TensorSpec};
+use megatrain_core::plan::{Budget, Region, Request, Requests, UnitRequest, UnitRole, plan};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
 use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Options, Phase, PlaneName};
 
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
 const LIMIT: Duration = Duration::from_secs(10);
 
 fn request() -> Request {
-    let unit = |name: String, role| UnitRequest {
-        tensors: vec![TensorSpec {
-            name: format!("{name}.weight"),
-            shape: vec![1000],
-            dtype: Dtype::F32,
-            role: Role::Trainable,
-            group: 0,
-        }],
-        name,
-        role,
-        kept_bytes: 0,
-        input_bytes: 4,
-        flops: 0.0,
+    let unit = |name: String, role| {
+        let tensors = vec![TensorSpec::trainable(format!("{name}.weight"), [1000])];
+        UnitRequest { input_bytes: 4, flops: 0.0, ..UnitRequest::new(name, role, tensors) }
     };
     let mut units = vec![unit("embed".into(), UnitRole::Embed)];
     units.extend((0..6).map(|i| unit(format!("layers.{i}"), UnitRole::Layer)));
     units.push(unit("head".into(), UnitRole::Head));
+    let budget = Budget { device: 1 << 30, host: 1 << 30 };
     Request {
-        units,
-        tied: false,
-        precision: Precision::Fp32,
-        grad_precision: Precision::Fp32,
-        update: UpdateMode::JustInTime,
-        micro_batches: 3,
-        workspace_bytes: 0,
-        late_workspace_bytes: 0,
-        context_bytes: 0,
-        fragmentation: 0.0,
-        budget: Budget { device: 1 << 30, host: 1 << 30 },
-        device: DeviceKind::Cpu,
         requests: Requests { slots: Some(2), ..Requests::default() },
-        rates: Rates::default(),
+        ..Request::new(units, Precision::Fp32, 3, budget)
     }
 }
 
@@ -82,14 +60,14 @@ fn compute(device: &SimDevice, engine: &Engine, op: &ComputeOp) {
     });
 }
 
-fn ready<T>(poll: Poll<T>) -> Result<T, Error> {
+fn ready<T>(poll: Poll<T>) -> Result<T> {
     match poll {
         Poll::Ready(value) => Ok(value),
-        Poll::Pending => Err(Error::Invalid(format!("nothing happened for {LIMIT:?}"))),
+        Poll::Pending => Err(format!("nothing happened for {LIMIT:?}").into()),
     }
 }
 
-fn train(seed: u64) -> Result<Vec<u8>, Error> {
+fn train(seed: u64) -> Result<Vec<u8>> {
     let device = SimDevice::new(Some(seed), Faults::default()).queueing_compute();
     let request = request();
     let engine = Engine::new(Arc::new(device.clone()), &request, &plan(&request)?, &Options::default())?;
@@ -99,20 +77,13 @@ fn train(seed: u64) -> Result<Vec<u8>, Error> {
     }
     let group = Group { lr: 1e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, idle: false };
     for step in 0..3 {
-        let begin = Begin {
-            pass: Pass::Train,
-            micro_batches: 3,
-            compute_stream: 0,
-            groups: None,
-            rows: None,
-            accumulate: false,
-        };
+        let begin = Begin::new(Pass::Train, 3);
         ready(engine.begin(&begin, LIMIT)?)?;
         while let Some(op) = ready(engine.next(LIMIT)?)? {
             compute(&device, &engine, &op);
             engine.finish(op.id)?;
         }
-        // Returns as soon as the norm is known; the updates run beneath the next step.
+        // Returns as soon as the norm is known; the updates run while the next step computes.
         let outcome = ready(engine.apply(&[group], Some(1.0), LIMIT)?)?;
         println!("seed {seed}, step {step}: norm {:.4}, clipped by {:.4}", outcome.grad_norm, outcome.clip);
     }
@@ -121,10 +92,10 @@ fn train(seed: u64) -> Result<Vec<u8>, Error> {
     Ok(master)
 }
 
-fn main() -> Result<(), Error> {
+fn main() -> Result<()> {
     let (one, other) = (train(1)?, train(2)?);
     if one != other {
-        return Err(Error::Invalid("two orders gave different bits".into()));
+        return Err("two orders gave different bits".into());
     }
     println!("both orders end on the same bits");
     Ok(())

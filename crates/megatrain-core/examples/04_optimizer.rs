@@ -2,23 +2,19 @@
 //!
 //! `cargo run -p megatrain-core --example 04_optimizer`
 use megatrain_core::Result;
-use megatrain_core::device::AdamwScalars;
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::clip::{clip_coefficient, global_norm};
-use megatrain_core::optimizer::kernel::{Values, sum_squares};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::adamw::clip::{clip_coefficient, global_norm};
+use megatrain_core::adamw::kernels::{Values, sum_squares};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::layout::{Dtype, Precision, TensorSpec, UnitLayout};
+use megatrain_core::optimizer::Adamw;
 use megatrain_core::store::{Plane, Store, StoreOptions};
 
 fn main() -> Result<()> {
     // A quadratic to be minimised: the loss is half the squared distance of each weight from 3.
-    let spec = TensorSpec {
-        name: "weight".to_owned(),
-        shape: vec![1000, 300],
-        dtype: Dtype::Bf16,
-        role: Role::Trainable,
-        group: 0,
-    };
+    let spec = TensorSpec::trainable("weight", [1000, 300]);
     let layout = UnitLayout::new("layers.0", vec![spec], Precision::Bf16)?;
     let numel = layout.tensors[0].spec.numel();
     let pool = Pool::new(None, &Affinity::Free)?;
@@ -32,7 +28,7 @@ fn main() -> Result<()> {
     let mut master = vec![0u8; usize::try_from(numel * 4).expect("a small unit")];
     for step in 1..=200 {
         store.read(0, 0, Plane::Master, 0, &mut master)?;
-        for (g, w) in grad.elements::<u16>(0, numel).iter_mut().zip(master.as_chunks::<4>().0) {
+        for (g, w) in grad.elements_mut::<u16>(0, numel).iter_mut().zip(master.as_chunks::<4>().0) {
             let difference = f32::from_ne_bytes(*w) - 3.0;
             *g = (difference.to_bits() >> 16) as u16;
         }

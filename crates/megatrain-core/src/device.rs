@@ -8,13 +8,15 @@
 use std::any::Any;
 use std::sync::Arc;
 
+#[expect(unsafe_code, reason = "copies of host memory that are queued, each waited for")]
 pub mod conformance;
 #[expect(unsafe_code, reason = "simulated device memory: copies and views over raw host addresses")]
 pub mod sim;
 
+use crate::adamw::AdamwScalars;
 use crate::error::Result;
+use crate::host::HostSpan;
 use crate::layout::Dtype;
-use crate::store::arena::HostSpan;
 
 /// The streams a device offers. `Compute` is PyTorch's current stream on CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,25 +108,6 @@ pub struct DeviceFacts {
     pub capability: (u32, u32),
 }
 
-/// Coefficients of one AdamW update, formed in f64 and rounded once (`optimizer.rs` builds them).
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[allow(missing_docs)]
-pub struct AdamwScalars {
-    pub beta1: f32,
-    pub one_minus_beta1: f32,
-    pub beta2: f32,
-    pub one_minus_beta2: f32,
-    /// 1 - lr * weight_decay
-    pub decay: f32,
-    /// lr / (1 - beta1^t)
-    pub step_size: f32,
-    /// 1 / sqrt(1 - beta2^t)
-    pub inv_sqrt_bias2: f32,
-    pub eps: f32,
-    /// Multiplies the gradient first: the clip coefficient.
-    pub grad_scale: f32,
-}
-
 /// One AdamW update on the device, over one parameter's stretch of the planes. All spans cover `numel` elements.
 pub struct DeviceAdamw<'a> {
     /// bf16 upper plane, or fp32 weights when `residual` is `None`.
@@ -146,6 +129,13 @@ pub struct DeviceAdamw<'a> {
 }
 
 /// A device. Object safe; a step makes thousands of calls, not billions.
+///
+/// # Copies of host memory
+/// A copy is queued and runs at any time until an event recorded after it has passed. Rust knows nothing of it, so that
+/// [`Device::copy_to_device`] and [`Device::copy_to_host`] are `unsafe`: until then, nobody may write the bytes that a copy
+/// reads, nor read or write those that it writes, through [`HostSpan::elements`], another device or anything else. Copies
+/// that events order on the same device may overlap. (A device keeps the memory of a queued copy mapped by itself.)
+#[expect(unsafe_code, reason = "the contract of queued copies")]
 pub trait Device: Send + Sync {
     /// What it is.
     fn facts(&self) -> Result<DeviceFacts>;
@@ -161,9 +151,15 @@ pub trait Device: Send + Sync {
     /// Makes `handle` (a `CUstream`) the compute stream. The simulator ignores it.
     fn set_compute_stream(&self, handle: u64) -> Result<()>;
     /// Copies a host span to the device, in order on `stream`.
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()>;
+    ///
+    /// # Safety
+    /// Nobody writes the span until the copy is over: see [`Device`].
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()>;
     /// Copies device memory to a host span, in order on `stream`.
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()>;
+    ///
+    /// # Safety
+    /// Nobody reads or writes the span until the copy is over: see [`Device`].
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()>;
     /// Copies device memory to device memory, in order on `stream`.
     fn copy_on_device(&self, stream: Stream, src: &DeviceMemory, dst: &DeviceMemory) -> Result<()>;
     /// Fills device memory with a byte, in order on `stream`.

@@ -30,7 +30,7 @@ impl Tier {
 pub struct Size(pub u64);
 
 impl std::fmt::Display for Size {
-    #[expect(clippy::cast_precision_loss, reason = "two digits behind the point are shown")]
+    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
         let text = match units.into_iter().find(|&(_, scale)| self.0 >= scale) {
@@ -50,19 +50,35 @@ fn sum_that_does_not_fit(tier: Tier, needed: u64, available: u64, items: &[Item]
         Size(available),
         Size(needed.saturating_sub(available)),
     );
-    let mut lines: Vec<&Item> = items.iter().filter(|item| item.tier == tier && item.bytes > 0).collect();
+    write_lines(&mut text, items.iter().filter(|item| item.tier == tier));
+    text
+}
+
+/// The same where device and host share one memory: the lines of both.
+fn sum_of_shared_memory(needed: u64, available: u64, items: &[Item]) -> String {
+    let mut text = format!(
+        "this does not fit: {} of host memory are needed, which the device shares, and {} allowed ({} too little)",
+        Size(needed),
+        Size(available),
+        Size(needed.saturating_sub(available)),
+    );
+    write_lines(&mut text, items.iter());
+    text
+}
+
+fn write_lines<'a>(text: &mut String, items: impl Iterator<Item = &'a Item>) {
+    let mut lines: Vec<&Item> = items.filter(|item| item.bytes > 0).collect();
     lines.sort_by_key(|item| std::cmp::Reverse(item.bytes));
     for item in lines {
         // Writing to a string cannot fail.
-        let _ = write!(text, "\n  {:>12}  {tier_name:<6}  {}", Size(item.bytes), item.what);
+        let _ = write!(text, "\n  {:>12}  {:<6}  {}", Size(item.bytes), item.tier.name(), item.what);
     }
-    text
 }
 
 /// One line of a memory budget: what it is for, where it lives, and how many bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
-    /// What the bytes are for, in the words of the plan table.
+    /// What the bytes are for, as the plan table shows it.
     pub what: String,
     /// Where they live.
     pub tier: Tier,
@@ -72,8 +88,19 @@ pub struct Item {
     pub pinned: bool,
 }
 
+/// A range as a message shows it.
+fn range(least: u64, most: Option<u64>, why: &str) -> String {
+    let limits = match most {
+        None => format!("at least {least}"),
+        Some(most) if least == 0 => format!("at most {most}"),
+        Some(most) => format!("at least {least} and at most {most}"),
+    };
+    if why.is_empty() { limits } else { format!("{limits} ({why})") }
+}
+
 /// The error type of the whole core.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A plan needs more than a tier offers. Nothing was allocated.
     #[error("{}", sum_that_does_not_fit(*tier, *needed, *available, items))]
@@ -87,6 +114,16 @@ pub enum Error {
         /// Every line of the sum.
         items: Vec<Item>,
     },
+    /// Device and host share one memory, and a plan needs more than there is. Nothing was allocated.
+    #[error("{}", sum_of_shared_memory(*needed, *available, items))]
+    SharedMemory {
+        /// The sum of all items, in bytes.
+        needed: u64,
+        /// The budget of both tiers together, in bytes.
+        available: u64,
+        /// Every line of the sum.
+        items: Vec<Item>,
+    },
     /// The operating system refused host memory.
     #[error("host memory: {call} of {} failed: {source}", Size(*bytes as u64))]
     HostMemory {
@@ -94,7 +131,7 @@ pub enum Error {
         call: &'static str,
         /// The bytes asked for.
         bytes: usize,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A device call failed.
@@ -104,7 +141,7 @@ pub enum Error {
         call: &'static str,
         /// The driver's code.
         code: i32,
-        /// The driver's words, or ours.
+        /// The driver's message, or ours.
         detail: String,
     },
     /// No usable device; the reason and the remedy are in the message.
@@ -122,15 +159,544 @@ pub enum Error {
         needed: u64,
         /// Bytes free on its disk.
         free: u64,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A thread of the optimizer's pool failed.
     #[error("an optimizer thread failed: {0}")]
     Worker(String),
-    /// A request that cannot be honoured as written.
-    #[error("{0}")]
-    Invalid(String),
+    // ---- Requests, options and plans ----
+    /// A JSON document cannot be read or written.
+    #[error("{what}: {source}")]
+    Json {
+        /// Which document.
+        what: &'static str,
+        /// What is wrong and where.
+        source: serde_json::Error,
+    },
+    /// An integer setting is out of its range.
+    #[error("{setting} must be {}, not {value}", range(*least, *most, why))]
+    OutOfRange {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        value: u64,
+        /// The least that it may be.
+        least: u64,
+        /// The most, if there is a limit.
+        most: Option<u64>,
+        /// Why; empty where that is plain.
+        why: &'static str,
+    },
+    /// A real number is out of its range.
+    #[error("{what} is {value}; it must be {allowed}")]
+    WrongNumber {
+        /// The setting.
+        what: String,
+        /// Its value.
+        value: f64,
+        /// What it may be.
+        allowed: &'static str,
+    },
+    /// A group has no micro-batches, or more than a step.
+    #[error("plan.group must lie between 1 and micro_batches = {micro_batches}, not {value}")]
+    GroupOutOfRange {
+        /// The micro-batches of a group.
+        value: u32,
+        /// Those of a step.
+        micro_batches: u32,
+    },
+    /// A setting counts more than the model has.
+    #[error("{setting} = {value} exceeds the {count} {of} of the model")]
+    ExceedsModel {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        value: u32,
+        /// How many there are.
+        count: usize,
+        /// What is counted.
+        of: &'static str,
+    },
+    /// Two settings contradict each other.
+    #[error("{setting} = {value} contradicts {other}")]
+    Contradiction {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        value: u32,
+        /// What it contradicts.
+        other: &'static str,
+    },
+    /// Shared slabs were asked for where every gradient has its own.
+    #[error(
+        "plan.slabs = {slabs} needs train.update: immediate; just in time each gradient waits in a slab of its own"
+    )]
+    SlabsJustInTime {
+        /// How many.
+        slabs: u32,
+    },
+    /// bf16 gradients were asked for with fp32 weights.
+    #[error("precision fp32 sends fp32 gradients; grad_precision bf16 needs precision bf16")]
+    GradPrecision,
+    /// Passes were to be accumulated under immediate updates.
+    #[error(
+        "immediate updates apply each gradient at once: several passes cannot be accumulated; use train.update: just_in_time"
+    )]
+    ImmediateAccumulation,
+    /// A model has too few units.
+    #[error("a model has embed, at least one layer and head; {given} units were given")]
+    TooFewUnits {
+        /// How many there are.
+        given: usize,
+    },
+    /// A unit is at a place where its role does not belong.
+    #[error("unit {index} ({unit}) must have the role {expected}, not {got}")]
+    WrongRole {
+        /// Its index.
+        index: usize,
+        /// Its name.
+        unit: String,
+        /// The role of that place.
+        expected: &'static str,
+        /// Its own.
+        got: &'static str,
+    },
+    /// Two units share a name.
+    #[error("two units are called {unit}; every unit needs a name of its own")]
+    DuplicateUnit {
+        /// The name.
+        unit: String,
+    },
+    /// Two tensors of a unit share a name.
+    #[error("unit {unit} declares the tensor {tensor} twice")]
+    DuplicateTensor {
+        /// The unit.
+        unit: String,
+        /// The name.
+        tensor: String,
+    },
+    /// Every tensor is frozen.
+    #[error("no tensor is trainable: there is nothing to train")]
+    NothingToTrain,
+    /// A unit has more elements than can be laid out.
+    #[error("tensor {tensor} of shape {shape:?} makes unit {unit} larger than 2^{log2} elements")]
+    UnitTooLarge {
+        /// The unit.
+        unit: String,
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The limit's exponent.
+        log2: u32,
+    },
+    /// There are more of something than can be counted or addressed.
+    #[error("{count} {what} are more than the {most} that are supported")]
+    TooMany {
+        /// What.
+        what: &'static str,
+        /// How many.
+        count: u64,
+        /// How many there may be.
+        most: u64,
+    },
+    /// A size is beyond what any machine has; sums of such sizes would not be sums any more.
+    #[error("{what} takes {bytes} bytes, more than the 2^{log2} that are counted with")]
+    TooLarge {
+        /// A line of the sum.
+        what: String,
+        /// Its bytes, as far as they can be counted.
+        bytes: u64,
+        /// The limit's exponent.
+        log2: u32,
+    },
+    /// A model and a batch make up more operations than a schedule may have.
+    #[error(
+        "micro_batches = {micro_batches} of {units} units make up more than the {most} computations that a step may have; use fewer and larger micro-batches"
+    )]
+    TooManyOperations {
+        /// The micro-batches.
+        micro_batches: u32,
+        /// The units.
+        units: usize,
+        /// The limit.
+        most: u64,
+    },
+    /// A plan and a request do not belong together.
+    #[error("the plan was made for another request: {what} is {plan} in it, {request} here; plan again")]
+    PlanMismatch {
+        /// The first difference.
+        what: &'static str,
+        /// Its value in the plan.
+        plan: String,
+        /// Its value in the request.
+        request: String,
+    },
+    /// A plan's staging buffers are too few or too small.
+    #[error(
+        "{buffers} staging buffers of {bytes} bytes cannot hold the {needed} bytes of a unit's activations; at least 2 that can are needed"
+    )]
+    StagingTooSmall {
+        /// How many.
+        buffers: u32,
+        /// Bytes of each.
+        bytes: u64,
+        /// Bytes of the largest unit's.
+        needed: u64,
+    },
+    /// A plan updates a unit on the device in a way that it has no buffers for.
+    #[error(
+        "unit {unit} is updated on the device with its state on the host: that needs buffers (the plan has {buffers}), a decoder layer, and gradients that are not accumulated over passes"
+    )]
+    DeviceUpdate {
+        /// The unit.
+        unit: String,
+        /// How many buffers there are.
+        buffers: u32,
+    },
+
+    // ---- Units, tensors and their planes ----
+    /// There is no such unit.
+    #[error("there are {units} units, none of index {index}")]
+    UnknownUnit {
+        /// The index asked for.
+        index: usize,
+        /// How many units there are.
+        units: usize,
+    },
+    /// There is no such tensor.
+    #[error("unit {unit} has {tensors} tensors, none of index {index}")]
+    UnknownTensor {
+        /// The unit.
+        unit: String,
+        /// The index asked for.
+        index: usize,
+        /// How many tensors it has.
+        tensors: usize,
+    },
+    /// There is no such plane.
+    #[error("{name:?} is no plane: master, weights, residual, exp_avg, exp_avg_sq")]
+    UnknownPlane {
+        /// The name asked for.
+        name: String,
+    },
+    /// A frozen tensor has no such plane.
+    #[error("{tensor} is frozen and has no {what}: its values are the plane weights, as {dtype}")]
+    Frozen {
+        /// The tensor.
+        tensor: String,
+        /// The plane, or `gradient`.
+        what: &'static str,
+        /// In which dtype it is stored.
+        dtype: &'static str,
+    },
+    /// Weights that are stored in fp32 have no residual.
+    #[error("{tensor} has no residual: its weights are whole in fp32")]
+    NoResidual {
+        /// The tensor.
+        tensor: String,
+    },
+    /// The planes of a unit are on the device, not in the store.
+    #[error("the state of unit {unit} is on the device; read and write it through the engine")]
+    StateOnDevice {
+        /// The unit.
+        unit: String,
+    },
+    /// Values have another dtype than is taken.
+    #[error("{what} takes {expected}, not {got}")]
+    WrongDtype {
+        /// What takes them.
+        what: String,
+        /// What it takes.
+        expected: &'static str,
+        /// What was given.
+        got: &'static str,
+    },
+    /// Two lengths that must agree do not.
+    #[error("{what} needs {expected} bytes of {of}, not {got}")]
+    WrongLength {
+        /// What was to be done.
+        what: String,
+        /// With which bytes.
+        of: &'static str,
+        /// Bytes needed.
+        expected: u64,
+        /// Bytes given.
+        got: u64,
+    },
+    /// Bytes are no whole number of elements.
+    #[error("{tensor}: {bytes} bytes are no whole number of {dtype} elements")]
+    PartialElement {
+        /// The tensor.
+        tensor: String,
+        /// How many bytes.
+        bytes: usize,
+        /// Of which dtype.
+        dtype: &'static str,
+    },
+    /// A range goes beyond a tensor's end.
+    #[error("{tensor}: elements {start}..{start}+{len} leave a tensor of {numel} elements")]
+    OutOfBounds {
+        /// The tensor.
+        tensor: String,
+        /// First element.
+        start: u64,
+        /// How many.
+        len: u64,
+        /// Elements of the tensor.
+        numel: u64,
+    },
+    /// A value cannot be stored.
+    #[error("{tensor}: element {index} of {plane} is {value} in fp32; values must be finite")]
+    NotFinite {
+        /// The tensor.
+        tensor: String,
+        /// The plane.
+        plane: &'static str,
+        /// The first such element.
+        index: u64,
+        /// Its value.
+        value: f32,
+    },
+    /// An arena has been carved up.
+    #[error("an arena of {bytes} bytes has {left} left, not {asked}")]
+    ArenaFull {
+        /// Bytes of the arena.
+        bytes: u64,
+        /// Bytes left.
+        left: u64,
+        /// Bytes asked for.
+        asked: u64,
+    },
+    /// More bytes than the address space has.
+    #[error("{bytes} bytes exceed the address space")]
+    AddressSpace {
+        /// How many.
+        bytes: u64,
+    },
+
+    // ---- The optimizer and devices ----
+    /// There are no such kernels.
+    #[error("{asked_by}: {name:?} is none of auto, scalar, avx2, avx512")]
+    UnknownIsa {
+        /// The option or variable that asked.
+        asked_by: &'static str,
+        /// What it asked for.
+        name: String,
+    },
+    /// The processor cannot run these kernels.
+    #[error("{asked_by}: this processor lacks {name}; the best it has is {best}")]
+    MissingIsa {
+        /// The option or variable that asked.
+        asked_by: &'static str,
+        /// What it asked for.
+        name: &'static str,
+        /// What the processor has.
+        best: &'static str,
+    },
+    /// Threads were to be bound to no cores.
+    #[error("the list of cores for the optimizer's threads is empty; name at least one, or leave them free")]
+    NoCores,
+    /// A device's memory does not have the size or alignment that a call needs.
+    #[error("{what}: {numel} aligned elements of {size} bytes are needed, {bytes} bytes at {address:#x} were given")]
+    WrongMemory {
+        /// What it is.
+        what: &'static str,
+        /// Elements needed.
+        numel: u64,
+        /// Bytes of each.
+        size: u64,
+        /// Bytes given.
+        bytes: u64,
+        /// Where.
+        address: u64,
+    },
+    /// An event was recorded by another device.
+    #[error("the event belongs to another kind of device")]
+    ForeignEvent,
+    /// A device breaks a rule of the conformance suite.
+    #[error("the device breaks the rule \"{rule}\": {detail}")]
+    DeviceRule {
+        /// The rule.
+        rule: &'static str,
+        /// How.
+        detail: String,
+    },
+
+    // ---- Schedules ----
+    /// A pass has no micro-batches, or more than the plan.
+    #[error("a pass of {asked} micro-batches was asked for; the plan has room for 1 to {most}")]
+    PassSize {
+        /// The micro-batches asked for.
+        asked: u32,
+        /// The plan's.
+        most: u32,
+    },
+    /// An operation of a schedule breaks a rule.
+    #[error("schedule: operation {op} ({kind} of unit {unit}, micro-batch {micro_batch}) breaks a rule: {rule}")]
+    OpRule {
+        /// Its position.
+        op: u32,
+        /// What it does.
+        kind: String,
+        /// To which unit.
+        unit: u32,
+        /// For which micro-batch.
+        micro_batch: u32,
+        /// The rule.
+        rule: String,
+    },
+    /// A schedule has an operation too few or too many.
+    #[error("schedule: {what} occurs {found} times, not {expected}")]
+    OpCount {
+        /// The operation.
+        what: String,
+        /// How often it occurs.
+        found: u64,
+        /// How often it should.
+        expected: u64,
+    },
+    /// A schedule takes weights to be on the device that are not.
+    #[error("schedule: unit {unit} is not on the device when the pass begins")]
+    NotResident {
+        /// The unit.
+        unit: u32,
+    },
+
+    // ---- The state of the engine ----
+    /// The engine has been closed.
+    #[error("the engine is closed")]
+    Closed,
+    /// A call cannot be made while a pass is computed.
+    #[error("a pass is under way: {remedy}")]
+    PassUnderWay {
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A call needs a pass.
+    #[error("no pass has begun")]
+    NoPass,
+    /// Another operation was asked for before the last one had been finished.
+    #[error("operation {id} was handed out and has not been finished")]
+    NotFinished {
+        /// The operation.
+        id: u64,
+    },
+    /// An operation was finished that is not being computed.
+    #[error("operation {id} was not handed out, or has been finished already")]
+    NotHandedOut {
+        /// The operation.
+        id: u64,
+    },
+    /// Gradients wait for a decision.
+    #[error("gradients of the last pass were neither applied nor abandoned; apply them, or accumulate")]
+    GradientsWait,
+    /// There are no gradients to apply.
+    #[error("no gradients wait: no training pass has begun since the last one was applied or abandoned")]
+    NothingToApply,
+    /// There are no gradients to add to.
+    #[error("there are no gradients to accumulate to: the last pass was applied or abandoned")]
+    NothingToAccumulate,
+    /// The plan cannot accumulate gradients over passes.
+    #[error("the plan has no store for gradients of several passes; plan with requests.accumulate")]
+    NoGradientStore,
+    /// Hyper-parameters were not given when they are needed, or given when they are not.
+    #[error("{when} updates take the hyper-parameters of every group {given}")]
+    GroupsAtWrongTime {
+        /// Which updates.
+        when: &'static str,
+        /// When they are given.
+        given: &'static str,
+    },
+    /// A tensor's parameter group is missing.
+    #[error("{tensor} belongs to parameter group {group}; {given} groups were given")]
+    MissingGroup {
+        /// The tensor.
+        tensor: String,
+        /// Its group.
+        group: u32,
+        /// How many were given.
+        given: usize,
+    },
+    /// Immediate updates cannot be clipped.
+    #[error("max_grad_norm = {max_norm}: immediate updates cannot be clipped by the norm of all gradients")]
+    ImmediateClipping {
+        /// The norm asked for.
+        max_norm: f64,
+    },
+    /// A gradient is not finite and some updates have been made.
+    #[error("the gradient of unit {unit} is not finite; with immediate updates the step cannot be taken back")]
+    GradientNotFinite {
+        /// The unit.
+        unit: String,
+    },
+    /// An update has no decision about its gradients.
+    #[error("an update without a decision; please report this")]
+    Undecided,
+    /// Gradients cannot be written.
+    #[error("a gradient is computed, not written")]
+    GradientReadOnly,
+    /// There is no gradient to read yet.
+    #[error("{tensor} has no gradient: no training pass has been computed")]
+    NoGradientYet {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A gradient has been overwritten.
+    #[error("the gradient of {tensor} is gone: with immediate updates layers share their slabs")]
+    GradientGone {
+        /// The tensor.
+        tensor: String,
+    },
+    /// Looked-up rows were given for what is no embedding table.
+    #[error("tensor {tensor} of unit {unit} is no trained table")]
+    NotATable {
+        /// Index of the tensor.
+        tensor: usize,
+        /// The unit.
+        unit: String,
+    },
+    /// Looked-up rows are not in order.
+    #[error("rows of {table} must be distinct and ascending; {second} follows {first}")]
+    RowOrder {
+        /// The table.
+        table: String,
+        /// A row.
+        first: u64,
+        /// The one after it.
+        second: u64,
+    },
+    /// A row was looked up that the table does not have.
+    #[error("row {row} was looked up in {table}, which has {rows} rows")]
+    UnknownRow {
+        /// The table.
+        table: String,
+        /// The row.
+        row: u64,
+        /// How many there are.
+        rows: u64,
+    },
+    /// No save was begun.
+    #[error("no save has begun")]
+    NoSave,
+    /// A save is under way already.
+    #[error("a save is under way: finish it, or cancel it, before another")]
+    SaveUnderWay,
+    /// The save was cancelled, or has failed.
+    #[error("the save was cancelled")]
+    SaveCancelled,
+    /// The engine was closed while it saved.
+    #[error("the engine was closed before everything had been saved")]
+    ClosedWhileSaving,
+    /// A file of a checkpoint cannot be written as described.
+    #[error("{path}: {rule}", path = path.display())]
+    SaveFile {
+        /// The file.
+        path: PathBuf,
+        /// What files must be like.
+        rule: &'static str,
+    },
     /// An operation of a step failed; the engine refuses everything from then on.
     #[error("the engine is broken since {op} of unit {unit}: {cause}")]
     Broken {

@@ -2,6 +2,7 @@
 //!
 //! The same bookkeeping that drives the engine ([`crate::stream`]) decides what runs when; only the durations are
 //! invented, from measured rates. The simulated device proves order, this predicts time.
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
@@ -10,12 +11,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::layout::{Precision, Role};
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode};
-use crate::schedule::{Facts, Kind, Lane, Op, Pass, Schedule, Shape};
-use crate::stream::progress::{Id, Progress};
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode, staged_bytes};
+use crate::schedule::progress::{Id, Progress};
+use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
 /// One operation on the virtual clock; seconds from the start of the measured step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Span {
     /// The lane.
     pub lane: Lane,
@@ -25,7 +27,7 @@ pub struct Span {
     pub unit: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run beneath step 2.
+    /// Which of the two steps it belongs to: 1 is the measured one, whose updates may run during step 2.
     pub step: u64,
     /// Start.
     pub start_s: f64,
@@ -35,6 +37,7 @@ pub struct Span {
 
 /// A simulated step in steady state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Estimate {
     /// Seconds from one step's first computation to the next one's.
     pub step_s: f64,
@@ -52,10 +55,10 @@ pub struct Estimate {
 /// As for [`Schedule::new`].
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
     let placement = Placement::new(request, plan)?;
-    let facts = Facts::from_placement(request, plan, &placement);
+    let inputs = ScheduleInputs::from_placement(request, plan, &placement);
     let shape = Shape::new(Pass::Train, plan.micro_batches);
-    let (first, steady) = Schedule::steady(&facts, shape)?;
-    let looked_up = facts.early.then(|| looked_up(request, plan));
+    let (first, steady) = Schedule::steady(&inputs, shape)?;
+    let looked_up = inputs.early.then(|| looked_up(request, plan));
     let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
     durations.contention = durations.contention(&steady);
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
@@ -64,9 +67,58 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 
 /// What [`crate::plan::plan`] prints.
 pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
-    let Estimate { step_s, lanes, bound, .. } = estimate(request, plan, &request.rates)?;
-    let expected_step_s = estimate(request, plan, &request.rates.sustained())?.step_s;
+    let expected_step_s = expected_step_s(request, plan)?;
+    let (request, plan) = condensed(request, plan);
+    let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes })
+}
+
+/// By how much a step is expected to be longer than simulated where units with their state on the host are updated
+/// on the device, and where activations or
+/// inputs pass to the host: both ask for more locked memory and more operations of the link, which the simulation counts
+/// by their bytes alone.
+pub(crate) fn allowance(device_updates: bool, stages: bool) -> f64 {
+    (if device_updates { 1.02 } else { 1.0 }) * (if stages { 1.01 } else { 1.0 })
+}
+
+/// Seconds to expect of a step: simulated at the rates that a whole step sustains, with an allowance for what that leaves
+/// out. Plans are compared by this number.
+pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
+    let (request, plan) = condensed(request, plan);
+    let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
+    Ok(estimate(&request, &plan, &request.rates.sustained())?.step_s * allowance)
+}
+
+/// Most micro-batches of a group that are simulated one by one.
+const SIMULATED_MICRO_BATCHES: u32 = 4;
+
+/// The micro-batches that a forecast simulates: those of a large group, which pass through a unit one after the other,
+/// are taken together as a few of the same total size. The sums of every lane stay as they are.
+pub(crate) fn simulated_micro_batches(micro_batches: u32, group: u32) -> u32 {
+    if group <= SIMULATED_MICRO_BATCHES || !micro_batches.is_multiple_of(group) {
+        return micro_batches;
+    }
+    micro_batches / group * SIMULATED_MICRO_BATCHES
+}
+
+fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow<'a, Plan>) {
+    let simulated = simulated_micro_batches(plan.micro_batches, plan.group);
+    if simulated == plan.micro_batches {
+        return (Cow::Borrowed(request), Cow::Borrowed(plan));
+    }
+    let times = f64::from(plan.micro_batches) / f64::from(simulated);
+    let mut request = request.clone();
+    for unit in &mut request.units {
+        unit.flops *= times;
+        unit.kept_bytes = (unit.kept_bytes as f64 * times) as u64;
+        unit.input_bytes = (unit.input_bytes as f64 * times) as u64;
+    }
+    request.micro_batches = simulated;
+    let mut plan = plan.clone();
+    (plan.micro_batches, plan.group) = (simulated, SIMULATED_MICRO_BATCHES);
+    let layers = 1..plan.units.len() - 1;
+    plan.stage_bytes = layers.map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+    (Cow::Owned(request), Cow::Owned(plan))
 }
 
 struct Durations<'a> {
@@ -81,7 +133,7 @@ struct Durations<'a> {
 }
 
 /// Bytes that AdamW moves a parameter: over split planes, or over fp32 weights with fp32 gradients.
-fn update_bytes(precision: Precision) -> u64 {
+pub(crate) fn update_bytes(precision: Precision) -> u64 {
     if precision == Precision::Bf16 { 26 } else { 28 }
 }
 
@@ -90,8 +142,8 @@ fn looked_up(request: &Request, plan: &Plan) -> f64 {
     let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
     let Some(shape) = tables.map(|t| &t.shape).max_by_key(|shape| shape[0]) else { return 1.0 };
     let hidden = (shape[1] * request.precision.dtype().size()).max(1);
-    let tokens = u64::from(plan.micro_batches) * request.units[1].input_bytes / hidden;
-    (tokens as f64 / shape[0].max(1) as f64).min(1.0)
+    let tokens = f64::from(plan.micro_batches) * request.units[1].input_bytes as f64 / hidden as f64;
+    (tokens.floor() / shape[0].max(1) as f64).min(1.0)
 }
 
 impl Durations<'_> {
@@ -103,12 +155,12 @@ impl Durations<'_> {
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
         let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
         match op.kind {
-            Kind::Load | Kind::Fetch => upload(self.link_bytes(op)),
-            Kind::Save => download(self.link_bytes(op)),
+            Kind::Load | Kind::FetchActivation => upload(self.link_bytes(op)),
+            Kind::OffloadActivation => download(self.link_bytes(op)),
             // One part comes while another one returns.
-            Kind::Bring => upload(self.link_bytes(op)) * (2.0 / r.both_ways),
-            Kind::Return => download(self.link_bytes(op)) * (2.0 / r.both_ways),
-            Kind::Land => {
+            Kind::FetchState => upload(self.link_bytes(op)) * (2.0 / r.both_ways),
+            Kind::WriteBackState => download(self.link_bytes(op)) * (2.0 / r.both_ways),
+            Kind::OffloadGrad => {
                 let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
                 norm + download(self.link_bytes(op))
             }
@@ -117,7 +169,7 @@ impl Durations<'_> {
             Kind::Loss => compute(3.0),
             Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => compute(3.0),
             Kind::Backward => compute(2.0),
-            Kind::Gather => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
+            Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
             }
@@ -131,15 +183,15 @@ impl Durations<'_> {
                 self.contention * parameters / (r.adamw_gparams * 1e9)
             }
             // Steady state is that without a checkpoint.
-            Kind::Verdict | Kind::Write => 0.0,
+            Kind::ClipDecision | Kind::WriteCheckpoint => 0.0,
         }
     }
 
     /// The part of its unit that an update is about.
     fn share(&self, op: &Op) -> f64 {
         let unit = op.unit as usize;
-        let elements = match op.visit {
-            Some(_) => &self.placement.visits[unit][op.part as usize],
+        let elements = match op.state_buffer {
+            Some(_) => &self.placement.device_update_parts[unit][op.part as usize],
             None => &self.placement.parts[unit][op.part as usize].elements,
         };
         (elements.end - elements.start) as f64 / self.placement.layouts[unit].elements as f64
@@ -158,30 +210,30 @@ impl Durations<'_> {
                 let image = &self.placement.parts[unit][op.part as usize].image;
                 image.end - image.start
             }
-            Kind::Fetch | Kind::Save => self.placement.staged[unit],
-            Kind::Land if op.slab.is_some() => self.grad_bytes(op),
-            Kind::Bring => self.placement.visit_bytes(unit, op.part as usize).0,
-            Kind::Return => self.placement.visit_bytes(unit, op.part as usize).1,
+            Kind::FetchActivation | Kind::OffloadActivation => self.placement.staged[unit],
+            Kind::OffloadGrad if op.slab.is_some() => self.grad_bytes(op),
+            Kind::FetchState => self.placement.device_update_bytes(unit, op.part as usize).0,
+            Kind::WriteBackState => self.placement.device_update_bytes(unit, op.part as usize).1,
             _ => 0,
         }
     }
 
-    /// What crosses the link while the host updates: under immediate updates everything; just in time, what the forward
-    /// beneath which they run is sent, and the state that visits the device.
+    /// What crosses the link while the host updates: under immediate updates everything; just in time, what is sent
+    /// for the forward during which they run, and the state of device updates.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
-        let updated: u64 = host
+        let updated: f64 = host
             .map(|op| {
                 let part = &self.placement.parts[op.unit as usize][op.part as usize];
-                part.elements.end - part.elements.start
+                (part.elements.end - part.elements.start) as f64
             })
             .sum();
         let immediate = self.request.update == UpdateMode::Immediate;
         let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
-        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.visit.is_some());
-        let beneath: u64 = beneath.map(|op| self.link_bytes(op)).sum();
-        let own = (updated * update_bytes(self.request.precision)).max(1);
-        1.0 + self.rates.link_cost * beneath as f64 / own as f64
+        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
+        let beneath: f64 = beneath.map(|op| self.link_bytes(op) as f64).sum();
+        let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
+        1.0 + self.rates.link_cost * beneath / own
     }
 }
 
@@ -203,7 +255,7 @@ impl Ord for Seconds {
     }
 }
 
-/// Steps simulated: one to start, one to measure, one beneath which the measured one's updates run.
+/// Steps simulated: one to start, one to measure, one during which the measured one's updates run.
 const STEPS: u64 = 3;
 
 struct Clock {
@@ -288,13 +340,17 @@ impl Clock {
                 *lanes.entry(op.lane.name().to_owned()).or_insert(0.0) += self.seconds[op.id as usize];
             }
         }
-        let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(name, _)| name.clone()).unwrap_or_default();
+        let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1));
+        let (bound, busy) = busiest.map(|(name, &busy)| (name.clone(), busy)).unwrap_or_default();
+        // Work that is put off costs nothing within the few steps that are simulated; for ever, it cannot be put off.
+        let step_s = (first_computation(2) - origin).max(busy);
         let spans = self.ran.iter().filter(|r| r.0.pass >= 1).map(|&(id, start, end)| {
             let op = &steady.ops[id.op as usize];
             let unit = request.units[op.unit as usize].name.clone();
             let (start_s, end_s) = (start - origin, end - origin);
             Span { lane: op.lane, kind: op.kind, unit, micro_batch: op.micro_batch, step: id.pass, start_s, end_s }
         });
-        Estimate { step_s: first_computation(2) - origin, lanes, bound: busiest, spans: spans.collect() }
+        let spans = spans.collect();
+        Estimate { step_s, lanes, bound, spans }
     }
 }

@@ -1,4 +1,4 @@
-//! Where each tensor lies in its unit's flat planes: one layout for every tier.
+//! The offset of each tensor in its unit's flat planes: one layout for every tier.
 //!
 //! A unit's *image* is what is sent to the device in one contiguous copy: the trainable plane (bf16 upper halves, or
 //! fp32 weights) followed by the frozen tensors and buffers, each in its own dtype. Residual and moments share the
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub const TENSOR_ALIGN: u64 = 128;
 /// Elements to which a unit's trainable plane is padded: 4 KiB of bf16, 8 KiB of fp32.
 pub const UNIT_ALIGN: u64 = 2048;
-/// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are gathered
+/// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are grouped
 /// into units does not change the norm.
 pub const NORM_BLOCK: u64 = 65536;
 /// Elements of the largest unit, so that no sum of bytes over its planes overflows.
@@ -43,6 +43,23 @@ impl Dtype {
             Self::F32 | Self::I32 => 4,
             Self::F64 | Self::I64 => 8,
             Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    /// Its name on every surface.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::I64 => "i64",
+            Self::I32 => "i32",
+            Self::I16 => "i16",
+            Self::I8 => "i8",
+            Self::U8 => "u8",
+            Self::Bool => "bool",
         }
     }
 }
@@ -95,14 +112,33 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
+    /// A trainable tensor of the first parameter group. (`dtype` says nothing: its dtype is the precision's.)
+    #[must_use]
+    pub fn trainable(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32, role: Role::Trainable, group: 0 }
+    }
+
+    /// A frozen tensor or a buffer, kept in its own dtype.
+    #[must_use]
+    pub fn frozen(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: Dtype) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype, role: Role::Frozen, group: 0 }
+    }
+
+    /// The same in another parameter group.
+    #[must_use]
+    pub fn in_group(self, group: u32) -> Self {
+        Self { group, ..self }
+    }
+
     /// Number of elements; 1 for a scalar.
     #[must_use]
     pub fn numel(&self) -> u64 {
-        self.shape.iter().product()
+        // What is too large is refused when it is laid out.
+        self.shape.iter().fold(1, |numel: u64, &dim| numel.saturating_mul(dim))
     }
 }
 
-/// Where one tensor lies.
+/// The offsets of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorLayout {
     /// What the model declared.
@@ -113,7 +149,7 @@ pub struct TensorLayout {
     pub byte: u64,
 }
 
-/// Where everything of one unit lies.
+/// The layout of one unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UnitLayout {
     /// The unit's name, such as `layers.3`.
@@ -132,22 +168,20 @@ impl UnitLayout {
     /// Lays out a unit's tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when two tensors share a name, or the unit has more than 2^59 elements.
+    /// [`Error`] when two tensors share a name, or the unit has more than 2^59 elements.
     pub fn new(name: impl Into<String>, specs: Vec<TensorSpec>, precision: Precision) -> Result<Self> {
         let name = name.into();
         let mut seen = std::collections::HashSet::new();
         let mut total = 0u64;
         for spec in &specs {
             if !seen.insert(spec.name.as_str()) {
-                return Err(Error::Invalid(format!("unit {name} declares the tensor {} twice", spec.name)));
+                return Err(Error::DuplicateTensor { unit: name, tensor: spec.name.clone() });
             }
             let numel = spec.shape.iter().try_fold(1u64, |a, &d| a.checked_mul(d)).filter(|&n| n <= MOST_ELEMENTS);
             total = numel.map_or(u64::MAX, |n| total.saturating_add(n.next_multiple_of(UNIT_ALIGN)));
             if total > MOST_ELEMENTS {
-                return Err(Error::Invalid(format!(
-                    "tensor {} of shape {:?} makes unit {name} larger than 2^59 elements",
-                    spec.name, spec.shape
-                )));
+                let (tensor, shape) = (spec.name.clone(), spec.shape.clone());
+                return Err(Error::UnitTooLarge { unit: name, tensor, shape, log2: MOST_ELEMENTS.ilog2() });
             }
         }
         let mut element = 0u64;
@@ -191,6 +225,25 @@ impl UnitLayout {
     #[must_use]
     pub fn moment_bytes(&self) -> u64 {
         self.elements * 4
+    }
+
+    /// How many blocks [`UnitLayout::norm_blocks`] lists.
+    #[must_use]
+    pub fn num_norm_blocks(&self) -> u64 {
+        self.trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum()
+    }
+
+    /// The first element of one of these blocks; the end of the plane after the last one.
+    #[must_use]
+    pub(crate) fn norm_block_start(&self, mut block: u64) -> u64 {
+        for tensor in self.trainable() {
+            let blocks = tensor.spec.numel().div_ceil(NORM_BLOCK);
+            if block < blocks {
+                return tensor.element + block * NORM_BLOCK;
+            }
+            block -= blocks;
+        }
+        self.elements
     }
 
     /// The blocks over which the gradient norm is summed: `(first element, length)`, in parameter order.
@@ -258,6 +311,9 @@ mod tests {
             prop_assert!(layout.residual_bytes().is_multiple_of(4096) && layout.moment_bytes().is_multiple_of(4096));
             let in_blocks: u64 = layout.norm_blocks().iter().map(|block| block.1).sum();
             prop_assert_eq!(in_blocks, layout.num_trainable());
+            let starts: Vec<u64> = (0..layout.num_norm_blocks()).map(|block| layout.norm_block_start(block)).collect();
+            prop_assert_eq!(starts, layout.norm_blocks().iter().map(|block| block.0).collect::<Vec<_>>());
+            prop_assert_eq!(layout.norm_block_start(layout.num_norm_blocks()), layout.elements);
         }
     }
 

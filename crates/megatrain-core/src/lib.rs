@@ -1,24 +1,27 @@
 //! The core of megatrain: memory, order and the optimizer of host-streamed training. Neither Python nor CUDA in its tree.
 //!
-//! Full-precision training of models larger than device memory: host memory is where weights, gradients and moments
-//! live, and each unit's weights pass through the device when its turn comes. Read in this order, which is also that of
-//! the data:
+//! Full-precision training of models larger than device memory, after MegaTrain (arXiv 2604.05091): host memory holds
+//! weights, gradients and moments, and each unit's weights are streamed through the device when it is computed. Each module
+//! uses only those listed before it (`tests/layers.rs`), so the list is also a reading order:
 //!
-//! 1. [`layout`]: where each tensor lies in its unit's flat planes.
-//! 2. [`plan`]: a model, a batch and a machine in; what fits, where everything goes, and every line of the sum out.
-//! 3. [`schedule`]: the order of one pass as a list of operations, derived from what each reads and writes, and checked.
-//! 4. [`estimate`]: the same order on a virtual clock: how long a step takes and what bounds it.
-//! 5. [`store`]: the host's planes, in mapped and registered memory.
-//! 6. [`device`]: what is asked of a device; the simulated one runs everything without a GPU, as inconveniently as is legal.
-//! 7. [`stream`]: the engine, which runs schedules on lanes and lends each unit's weights to whoever computes.
-//! 8. [`optimizer`]: AdamW over the planes, bit-equal whatever the instruction set, the thread count, or the device.
+//! 1. [`error`], [`layout`]: what can go wrong; the offset of each tensor in its unit's flat planes.
+//! 2. [`host`]: mapped memory and the optimizer's threads.
+//! 3. [`adamw`]: AdamW, the gradient norm and clipping over slices, bit-equal on every instruction set.
+//! 4. [`device`]: what the engine asks of a device; the simulated one runs everything without a GPU, in adversarial order.
+//! 5. [`store`]: the planes of every unit in registered host memory, and files of them.
+//! 6. [`plan`]: a request (model, batch, machine), a plan, and the placement of every byte under it: data only.
+//! 7. [`schedule`]: the order of one pass as a list of operations, derived from what each reads and writes, and checked.
+//! 8. [`estimate`]: the same order on a virtual clock: how long a step takes and what bounds it.
+//! 9. [`planner`]: chooses the plan; [`plan::plan`] is its one function.
+//! 10. [`optimizer`]: AdamW over whole units of the store, divided over threads.
+//! 11. [`stream`]: the engine, which runs schedules on lanes and lends each unit's weights to whoever computes.
 //!
 //! | word | means |
 //! |---|---|
 //! | unit | what moves at once: `embed`, a decoder layer, `head` |
 //! | image | a unit's weights as the device sees them: one contiguous copy |
-//! | slot | a device buffer that layers' images take turns in |
-//! | slab | a host buffer that a unit's gradient lands in |
+//! | slot | a device buffer that layers' weights use in turn |
+//! | slab | a host buffer that a unit's gradient is offloaded to |
 //! | lane | who issues operations: computing, copies up and down, the host's optimizer, files |
 //! | pass | forward and loss over all micro-batches, in training with backward and update |
 //!
@@ -29,15 +32,33 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("megatrain-core compiles for 64-bit little-endian Linux; this target is another one");
 
+pub mod adamw;
 pub mod device;
 pub mod error;
 pub mod estimate;
+pub mod host;
 pub mod layout;
 pub mod optimizer;
-pub mod plan;
+pub mod planner;
 pub mod schedule;
 pub mod store;
 pub mod stream;
 mod trace;
+
+/// What a plan is made from, the plan, and where it puts everything: data only. [`plan::plan`] is the planner's.
+pub mod plan {
+    mod placement;
+    #[expect(clippy::module_inception, reason = "the type and its file are called after the noun")]
+    mod plan;
+    mod request;
+
+    pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
+    pub(crate) use self::placement::{staged_bytes, staged_on_host, torch_lines};
+    pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
+    pub use self::request::{
+        Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,
+    };
+    pub use crate::planner::plan;
+}
 
 pub use error::{Error, Item, Result, Tier};

@@ -1,71 +1,12 @@
 //! AdamW over the host planes: whole units at once, divided over a fixed pool of threads.
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
+use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::error::{Error, Result};
-use crate::layout::{Dtype, TENSOR_ALIGN};
-use crate::store::arena::HostSpan;
+use crate::host::{HostSpan, Pool};
+use crate::layout::{Dtype, Role, TENSOR_ALIGN, UnitLayout};
+use crate::store::UnitPlanes;
 
-pub mod clip;
-#[expect(unsafe_code, reason = "vector loads and stores, floating-point mode")]
-pub mod kernel;
-#[expect(unsafe_code, reason = "jobs borrowed for the length of a run, affinity calls")]
-pub mod pool;
 pub mod rates;
-
-pub use kernel::Isa;
-pub use pool::{Affinity, Pool};
-
-use kernel::{Values, Weights};
-
-impl AdamwScalars {
-    /// The coefficients of update number `step` (counted from 1), formed in f64 and rounded once.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when a hyper-parameter is outside what `torch.optim.AdamW` takes, or `step` is 0.
-    pub fn new(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Result<Self> {
-        let not_negative = |name: &str, value: f64| {
-            let fine = value.is_finite() && value >= 0.0;
-            if fine {
-                Ok(())
-            } else {
-                Err(Error::Invalid(format!("{name} must be finite and at least 0, not {value}")))
-            }
-        };
-        not_negative("lr", lr)?;
-        not_negative("eps", eps)?;
-        not_negative("weight_decay", weight_decay)?;
-        for (i, beta) in [betas.0, betas.1].into_iter().enumerate() {
-            if !(0.0..1.0).contains(&beta) {
-                return Err(Error::Invalid(format!("betas[{i}] must be at least 0 and below 1, not {beta}")));
-            }
-        }
-        if step == 0 {
-            return Err(Error::Invalid("AdamW counts updates from 1, not 0".into()));
-        }
-        if !grad_scale.is_finite() {
-            return Err(Error::Invalid(format!("the gradient's scale must be finite, not {grad_scale}")));
-        }
-        Ok(kernel::ieee(|| Self::form(lr, betas, eps, weight_decay, step, grad_scale)))
-    }
-
-    fn form(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Self {
-        #[expect(clippy::cast_precision_loss, reason = "exact below 2^53 updates")]
-        let t = step as f64;
-        let (bias1, bias2) = (1.0 - betas.0.powf(t), 1.0 - betas.1.powf(t));
-        #[expect(clippy::cast_possible_truncation, reason = "each coefficient is rounded once, here")]
-        let scalars = Self {
-            beta1: betas.0 as f32,
-            one_minus_beta1: (1.0 - betas.0) as f32,
-            beta2: betas.1 as f32,
-            one_minus_beta2: (1.0 - betas.1) as f32,
-            decay: (1.0 - lr * weight_decay) as f32,
-            step_size: (lr / bias1) as f32,
-            inv_sqrt_bias2: (1.0 / bias2.sqrt()) as f32,
-            eps: eps as f32,
-            grad_scale: grad_scale as f32,
-        };
-        scalars
-    }
-}
 
 /// One tensor's update. Every span covers exactly `numel` elements; nobody else touches them meanwhile.
 #[derive(Clone, Debug)]
@@ -90,7 +31,7 @@ pub struct TensorUpdate {
 
 impl TensorUpdate {
     /// # Errors
-    /// [`Error::Invalid`] when a span's length or the gradient's dtype is not what the update says.
+    /// [`Error`] when a span's length or the gradient's dtype is not what the update says.
     fn check(&self) -> Result<()> {
         let grad_bytes = transfer_bytes(self.grad_dtype)?;
         let weight_bytes = if self.residual.is_some() { 2 } else { 4 };
@@ -103,14 +44,14 @@ impl TensorUpdate {
         ];
         for (what, span, element_bytes) in spans {
             if let Some(span) = span
-                && span.len() as u64 != self.numel * element_bytes
+                && self.numel.checked_mul(element_bytes) != Some(span.len() as u64)
             {
-                return Err(Error::Invalid(format!(
-                    "an update of {} elements needs {} bytes of {what}, not {}",
-                    self.numel,
-                    self.numel * element_bytes,
-                    span.len()
-                )));
+                return Err(Error::WrongLength {
+                    what: format!("an update of {} elements", self.numel),
+                    of: what,
+                    expected: self.numel.saturating_mul(element_bytes),
+                    got: span.len() as u64,
+                });
             }
         }
         Ok(())
@@ -119,7 +60,7 @@ impl TensorUpdate {
     /// Updates `[start, start + len)` of the tensor on this thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] as for [`Adamw::update`], or when the range leaves the tensor.
+    /// [`Error`] as for [`Adamw::update`], or when the range leaves the tensor.
     pub fn apply(&self, isa: Isa, start: u64, len: u64) -> Result<()> {
         self.check()?;
         check_range(start, len, self.numel)?;
@@ -129,13 +70,13 @@ impl TensorUpdate {
 
     fn apply_checked(&self, isa: Isa, start: u64, len: u64) {
         self.with_planes(start, len, |weights, exp_avg, exp_avg_sq, grad| {
-            kernel::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
+            kernels::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
         });
     }
 
     fn with_planes(&self, start: u64, len: u64, work: impl FnOnce(Weights<'_>, &mut [f32], &mut [f32], Values<'_>)) {
-        let mut exp_avg = self.exp_avg.elements::<f32>(start, len);
-        let mut exp_avg_sq = self.exp_avg_sq.elements::<f32>(start, len);
+        let mut exp_avg = self.exp_avg.elements_mut::<f32>(start, len);
+        let mut exp_avg_sq = self.exp_avg_sq.elements_mut::<f32>(start, len);
         let (grad_bf16, grad_f32);
         let grad = if self.grad_dtype == Dtype::Bf16 {
             grad_bf16 = self.grad.elements::<u16>(start, len);
@@ -145,12 +86,43 @@ impl TensorUpdate {
             Values::F32(&grad_f32)
         };
         if let Some(residual) = &self.residual {
-            let mut hi = self.weights.elements::<u16>(start, len);
-            let mut lo = residual.elements::<u16>(start, len);
+            let mut hi = self.weights.elements_mut::<u16>(start, len);
+            let mut lo = residual.elements_mut::<u16>(start, len);
             work(Weights::Split { hi: &mut hi, lo: &mut lo }, &mut exp_avg, &mut exp_avg_sq, grad);
         } else {
-            let mut weights = self.weights.elements::<f32>(start, len);
+            let mut weights = self.weights.elements_mut::<f32>(start, len);
             work(Weights::Full(&mut weights), &mut exp_avg, &mut exp_avg_sq, grad);
+        }
+    }
+}
+
+impl UnitPlanes {
+    /// The AdamW update of one trainable tensor by its part of the unit's gradient plane `grad`.
+    ///
+    /// # Panics
+    /// When the spans are not those of the layout, or `tensor` is no trainable tensor of it.
+    #[must_use]
+    pub fn update(
+        &self,
+        layout: &UnitLayout,
+        tensor: usize,
+        grad: &HostSpan,
+        grad_dtype: Dtype,
+        scalars: AdamwScalars,
+    ) -> TensorUpdate {
+        let tensor = &layout.tensors[tensor];
+        assert_eq!(tensor.spec.role, Role::Trainable, "{} is frozen", tensor.spec.name);
+        let (first, numel) = (tensor.element, tensor.spec.numel());
+        let part = |span: &HostSpan, size: u64| crate::store::slice(span, first * size, numel * size);
+        TensorUpdate {
+            weights: part(&self.image, layout.precision.dtype().size()),
+            residual: self.residual.as_ref().map(|span| part(span, 2)),
+            exp_avg: part(&self.exp_avg, 4),
+            exp_avg_sq: part(&self.exp_avg_sq, 4),
+            grad: part(grad, grad_dtype.size()),
+            grad_dtype,
+            numel,
+            scalars,
         }
     }
 }
@@ -191,7 +163,7 @@ impl Adamw {
     /// of threads.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a span's length or a gradient's dtype is not what its update says (nothing has changed
+    /// [`Error`] when a span's length or a gradient's dtype is not what its update says (nothing has changed
     /// then), [`Error::Worker`] when a thread failed (some elements may have changed).
     pub fn update(&self, pool: &Pool, updates: &[TensorUpdate]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
@@ -199,16 +171,16 @@ impl Adamw {
         divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
     }
 
-    /// Updates only these stretches of `updates`, whose `tensor` is an index into them.
+    /// Updates only these ranges of `updates`, whose `tensor` is an index into them.
     ///
     /// # Errors
     /// As for [`Adamw::update`], and when a stretch leaves its tensor.
-    pub fn update_stretches(&self, pool: &Pool, updates: &[TensorUpdate], stretches: &[Stretch]) -> Result<()> {
+    pub fn update_ranges(&self, pool: &Pool, updates: &[TensorUpdate], ranges: &[ElementRange]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
-        stretches.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
-        let lens: Vec<u64> = stretches.iter().map(|s| s.len).collect();
+        ranges.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
+        let lens: Vec<u64> = ranges.iter().map(|s| s.len).collect();
         divide(pool, &lens, |s| {
-            let within = stretches[s.tensor];
+            let within = ranges[s.tensor];
             updates[within.tensor].apply_checked(self.isa, within.start + s.start, s.len);
         })
     }
@@ -222,7 +194,7 @@ impl Adamw {
         let numels: Vec<u64> = updates.iter().map(|u| u.numel).collect();
         divide(pool, &numels, |s| {
             updates[s.tensor].with_planes(s.start, s.len, |weights, exp_avg, exp_avg_sq, grad| {
-                kernel::touch(self.isa, weights, exp_avg, exp_avg_sq, grad);
+                kernels::touch(self.isa, weights, exp_avg, exp_avg_sq, grad);
             });
         })
     }
@@ -233,22 +205,28 @@ impl Adamw {
     /// As for [`Adamw::update`].
     pub fn accumulate(&self, pool: &Pool, sums: &[TensorSum]) -> Result<()> {
         for sum in sums {
-            let (store, values) = (sum.store.len() as u64, sum.values.len() as u64);
-            if store != sum.numel * 4 || values != sum.numel * transfer_bytes(sum.dtype)? {
-                let (numel, dtype) = (sum.numel, sum.dtype);
-                return Err(Error::Invalid(format!(
-                    "adding {numel} elements of {dtype:?} into fp32 does not match {values} bytes into {store}"
-                )));
+            let lengths = [("fp32 store", &sum.store, 4), ("gradient", &sum.values, transfer_bytes(sum.dtype)?)];
+            for (of, span, element_bytes) in lengths {
+                let got = span.len() as u64;
+                if sum.numel.checked_mul(element_bytes) != Some(got) {
+                    let what = format!("adding {} elements of {}", sum.numel, sum.dtype.name());
+                    return Err(Error::WrongLength {
+                        what,
+                        of,
+                        expected: sum.numel.saturating_mul(element_bytes),
+                        got,
+                    });
+                }
             }
         }
         let numels: Vec<u64> = sums.iter().map(|s| s.numel).collect();
         divide(pool, &numels, |s| {
             let sum = &sums[s.tensor];
-            let mut store = sum.store.elements::<f32>(s.start, s.len);
+            let mut store = sum.store.elements_mut::<f32>(s.start, s.len);
             if sum.dtype == Dtype::Bf16 {
-                kernel::accumulate(self.isa, &mut store, Values::Bf16(&sum.values.elements(s.start, s.len)));
+                kernels::accumulate(self.isa, &mut store, Values::Bf16(&sum.values.elements(s.start, s.len)));
             } else {
-                kernel::accumulate(self.isa, &mut store, Values::F32(&sum.values.elements(s.start, s.len)));
+                kernels::accumulate(self.isa, &mut store, Values::F32(&sum.values.elements(s.start, s.len)));
             }
         })
     }
@@ -257,20 +235,20 @@ impl Adamw {
 fn transfer_bytes(dtype: Dtype) -> Result<u64> {
     match dtype {
         Dtype::Bf16 | Dtype::F32 => Ok(dtype.size()),
-        other => Err(Error::Invalid(format!("gradients are bf16 or f32, not {other:?}"))),
+        other => Err(Error::WrongDtype { what: "a gradient".to_owned(), expected: "bf16 or f32", got: other.name() }),
     }
 }
 
 fn check_range(start: u64, len: u64, numel: u64) -> Result<()> {
     if start.checked_add(len).is_none_or(|end| end > numel) {
-        return Err(Error::Invalid(format!("elements {start}..{start}+{len} leave a tensor of {numel}")));
+        return Err(Error::OutOfBounds { tensor: "an update".to_owned(), start, len, numel });
     }
     Ok(())
 }
 
 /// A contiguous part of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct ElementRange {
     /// Index of the tensor.
     pub tensor: usize,
     /// First element.
@@ -285,7 +263,7 @@ pub struct Stretch {
 /// # Panics
 /// When `parts` is 0.
 #[must_use]
-pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
+pub fn element_ranges(numels: &[u64], parts: usize) -> Vec<Vec<ElementRange>> {
     assert!(parts > 0, "work cannot be divided into no parts");
     let blocks: u64 = numels.iter().map(|n| n.div_ceil(TENSOR_ALIGN)).sum();
     let parts_wide = parts as u64;
@@ -302,7 +280,7 @@ pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
                 if taken > 0 {
                     let start = block * TENSOR_ALIGN;
                     let len = (taken * TENSOR_ALIGN).min(numels[tensor] - start);
-                    run.push(Stretch { tensor, start, len });
+                    run.push(ElementRange { tensor, start, len });
                 }
                 wanted -= taken;
                 block += taken;
@@ -315,8 +293,8 @@ pub fn stretches(numels: &[u64], parts: usize) -> Vec<Vec<Stretch>> {
         .collect()
 }
 
-fn divide(pool: &Pool, numels: &[u64], work: impl Fn(Stretch) + Sync) -> Result<()> {
-    let runs = stretches(numels, pool.threads());
+fn divide(pool: &Pool, numels: &[u64], work: impl Fn(ElementRange) + Sync) -> Result<()> {
+    let runs = element_ranges(numels, pool.threads());
     pool.run(runs.len(), &|i| runs[i].iter().copied().for_each(&work))
 }
 
@@ -325,12 +303,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::host::Affinity;
 
     #[test]
     fn cuts_beyond_two_to_the_31_are_where_they_should_be() {
         for numel in [(1u64 << 31) - 1, 1 << 31, (1 << 31) + 16, (1 << 40) + 5] {
             for parts in [1, 3, 14] {
-                let runs = stretches(&[numel], parts);
+                let runs = element_ranges(&[numel], parts);
                 let mut next = 0;
                 for run in &runs {
                     for stretch in run {
@@ -349,7 +328,7 @@ mod tests {
             numels in prop::collection::vec(0u64..5000, 0..12),
             parts in 1usize..9,
         ) {
-            let runs = stretches(&numels, parts);
+            let runs = element_ranges(&numels, parts);
             prop_assert_eq!(runs.len(), parts);
             let mut next = vec![0u64; numels.len()];
             for stretch in runs.iter().flatten() {
@@ -358,35 +337,11 @@ mod tests {
                 next[stretch.tensor] += stretch.len;
             }
             prop_assert_eq!(next, numels);
-            let blocks = |run: &Vec<Stretch>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();
+            let blocks = |run: &Vec<ElementRange>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();
             let most = runs.iter().map(blocks).max().unwrap_or(0);
             let least = runs.iter().map(blocks).min().unwrap_or(0);
             prop_assert!(most - least <= 1);
         }
-    }
-
-    #[test]
-    fn hyper_parameters_that_pytorch_refuses_are_refused_by_name() {
-        let refuse = |lr, betas, eps, decay, step, scale| {
-            AdamwScalars::new(lr, betas, eps, decay, step, scale).unwrap_err().to_string()
-        };
-        assert!(refuse(-1.0, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).starts_with("lr"));
-        assert!(refuse(f64::NAN, (0.9, 0.999), 1e-8, 0.0, 1, 1.0).starts_with("lr"));
-        assert!(refuse(1e-3, (0.9, 1.0), 1e-8, 0.0, 1, 1.0).starts_with("betas[1]"));
-        assert!(refuse(1e-3, (0.9, 0.999), -1e-8, 0.0, 1, 1.0).starts_with("eps"));
-        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, -0.1, 1, 1.0).starts_with("weight_decay"));
-        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, 0.0, 0, 1.0).contains("from 1"));
-        assert!(refuse(1e-3, (0.9, 0.999), 1e-8, 0.0, 1, f64::INFINITY).contains("scale"));
-    }
-
-    #[test]
-    fn coefficients_are_formed_in_f64_and_rounded_once() {
-        let s = AdamwScalars::new(1e-3, (0.9, 0.999), 1e-8, 0.1, 1, 0.5).unwrap();
-        assert_eq!(s.one_minus_beta2, 0.001f32);
-        assert_ne!(s.one_minus_beta2, 1.0 - 0.999f32);
-        assert_eq!(s.step_size, 0.01f32);
-        assert_eq!(s.decay, 0.9999f32);
-        assert_eq!(s.grad_scale, 0.5);
     }
 
     #[test]
@@ -409,6 +364,6 @@ mod tests {
         assert!(error.contains("needs 40 bytes of exp_avg_sq, not 36"), "{error}");
         let update = TensorUpdate { exp_avg_sq: span(40), grad_dtype: Dtype::F16, ..update };
         let error = adamw.update(&pool, &[update]).unwrap_err().to_string();
-        assert!(error.contains("F16"), "{error}");
+        assert!(error.contains("f16"), "{error}");
     }
 }

@@ -7,25 +7,27 @@
 //!
 //! A dependency is an *edge* of one of two kinds. Between operations on the device, `issued`: the earlier one has been
 //! queued, and the later one's stream waits for its event. Where the host takes part, `complete`: the earlier one is
-//! known to be over. Dependencies marked `prior` refer to the pass before this one, whose landings and updates may
+//! known to be over. Dependencies marked `prior` refer to the pass before this one, whose offloads and updates may
 //! still be under way.
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::check::check;
-pub use self::facts::Facts;
+pub use self::inputs::ScheduleInputs;
 use crate::error::Result;
 
 mod build;
 mod check;
-mod facts;
 mod hazards;
+mod inputs;
+pub(crate) mod progress;
 mod slots;
 
 /// What an operation does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Kind {
     /// Copies a unit's image from the host to its place on the device.
     Load,
@@ -40,23 +42,55 @@ pub enum Kind {
     /// Computes the embedding's backward.
     EmbedBackward,
     /// Copies a micro-batch's staged activations to the host.
-    Save,
-    /// Brings them back.
-    Fetch,
+    #[serde(rename = "save")]
+    OffloadActivation,
+    /// Copies them back to the device.
+    #[serde(rename = "fetch")]
+    FetchActivation,
     /// Sums the squares of a unit's gradient and copies it to its slab.
-    Land,
-    /// Adds a landed gradient to the fp32 store.
-    Gather,
-    /// The norm is known and the caller has said what to do.
-    Verdict,
-    /// Copies the state and the gradient of a part of a unit from the host to a visiting buffer.
-    Bring,
+    #[serde(rename = "land")]
+    OffloadGrad,
+    /// Adds an offloaded gradient to the fp32 store.
+    #[serde(rename = "gather")]
+    AccumulateGrad,
+    /// The norm is known; the caller decides how to clip, or to skip the step.
+    #[serde(rename = "verdict")]
+    ClipDecision,
+    /// Copies the state and the gradient of a part of a unit from the host to a state buffer.
+    #[serde(rename = "bring")]
+    FetchState,
     /// Updates a unit's weights.
     Update,
-    /// Copies the state back from its visiting buffer.
-    Return,
+    /// Copies the state back from its state buffer.
+    #[serde(rename = "return")]
+    WriteBackState,
     /// Appends a unit's state to the files of a checkpoint.
-    Write,
+    #[serde(rename = "write")]
+    WriteCheckpoint,
+}
+
+impl Kind {
+    /// Its name in traces and errors.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Embed => "embed",
+            Self::Forward => "forward",
+            Self::Loss => "loss",
+            Self::Backward => "backward",
+            Self::EmbedBackward => "embed_backward",
+            Self::OffloadActivation => "save",
+            Self::FetchActivation => "fetch",
+            Self::OffloadGrad => "land",
+            Self::AccumulateGrad => "gather",
+            Self::ClipDecision => "verdict",
+            Self::FetchState => "bring",
+            Self::Update => "update",
+            Self::WriteBackState => "return",
+            Self::WriteCheckpoint => "write",
+        }
+    }
 }
 
 /// Where an operation is issued, in order of priority.
@@ -71,7 +105,7 @@ pub enum Lane {
     Download,
     /// The host's optimizer.
     Host,
-    /// Updates on the device, and the return of state that has visited it for that.
+    /// Updates on the device, and the write-back of state that was fetched for that.
     Update,
     /// The caller's decision.
     Caller,
@@ -135,6 +169,7 @@ pub struct Dep {
 
 /// One operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Op {
     /// Its position in the list.
     pub id: u32,
@@ -144,7 +179,7 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
-    /// Which part of the unit is landed, updated or sent; of a unit that visits the device, which of the parts in which
+    /// Which part of the unit is offloaded, updated or sent; of a device update, which of the parts in which
     /// its state comes and goes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub part: u32,
@@ -162,17 +197,40 @@ pub struct Op {
     /// The gradient buffer, an index into the placement's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grad: Option<u32>,
-    /// The landing place, an index into the placement's.
+    /// The slab, an index into the placement's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slab: Option<u32>,
     /// The staging buffer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stage: Option<u32>,
-    /// The visiting buffer.
+    /// The state buffers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub visit: Option<u32>,
+    pub state_buffer: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
+}
+
+impl Op {
+    /// An operation that uses no buffer and depends on nothing yet.
+    #[must_use]
+    pub const fn new(id: u32, kind: Kind, unit: u32, lane: Lane) -> Self {
+        Self {
+            id,
+            kind,
+            unit,
+            micro_batch: 0,
+            part: 0,
+            early: false,
+            lane,
+            priority: 0,
+            slot: None,
+            grad: None,
+            slab: None,
+            stage: None,
+            state_buffer: None,
+            deps: Vec::new(),
+        }
+    }
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes what it may skip by reference")]
@@ -234,13 +292,13 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The order of a pass of `shape` that follows `previous`, whose landings and updates may still be under way, when
-    /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] told of `previous`.
+    /// The order of a pass of `shape` that follows `previous`, whose offloads and updates may still be under way, when
+    /// `resident` units are on the device already: all or some of what [`Schedule::leaves`] returned for `previous`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the shape has no micro-batch or more than the plan, or only writes and has some.
-    pub fn new(facts: &Facts, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
-        build::build(facts, shape, previous, resident)
+    /// [`crate::Error`] when the shape has no micro-batch or more than the plan, or only writes and has some.
+    pub fn new(inputs: &ScheduleInputs, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
+        build::build(inputs, shape, previous, resident)
     }
 
     /// Steady state: two passes of the same shape that follow one of that shape, the second made to follow the first.
@@ -248,18 +306,18 @@ impl Schedule {
     ///
     /// # Errors
     /// As for [`Schedule::new`].
-    pub fn steady(facts: &Facts, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
-        let start = Self::new(facts, shape, None, &[])?;
-        let first = Self::new(facts, shape, Some(&start), &start.leaves(facts))?;
-        let second = Self::new(facts, shape, Some(&first), &first.leaves(facts))?;
+    pub fn steady(inputs: &ScheduleInputs, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
+        let start = Self::new(inputs, shape, None, &[])?;
+        let first = Self::new(inputs, shape, Some(&start), &start.leaves(inputs))?;
+        let second = Self::new(inputs, shape, Some(&first), &first.leaves(inputs))?;
         Ok((Arc::new(first), Arc::new(second)))
     }
 
     /// Units whose weights need not be loaded again after this pass: those that it has not updated and that the next
-    /// one would not evict. With fewer slots than layers, a layer's turn comes when others have taken its slot, and
+    /// one would not evict. With fewer slots than layers, others have taken a layer's slot by the time it is used again, and
     /// keeping some back would leave too few slots to load ahead.
     #[must_use]
-    pub fn leaves(&self, facts: &Facts) -> Vec<Resident> {
+    pub fn leaves(&self, inputs: &ScheduleInputs) -> Vec<Resident> {
         let mut places: std::collections::BTreeMap<(u32, Option<u32>), u32> = std::collections::BTreeMap::new();
         let place = |unit: u32, slot: Option<u32>| (if slot.is_some() { 0 } else { unit }, slot);
         for held in &self.resident {
@@ -268,9 +326,12 @@ impl Schedule {
         for op in self.ops.iter().filter(|op| op.kind == Kind::Load && op.part == 0) {
             places.insert(place(op.unit, op.slot), op.unit);
         }
-        let updated = |unit: u32| self.ops.iter().any(|op| op.kind == Kind::Update && op.unit == unit);
-        let all_in_slots = facts.units.iter().filter(|u| !u.own_place).count() <= facts.slots as usize;
-        let kept = places.into_iter().filter(|&((_, slot), unit)| !updated(unit) && (slot.is_none() || all_in_slots));
+        let updates = self.ops.iter().filter(|op| op.kind == Kind::Update).map(|op| op.unit);
+        let updated: std::collections::HashSet<u32> = updates.collect();
+        let all_in_slots = inputs.units.iter().filter(|u| !u.own_place).count() <= inputs.slots as usize;
+        let kept = places
+            .into_iter()
+            .filter(|&((_, slot), unit)| !updated.contains(&unit) && (slot.is_none() || all_in_slots));
         let mut resident: Vec<Resident> = kept.map(|((_, slot), unit)| Resident { unit, slot }).collect();
         resident.sort_unstable();
         resident

@@ -1,7 +1,7 @@
 //! Home of every unit's weights, residuals and moments on the host.
 //!
 //! One arena holds the images, unit after unit in forward order, and is registered with the device; another holds what
-//! only the host optimizer reads, behind the state of units that visit the device to be updated, which is registered
+//! only the host optimizer reads, after the state of units that are updated on the device, which is registered
 //! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
 use std::collections::HashMap;
@@ -9,18 +9,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
 use crate::layout::{Dtype, Precision, UnitLayout};
-use crate::optimizer::pool::Pool;
 
-#[expect(unsafe_code, reason = "host pages: mmap, spans as slices, advice to the kernel")]
 pub mod arena;
 #[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
 pub(crate) mod file;
 mod planes;
 
+pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
 
-use arena::{Arena, ArenaOptions, HostSpan, PAGE, Pinning};
+use arena::{Arena, ArenaOptions, Pinning};
 
 /// The largest registration unless a unit is larger, in bytes.
 pub const REGISTRATION_BYTES: u64 = 1 << 30;
@@ -54,17 +55,18 @@ impl StoreBytes {
     /// All planes together.
     #[must_use]
     pub const fn total(&self) -> u64 {
-        self.image + self.residual + self.exp_avg + self.exp_avg_sq
+        let state = self.residual.saturating_add(self.exp_avg).saturating_add(self.exp_avg_sq);
+        self.image.saturating_add(state)
     }
 }
 
 impl std::iter::Sum for StoreBytes {
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         parts.fold(Self::default(), |sum, part| Self {
-            image: sum.image + part.image,
-            residual: sum.residual + part.residual,
-            exp_avg: sum.exp_avg + part.exp_avg,
-            exp_avg_sq: sum.exp_avg_sq + part.exp_avg_sq,
+            image: sum.image.saturating_add(part.image),
+            residual: sum.residual.saturating_add(part.residual),
+            exp_avg: sum.exp_avg.saturating_add(part.exp_avg),
+            exp_avg_sq: sum.exp_avg_sq.saturating_add(part.exp_avg_sq),
         })
     }
 }
@@ -81,7 +83,7 @@ pub struct StoreOptions<'a> {
     /// The largest registration; [`REGISTRATION_BYTES`] when 0.
     pub registration_bytes: u64,
     /// Units whose residual and moments are registered too, since the device copies them; none of the others.
-    pub visiting: &'a [usize],
+    pub registered_state: &'a [usize],
 }
 
 struct Unit {
@@ -103,11 +105,12 @@ impl Store {
     /// Maps, touches and registers the planes of every unit for which `on_host` is true.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error::Invalid`]
+    /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error`]
     /// when the lists differ in length. That memory cannot be pinned is no error: see [`Store::warnings`].
     pub fn new(layouts: &[UnitLayout], on_host: &[bool], options: StoreOptions<'_>) -> Result<Self> {
         if layouts.len() != on_host.len() {
-            return Err(Error::Invalid(format!("{} units with {} places", layouts.len(), on_host.len())));
+            let (what, plan, request) = ("the number of units", on_host.len().to_string(), layouts.len().to_string());
+            return Err(Error::PlanMismatch { what, plan, request });
         }
         let held = || layouts.iter().zip(on_host).filter(|&(_, &host)| host).map(|(layout, _)| layout);
         let bytes: StoreBytes = held().map(StoreBytes::of).sum();
@@ -117,12 +120,12 @@ impl Store {
         let counts = |layout: &UnitLayout| layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
         let bare = |layout: &UnitLayout| Unit { layout: layout.clone(), planes: None, counts: counts(layout) };
         let mut units: Vec<Unit> = layouts.iter().map(bare).collect();
-        let visits = |unit: &usize| options.visiting.contains(unit);
+        let copied = |unit: &usize| options.registered_state.contains(unit);
         let held = || (0..layouts.len()).filter(|&unit| on_host[unit]);
         let image = |unit: usize| images.carve(layouts[unit].image_bytes, PAGE).map(|image| (unit, image));
         let mut image: HashMap<usize, HostSpan> = held().map(image).collect::<Result<_>>()?;
-        let mut visiting = Vec::new();
-        for unit in held().filter(visits).chain(held().filter(|unit| !visits(unit))) {
+        let mut pieces_of_state = Vec::new();
+        for unit in held().filter(copied).chain(held().filter(|unit| !copied(unit))) {
             let layout = &layouts[unit];
             let planes = UnitPlanes {
                 image: image.remove(&unit).expect("every unit that is held has an image"),
@@ -133,8 +136,8 @@ impl Store {
                 exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
                 exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
             };
-            if visits(&unit) {
-                visiting.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
+            if copied(&unit) {
+                pieces_of_state.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
             }
             units[unit].planes = Some(planes);
         }
@@ -145,7 +148,7 @@ impl Store {
                 let most =
                     if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
                 let mut pinning = images.register(device, &pieces, most);
-                pinning.absorb(state.register(device, &visiting, most));
+                pinning.absorb(state.register(device, &pieces_of_state, most));
                 pinning
             }
         };
@@ -188,13 +191,13 @@ impl Store {
         self.images.bytes() + self.state.bytes()
     }
 
-    /// What came of registering the images.
+    /// How much could be registered.
     #[must_use]
     pub fn pinning(&self) -> &Pinning {
         &self.pinning
     }
 
-    /// What could not be had as asked about the pages, a sentence each. Pinning is reported by [`Store::pinning`], so
+    /// Requests about pages that could not be honoured, one sentence per request. Pinning is reported by [`Store::pinning`], so
     /// that a caller with more memory to pin can warn once for all of it.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
@@ -232,7 +235,7 @@ impl Store {
     /// How often a tensor has been updated: AdamW's `step`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn step_count(&self, unit: usize, tensor: usize) -> Result<u64> {
         Ok(self.count(unit, tensor)?.load(Ordering::Acquire))
     }
@@ -240,7 +243,7 @@ impl Store {
     /// Sets how often a tensor has been updated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
         self.count(unit, tensor)?.store(count, Ordering::Release);
         Ok(())
@@ -249,22 +252,20 @@ impl Store {
     fn count(&self, unit: usize, tensor: usize) -> Result<&AtomicU64> {
         let unit = self.unit(unit)?;
         unit.counts.get(tensor).ok_or_else(|| {
-            let (name, len) = (&unit.layout.name, unit.counts.len());
-            Error::Invalid(format!("unit {name} has {len} tensors, none of index {tensor}"))
+            let (unit, tensors) = (unit.layout.name.clone(), unit.counts.len());
+            Error::UnknownTensor { unit, index: tensor, tensors }
         })
     }
 
     fn unit(&self, unit: usize) -> Result<&Unit> {
-        self.units
-            .get(unit)
-            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", self.units.len())))
+        self.units.get(unit).ok_or(Error::UnknownUnit { index: unit, units: self.units.len() })
     }
 
     fn held(&self, unit: usize) -> Result<(&UnitLayout, &UnitPlanes)> {
         let unit = self.unit(unit)?;
         match &unit.planes {
             Some(planes) => Ok((&unit.layout, planes)),
-            None => Err(Error::Invalid(format!("the state of unit {} is on the device", unit.layout.name))),
+            None => Err(Error::StateOnDevice { unit: unit.layout.name.clone() }),
         }
     }
 }

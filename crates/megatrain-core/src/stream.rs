@@ -4,13 +4,13 @@
 //! begin -> next -> (compute) -> finish -> next ... -> None -> apply
 //! ```
 //!
-//! The caller computes; everything else happens on lanes, a thread each, that issue the ready operation of lowest
-//! priority number (`stream/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
+//! The caller computes; everything else happens on lanes, one thread per lane, which issue the ready operation of lowest
+//! priority number (`schedule/progress.rs`). Device lanes have a second thread that waits for events and marks what is over. A
 //! lease on a unit's weights ends when [`Engine::finish`] records an event on the compute stream; nothing is overwritten
 //! before that event.
 //!
-//! Calls that wait take a time limit and answer [`Poll::Pending`] when it is over, so that a caller can look after its
-//! signals. Once an operation has failed, every call answers [`crate::Error::Broken`] with the unit and the operation.
+//! Calls that wait take a time limit and return [`Poll::Pending`] when it is over, so that a caller can handle
+//! signals. Once an operation has failed, every call returns [`crate::Error::Broken`] with the unit and the operation.
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread::JoinHandle;
@@ -22,26 +22,32 @@ pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
-use self::shared::Shared;
+pub use self::schedules::CachedSchedules;
+use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
 use crate::error::{Item, Result};
+use crate::host::Process;
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
-use crate::schedule::Pass;
+use crate::schedule::{Lane, Pass};
 
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod access;
 mod compute;
-mod lanes;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
+mod device_update;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
+mod execute;
+#[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
-mod perform;
-pub(crate) mod progress;
 mod rows;
 mod save;
-mod shared;
+mod schedules;
+mod state;
 mod stats;
-mod visits;
+mod workers;
 
 /// How an engine is to run; none of it changes the numbers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -98,8 +104,17 @@ pub struct Begin {
     pub accumulate: bool,
 }
 
-/// What became of a step's gradients.
+impl Begin {
+    /// A pass of this kind, on the default compute stream.
+    #[must_use]
+    pub const fn new(pass: Pass, micro_batches: u32) -> Self {
+        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false }
+    }
+}
+
+/// Result of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// The norm before clipping, over what was transferred; not finite when a gradient was not.
     pub grad_norm: f64,
@@ -113,21 +128,23 @@ pub struct Outcome {
 pub struct Engine {
     shared: Arc<Shared>,
     threads: std::sync::Mutex<Vec<JoinHandle<()>>>,
+    process: Process,
 }
 
 impl Engine {
     /// Allocates what the plan lists and starts the lanes.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when the plan was made for another request, and what allocating can answer.
+    /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
         let shared = Arc::new(Shared::new(device, request, plan, options)?);
-        let engine = Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::new(Vec::new()) };
-        let started = lanes::start(&shared, &mut engine.lock_threads());
+        let engine =
+            Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
+        let started = workers::start(&shared, &mut engine.lock_threads());
         started.map(|()| engine)
     }
 
-    /// Where everything lies in each unit's planes.
+    /// The layout of each unit.
     #[must_use]
     pub fn layouts(&self) -> &[UnitLayout] {
         &self.shared.placement.layouts
@@ -145,7 +162,7 @@ impl Engine {
         self.shared.memory.mapped_bytes()
     }
 
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         self.shared.memory.warnings.clone()
@@ -157,7 +174,7 @@ impl Engine {
         self.shared.memory.region(region).clone()
     }
 
-    /// Where in [`Region::Weights`] a unit with a place of its own lies.
+    /// The offset in [`Region::Weights`] of a unit with a place of its own.
     #[must_use]
     pub fn weights_offset(&self, unit: usize) -> Option<u64> {
         self.shared.placement.own.get(unit).copied().flatten().map(|s| s.offset)
@@ -174,7 +191,7 @@ impl Engine {
     /// Starts a pass.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when a pass is under way, gradients wait for a decision, or groups are missing.
+    /// [`crate::Error`] when a pass is under way, gradients wait for a decision, or groups are missing.
     pub fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
         self.shared.begin(begin, limit)
     }
@@ -183,7 +200,7 @@ impl Engine {
     /// when the pass has no more.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no pass has begun or the last operation has not been finished.
+    /// [`crate::Error`] when no pass has begun or the last operation has not been finished.
     pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         self.shared.next(limit)
     }
@@ -191,24 +208,24 @@ impl Engine {
     /// The operation's work has been launched on the compute stream.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when another operation, or none, was handed out.
+    /// [`crate::Error`] when another operation, or none, was handed out.
     pub fn finish(&self, id: u64) -> Result<()> {
         self.shared.finish(id)
     }
 
-    /// The norm over all gradients of the pass, once they have landed.
+    /// The norm over all gradients of the pass, once they have been offloaded.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait.
+    /// [`crate::Error`] when no gradients wait.
     pub fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
         self.shared.gradient_norm(limit)
     }
 
-    /// Decides: clips to `max_norm`, queues the updates (they run beneath what follows), or skips them when a gradient
+    /// Decides: clips to `max_norm`, queues the updates (they run in the background of what follows), or skips them when a gradient
     /// is not finite. Immediate updates have been queued before: then this only waits and reports.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when no gradients wait, or a group is missing.
+    /// [`crate::Error`] when no gradients wait, or a group is missing.
     pub fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
         self.shared.apply(groups, max_norm, limit)
     }
@@ -237,14 +254,24 @@ impl Engine {
         self.shared.stats()
     }
 
+    /// What the cache of schedules holds. It is no part of the plan, which counts what a step works in.
+    #[must_use]
+    pub fn cached_schedules(&self) -> CachedSchedules {
+        self.shared.schedules.lock().unwrap_or_else(std::sync::PoisonError::into_inner).held()
+    }
+
     /// Chrome trace (Perfetto) of everything recorded so far.
     #[must_use]
     pub fn trace(&self) -> String {
-        self.shared.trace.to_json()
+        self.shared.trace.to_json(&Lane::ALL.map(Lane::name))
     }
 
-    /// Stops the lanes and waits for the device. Calls after this answer [`crate::Error::Broken`].
+    /// Stops the lanes and waits for the device. Calls after this return [`crate::Error::Closed`]. Does nothing in a fork of
+    /// the engine's process, where there are no lanes, and whose copies of locks may be held by threads it does not have.
     pub fn close(&self) {
+        if self.process.is_forked() {
+            return;
+        }
         self.shared.close();
         for thread in self.lock_threads().drain(..) {
             // Panics on a lane are caught there, so a thread ends only by returning.
@@ -260,6 +287,13 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            // What the lanes, the pool and the device hold is the parent's.
+            std::mem::forget(Arc::clone(&self.shared));
+            let threads = self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            threads.drain(..).for_each(std::mem::forget);
+            return;
+        }
         self.close();
     }
 }

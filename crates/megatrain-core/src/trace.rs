@@ -3,73 +3,69 @@ use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use crate::device::{Device, Event, Stream};
-use crate::error::Result;
-use crate::schedule::{Lane, Op};
-
 struct Span {
-    lane: Lane,
+    row: u8,
     name: String,
     micro_batch: u32,
     start_us: f64,
     length_us: f64,
 }
 
+/// What a span is about.
+pub(crate) struct SpanOf<'a> {
+    /// Its row in the trace.
+    pub(crate) row: u8,
+    /// What was done.
+    pub(crate) kind: &'a str,
+    /// To which unit.
+    pub(crate) unit: &'a str,
+    /// For which micro-batch.
+    pub(crate) micro_batch: u32,
+}
+
 /// Collects spans while it is on.
 pub(crate) struct Trace {
     origin: Instant,
-    /// The same moment on the device's clock.
-    device_origin: Option<Event>,
+    on: bool,
     spans: Mutex<Vec<Span>>,
 }
 
 impl Trace {
-    pub(crate) fn new(device: &dyn Device, on: bool) -> Result<Self> {
-        // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
-        device.keep_times(true);
-        let mut origin = Instant::now();
-        let mut device_origin = None;
-        if on {
-            let event = device.record(Stream::Upload)?;
-            device.synchronize(&event)?;
-            origin = Instant::now();
-            device_origin = Some(event);
-        }
-        Ok(Self { origin, device_origin, spans: Mutex::new(Vec::new()) })
+    /// A trace that begins now.
+    pub(crate) fn new(on: bool) -> Self {
+        Self { origin: Instant::now(), on, spans: Mutex::new(Vec::new()) }
     }
 
     /// An operation that the host ran.
-    pub(crate) fn host(&self, op: &Op, unit: &str, start: Instant, end: Instant) {
-        if self.device_origin.is_some() {
+    pub(crate) fn host(&self, of: SpanOf<'_>, start: Instant, end: Instant) {
+        if self.on {
             let us = |at: Instant| at.saturating_duration_since(self.origin).as_secs_f64() * 1e6;
-            self.push(op, unit, us(start), us(end) - us(start));
+            self.push(of, us(start), us(end) - us(start));
         }
     }
 
-    /// An operation between two events of the device.
-    pub(crate) fn device(&self, device: &dyn Device, op: &Op, unit: &str, start: &Event, end: &Event) -> Result<()> {
-        let Some(origin) = &self.device_origin else { return Ok(()) };
-        if let (Some(start), Some(length)) = (device.elapsed_ms(origin, start)?, device.elapsed_ms(start, end)?) {
-            self.push(op, unit, start * 1e3, length * 1e3);
+    /// An operation that the device ran, in milliseconds since the trace began.
+    pub(crate) fn device(&self, of: SpanOf<'_>, start_ms: f64, length_ms: f64) {
+        if self.on {
+            self.push(of, start_ms * 1e3, length_ms * 1e3);
         }
-        Ok(())
     }
 
-    fn push(&self, op: &Op, unit: &str, start_us: f64, length_us: f64) {
-        let name = format!("{} {unit}", format!("{:?}", op.kind).to_lowercase());
-        let span = Span { lane: op.lane, name, micro_batch: op.micro_batch, start_us, length_us };
+    fn push(&self, of: SpanOf<'_>, start_us: f64, length_us: f64) {
+        let SpanOf { row, kind, unit, micro_batch } = of;
+        let span = Span { row, name: format!("{kind} {unit}"), micro_batch, start_us, length_us };
         self.spans.lock().unwrap_or_else(PoisonError::into_inner).push(span);
     }
 
-    /// The trace as JSON.
-    pub(crate) fn to_json(&self) -> String {
+    /// The trace as JSON; `rows` are the names of the rows by number.
+    pub(crate) fn to_json(&self, rows: &[&str]) -> String {
         let spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut events: Vec<String> = Lane::ALL
+        let mut events: Vec<String> = rows
             .iter()
-            .filter(|lane| spans.iter().any(|s| s.lane == **lane))
-            .map(|lane| {
-                let (tid, name) = (*lane as u8, lane.name());
-                format!(r#"{{"ph":"M","pid":1,"tid":{tid},"name":"thread_name","args":{{"name":"{name}"}}}}"#)
+            .enumerate()
+            .filter(|(row, _)| spans.iter().any(|s| usize::from(s.row) == *row))
+            .map(|(row, name)| {
+                format!(r#"{{"ph":"M","pid":1,"tid":{row},"name":"thread_name","args":{{"name":"{name}"}}}}"#)
             })
             .collect();
         for span in spans.iter() {
@@ -79,7 +75,7 @@ impl Trace {
             let _ = write!(
                 event,
                 r#"{{"ph":"X","pid":1,"tid":{},"name":{name},"ts":{:.3},"dur":{:.3},"args":{{"micro_batch":{}}}}}"#,
-                span.lane as u8, span.start_us, span.length_us, span.micro_batch
+                span.row, span.start_us, span.length_us, span.micro_batch
             );
             events.push(event);
         }

@@ -1,10 +1,12 @@
 //! The simulated device: it conforms, it is inconvenient, and it fails when asked to.
+#![expect(unsafe_code, reason = "queues copies of host memory")]
 use std::collections::BTreeMap;
 
+use megatrain_core::Result;
 use megatrain_core::device::conformance::conformance;
 use megatrain_core::device::sim::{Faults, SimDevice};
-use megatrain_core::device::{Device, Stream};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::device::{Device, DeviceMemory, Stream};
+use megatrain_core::host::HostSpan;
 
 #[test]
 fn the_simulated_device_conforms_under_every_seed() {
@@ -14,6 +16,18 @@ fn the_simulated_device_conforms_under_every_seed() {
         let delay_ms = BTreeMap::from([("download".to_owned(), 5.0), ("upload".to_owned(), 1.0)]);
         conformance(&SimDevice::new(Some(seed), Faults { delay_ms, ..Faults::default() })).unwrap();
     }
+}
+
+/// Queues a copy to the device; the test leaves the span alone until an event after it has passed.
+fn send(device: &SimDevice, stream: Stream, span: &HostSpan, memory: &DeviceMemory) -> Result<()> {
+    // SAFETY: callers keep what is promised above.
+    unsafe { device.copy_to_device(stream, span, memory) }
+}
+
+/// Queues a copy to the host; likewise.
+fn receive(device: &SimDevice, stream: Stream, memory: &DeviceMemory, span: &HostSpan) -> Result<()> {
+    // SAFETY: callers keep what is promised above.
+    unsafe { device.copy_to_host(stream, memory, span) }
 }
 
 /// Load, compute, land over one buffer; with `waits` left out, some seeds must show wrong bytes.
@@ -27,7 +41,7 @@ fn run(seed: u64, load_before_compute: bool, compute_before_reload: bool) -> boo
         }
         let source = HostSpan::map(64).unwrap();
         source.fill(i + 1);
-        device.copy_to_device(Stream::Upload, &source, &slot).unwrap();
+        send(&device, Stream::Upload, &source, &slot).unwrap();
         if load_before_compute {
             device.wait(Stream::Compute, &device.record(Stream::Upload).unwrap()).unwrap();
         }
@@ -36,7 +50,7 @@ fn run(seed: u64, load_before_compute: bool, compute_before_reload: bool) -> boo
     }
     let out = HostSpan::map(64 * 8).unwrap();
     device.wait(Stream::Download, computed.as_ref().unwrap()).unwrap();
-    device.copy_to_host(Stream::Download, &result, &out).unwrap();
+    receive(&device, Stream::Download, &result, &out).unwrap();
     device.synchronize(&device.record(Stream::Download).unwrap()).unwrap();
     let bytes = out.elements::<u8>(0, 64 * 8);
     (0..8usize).all(|i| bytes[i * 64..(i + 1) * 64].iter().all(|&b| usize::from(b) == i + 1))
@@ -55,7 +69,7 @@ fn work_runs_only_when_something_waits() {
     let device = SimDevice::new(None, Faults::default());
     let (memory, out) = (device.allocate(16).unwrap(), HostSpan::map(16).unwrap());
     device.fill(Stream::Compute, &memory, 7).unwrap();
-    device.copy_to_host(Stream::Compute, &memory, &out).unwrap();
+    receive(&device, Stream::Compute, &memory, &out).unwrap();
     let event = device.record(Stream::Compute).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(20));
     assert!(out.elements::<u8>(0, 16).iter().all(|&b| b == 0));
@@ -76,10 +90,10 @@ fn faults_are_read_from_json_and_unknown_ones_are_refused() {
     assert!(device.fill(Stream::Upload, &memory, 1).unwrap_err().to_string().contains("call 2 of fill"));
     device.fill(Stream::Upload, &memory, 1).unwrap();
     // A copy must lie inside one registration, or outside all of them.
-    let straddling = device.copy_to_host(Stream::Download, &memory.slice(0, 4096), &span.slice(2048, 4096));
+    let straddling = receive(&device, Stream::Download, &memory.slice(0, 4096), &span.slice(2048, 4096));
     assert!(straddling.unwrap_err().to_string().contains("straddle"));
     drop(pin);
-    device.copy_to_host(Stream::Download, &memory.slice(0, 4096), &span.slice(2048, 4096)).unwrap();
+    receive(&device, Stream::Download, &memory.slice(0, 4096), &span.slice(2048, 4096)).unwrap();
     let error = SimDevice::from_json(None, Some(r#"{"fial": []}"#)).err().unwrap().to_string();
     assert!(error.contains("fial"), "{error}");
 }
@@ -90,7 +104,7 @@ fn the_virtual_clock_counts_bytes_and_delays() {
     let device = SimDevice::new(None, Faults { delay_ms, ..Faults::default() });
     let (memory, span) = (device.allocate(1 << 20).unwrap(), HostSpan::map(1 << 20).unwrap());
     let before = device.record(Stream::Upload).unwrap();
-    device.copy_to_device(Stream::Upload, &span, &memory).unwrap();
+    send(&device, Stream::Upload, &span, &memory).unwrap();
     let after = device.record(Stream::Upload).unwrap();
     device.synchronize(&after).unwrap();
     let ms = device.elapsed_ms(&before, &after).unwrap().unwrap();

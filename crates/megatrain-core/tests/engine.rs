@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
-use megatrain_core::error::Tier;
+use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::{Dtype, Precision};
 use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
@@ -95,27 +95,27 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
             r.requests.state_on_device = Some(Count::Units(units));
         });
     }
-    let visiting = |r: &mut Request, layers: u32, parts: u32| {
+    let device_updates = |r: &mut Request, layers: u32, parts: u32| {
         (r.requests.updates_on_device, r.requests.parts) = (Some(Count::Units(layers)), Some(parts));
     };
-    add("two layers visit", &|r| visiting(r, 2, 1));
-    add("all layers visit in parts", &|r| visiting(r, 5, 2));
-    add("visits beside state on the device", &|r| {
-        visiting(r, 2, 2);
+    add("two layers updated on the device", &|r| device_updates(r, 2, 1));
+    add("all layers updated on the device in parts", &|r| device_updates(r, 5, 2));
+    add("device updates beside state on the device", &|r| {
+        device_updates(r, 2, 2);
         (r.requests.state_on_device, r.requests.slots) = (Some(Count::Units(4)), Some(3));
     });
-    add("visits in groups of one", &|r| {
-        visiting(r, 3, 2);
+    add("device updates in groups of one", &|r| {
+        device_updates(r, 3, 2);
         (r.requests.inputs, r.requests.group) = (Some(Place::Host), Some(1));
     });
     if base.update == UpdateMode::Immediate {
         add("one slab", &|r| r.requests.slabs = Some(1));
-        add("visits through one slab", &|r| {
-            visiting(r, 3, 2);
+        add("device updates through one slab", &|r| {
+            device_updates(r, 3, 2);
             r.requests.slabs = Some(1);
         });
-        add("visits that wait in slabs", &|r| {
-            visiting(r, 3, 2);
+        add("device updates that wait in slabs", &|r| {
+            device_updates(r, 3, 2);
             r.requests.slabs = Some(5);
         });
     }
@@ -196,7 +196,12 @@ fn buffers_that_are_used_again_never_mix_under_any_delay() {
     let mut smallest = request(4, 3);
     smallest.requests.inputs = Some(Place::Host);
     smallest.requests.stage_buffers = Some(2);
-    let reference = train_through(&smallest, queueing(0), &synchronous(), 200, Some(0.5));
+    // A device with no room for a second gradient buffer either.
+    smallest.budget.device = 1;
+    let Err(Error::DoesNotFit { needed, .. }) = plan(&smallest) else { panic!("one byte is enough") };
+    smallest.budget.device = needed;
+    assert_eq!(plan(&smallest).unwrap().grad_buffers, 1);
+    let reference = train_through(&request(4, 3), queueing(0), &synchronous(), 200, Some(0.5));
     let streams: [&[&str]; 4] = [&["compute"], &["upload"], &["download"], &["compute", "upload", "download"]];
     for seed in 0..20 {
         let device = delayed(seed, streams[seed as usize % streams.len()]);
@@ -233,8 +238,8 @@ fn less_memory_to_pin_changes_one_warning_and_no_bit() {
     // H11: pinning stops after some bytes, after few, and at once.
     let mut request = request(5, 3);
     let reference = train_through(&request, queueing(0), &options(), 3, Some(0.5));
-    for (limit, visiting) in [(150_000, 0), (20_000, 0), (0, 0), (300_000, 5), (200_000, 5), (0, 5)] {
-        request.requests.updates_on_device = Some(Count::Units(visiting));
+    for (limit, device_updates) in [(150_000, 0), (20_000, 0), (0, 0), (300_000, 5), (200_000, 5), (0, 5)] {
+        request.requests.updates_on_device = Some(Count::Units(device_updates));
         let faults = Faults { pin_limit_bytes: Some(limit), ..Faults::default() };
         let run = start(&request, SimDevice::new(Some(3), faults).queueing_compute(), &options());
         let warnings = run.engine.warnings();
@@ -242,7 +247,7 @@ fn less_memory_to_pin_changes_one_warning_and_no_bit() {
         for step in 0..3 {
             run.toy.step(&run.engine, step, Some(0.5)).unwrap();
         }
-        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}, {visiting} visiting");
+        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}, {device_updates} device_updates");
     }
 }
 
@@ -399,9 +404,9 @@ fn gradients_of_several_passes_are_added_before_they_are_applied() {
 #[test]
 fn gradients_that_are_not_finite_change_nothing() {
     let mut base = request(4, 3);
-    for visiting in [0, 3] {
-        base.requests.updates_on_device = Some(Count::Units(visiting));
-        let run = start(&base, queueing(5), &Options { poison: visiting > 0, ..options() });
+    for device_updates in [0, 3] {
+        base.requests.updates_on_device = Some(Count::Units(device_updates));
+        let run = start(&base, queueing(5), &Options { poison: device_updates > 0, ..options() });
         run.toy.step(&run.engine, 0, Some(0.5)).unwrap();
         let before = run.toy.state(&run.engine).unwrap();
         run.toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -415,11 +420,12 @@ fn gradients_that_are_not_finite_change_nothing() {
 }
 
 #[test]
-fn state_that_visits_is_read_written_and_evaluated_like_any_other() {
+fn state_that_is_updated_on_the_device_is_read_written_and_evaluated_like_any_other() {
     for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
-        let run = |visiting: u32, seed: u64, options: &Options| {
+        let run = |device_updates: u32, seed: u64, options: &Options| {
             let mut request = Request { update, ..request(4, 3) };
-            (request.requests.updates_on_device, request.requests.parts) = (Some(Count::Units(visiting)), Some(2));
+            (request.requests.updates_on_device, request.requests.parts) =
+                (Some(Count::Units(device_updates)), Some(2));
             let run =
                 start(&request, delayed(seed, &[["upload"], ["download"], ["update"]][seed as usize % 3]), options);
             let values: Vec<u8> = (0..16).flat_map(|i| (i as f32 / 8.0).to_ne_bytes()).collect();
@@ -449,7 +455,7 @@ fn state_that_visits_is_read_written_and_evaluated_like_any_other() {
 }
 
 #[test]
-fn visits_never_mix_in_their_buffers_under_any_delay() {
+fn device_updates_never_mix_in_their_buffers_under_any_delay() {
     for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
         let mut base = Request { update, ..request(4, 3) };
         (base.requests.parts, base.requests.slots) = (Some(2), Some(3));
@@ -620,4 +626,19 @@ fn statistics_and_trace_tell_of_every_lane() {
     for name in ["forward layers.0", "load embed", "land head", "update layers.3", "save layers.1", "fetch layers.1"] {
         assert!(events.iter().any(|e| e["name"] == name), "{name} is missing");
     }
+}
+
+#[test]
+fn schedules_are_made_once_and_kept_within_bounds() {
+    let run = start(&request(4, 3), queueing(0), &options());
+    assert_eq!(run.engine.cached_schedules().count, 0);
+    let step = || {
+        run.toy.step(&run.engine, 0, Some(1.0)).unwrap();
+        run.engine.cached_schedules()
+    };
+    // The first step follows nothing, the second one a step that followed nothing, and so on.
+    let _ = (step(), step(), step());
+    let steady = step();
+    assert_eq!(step(), steady);
+    assert!(steady.count > 0 && steady.bytes > 0 && steady.bytes <= steady.limit, "{steady:?}");
 }

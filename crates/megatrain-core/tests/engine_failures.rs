@@ -101,7 +101,7 @@ fn a_device_that_is_lost_is_told_once_whatever_fails_while_that_is_handled() {
 }
 
 #[test]
-fn a_visit_that_fails_names_its_unit_and_operation() {
+fn a_device_update_that_fails_names_its_unit_and_operation() {
     for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
         let mut request = Request { update, ..request(4, 2) };
         request.requests.updates_on_device = Some(Count::Units(2));
@@ -112,8 +112,8 @@ fn a_visit_that_fails_names_its_unit_and_operation() {
                 let device = SimDevice::new(Some(nth), Faults { fail, ..Faults::default() }).queueing_compute();
                 run(&request, &device).err().map(|e| e.to_string()).unwrap_or_default()
             };
-            let of_visit = |text: &String| text.contains(words) && text.contains("asked to fail");
-            let text = (1..=counts[call]).map(told).find(of_visit).unwrap();
+            let of_update = |text: &String| text.contains(words) && text.contains("asked to fail");
+            let text = (1..=counts[call]).map(told).find(of_update).unwrap();
             assert!(text.contains("layers.1") || text.contains("layers.3"), "{text}");
         }
     }

@@ -1,9 +1,10 @@
 //! The optimizer beside a library that has switched the thread to flush-to-zero.
 #![cfg(target_arch = "x86_64")]
 #![expect(unsafe_code, reason = "reads and writes MXCSR, as such a library does")]
-use megatrain_core::device::AdamwScalars;
-use megatrain_core::optimizer::kernel::{self, Values, Weights};
-use megatrain_core::optimizer::{Affinity, Isa, Pool};
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::adamw::kernels::{self, Values, Weights};
+use megatrain_core::host::{Affinity, Pool};
 
 /// Flush-to-zero, denormals-are-zero, rounding towards zero.
 const FAST_MATH: u32 = 0x1f80 | 0x8040 | 0x6000;
@@ -30,16 +31,16 @@ fn inputs() -> (Vec<f32>, Vec<f64>) {
 
 /// Bits of everything that the kernels produce from them.
 fn results(isa: Isa, (tiny, doubles): &(Vec<f32>, Vec<f64>)) -> Vec<u64> {
-    let (mut hi, mut lo): (Vec<u16>, Vec<u16>) = tiny.iter().map(|x| kernel::split_bits(x.to_bits())).unzip();
+    let (mut hi, mut lo): (Vec<u16>, Vec<u16>) = tiny.iter().map(|x| kernels::split_bits(x.to_bits())).unzip();
     let (mut exp_avg, mut exp_avg_sq) = (tiny.clone(), tiny.clone());
     let scalars = AdamwScalars::new(1e-3, (0.9, 0.999), 1e-30, 0.1, 3, 0.37).unwrap();
     let weights = Weights::Split { hi: &mut hi, lo: &mut lo };
-    kernel::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, Values::F32(tiny), &scalars);
+    kernels::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, Values::F32(tiny), &scalars);
     let mut store = tiny.clone();
-    kernel::accumulate(isa, &mut store, Values::F32(tiny));
+    kernels::accumulate(isa, &mut store, Values::F32(tiny));
     let mut rounded = vec![0f32; tiny.len()];
-    kernel::f64_to_f32(doubles, &mut rounded);
-    let sum = kernel::sum_squares(isa, Values::F32(tiny));
+    kernels::f64_to_f32(doubles, &mut rounded);
+    let sum = kernels::sum_squares(isa, Values::F32(tiny));
     let mut out: Vec<u64> = hi.iter().chain(&lo).map(|&x| x.into()).collect();
     out.extend(exp_avg.iter().chain(&exp_avg_sq).chain(&store).chain(&rounded).map(|x| u64::from(x.to_bits())));
     out.push(sum.to_bits());

@@ -1,9 +1,11 @@
 //! The optimizer's loops: every body against the scalar one, and that against an fp64 AdamW.
-use megatrain_core::device::AdamwScalars;
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::Isa;
+use megatrain_core::adamw::kernels::{self, CANONICAL_NAN, Values, Weights};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::Dtype;
-use megatrain_core::optimizer::kernel::{self, CANONICAL_NAN, Values, Weights};
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool, TensorSum, TensorUpdate};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::optimizer::{Adamw, TensorSum, TensorUpdate};
 use proptest::prelude::*;
 
 const LENGTHS: [usize; 9] = [0, 1, 7, 8, 15, 16, 17, 1023, 4097];
@@ -75,12 +77,12 @@ impl State {
         let grad = if narrow { Values::Bf16(&grad_bf16[range.clone()]) } else { Values::F32(&grad_f32[range.clone()]) };
         let (m, v) = (&mut exp_avg[range.clone()], &mut exp_avg_sq[range.clone()]);
         if split {
-            let (mut hi, mut lo): (Vec<u16>, Vec<u16>) = self.weights.iter().map(|&w| kernel::split_bits(w)).unzip();
-            kernel::adamw(isa, Weights::Split { hi: &mut hi[range.clone()], lo: &mut lo[range] }, m, v, grad, s);
-            self.weights = hi.iter().zip(&lo).map(|(&hi, &lo)| kernel::join_bits(hi, lo)).collect();
+            let (mut hi, mut lo): (Vec<u16>, Vec<u16>) = self.weights.iter().map(|&w| kernels::split_bits(w)).unzip();
+            kernels::adamw(isa, Weights::Split { hi: &mut hi[range.clone()], lo: &mut lo[range] }, m, v, grad, s);
+            self.weights = hi.iter().zip(&lo).map(|(&hi, &lo)| kernels::join_bits(hi, lo)).collect();
         } else {
             let mut weights = floats(&self.weights);
-            kernel::adamw(isa, Weights::Full(&mut weights[range]), m, v, grad, s);
+            kernels::adamw(isa, Weights::Full(&mut weights[range]), m, v, grad, s);
             self.weights = bits(&weights);
         }
         self.exp_avg = bits(&exp_avg);
@@ -232,7 +234,7 @@ fn updates_smaller_than_a_bf16_step_are_not_lost() {
         for &weight in &state.weights {
             let moved = f64::from(f32::from_bits(weight));
             assert!((moved - reference.w).abs() <= 1e-5 * reference.w, "{moved} against {}", reference.w);
-            let hi = f32::from_bits(u32::from(kernel::split_bits(weight).0) << 16);
+            let hi = f32::from_bits(u32::from(kernels::split_bits(weight).0) << 16);
             assert!((hi - f32::from_bits(weight)).abs() <= 2f32.powi(-9), "the compute copy is the master rounded");
         }
     }
@@ -271,8 +273,8 @@ fn every_fp32_pattern_survives_the_split_and_its_upper_half_is_the_nearest_bf16(
             for (i, value) in master.iter_mut().enumerate() {
                 *value = f32::from_bits(base + i as u32);
             }
-            kernel::split_master(&master, &mut hi, &mut lo);
-            kernel::join_master(&hi, &lo, &mut back);
+            kernels::split_master(&master, &mut hi, &mut lo);
+            kernels::join_master(&hi, &lo, &mut back);
             let mut wrong = 0;
             for (i, value) in back.iter().enumerate() {
                 wrong |= value.to_bits() ^ (base + i as u32);
@@ -300,14 +302,14 @@ fn sums_of_squares_do_not_depend_on_the_body() {
         let values = floats(&State::random(len, 11).weights);
         let narrow: Vec<u16> = values.iter().map(|x| (x.to_bits() >> 16) as u16).collect();
         let wide = Values::F32(&values);
-        let expected = kernel::sum_squares(Isa::Scalar, wide);
+        let expected = kernels::sum_squares(Isa::Scalar, wide);
         let exact: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         assert!((expected - exact).abs() <= 1e-12 * exact);
         for isa in bodies() {
-            assert_eq!(kernel::sum_squares(isa, wide).to_bits(), expected.to_bits());
+            assert_eq!(kernels::sum_squares(isa, wide).to_bits(), expected.to_bits());
             let (a, b) = (
-                kernel::sum_squares(isa, Values::Bf16(&narrow)),
-                kernel::sum_squares(Isa::Scalar, Values::Bf16(&narrow)),
+                kernels::sum_squares(isa, Values::Bf16(&narrow)),
+                kernels::sum_squares(Isa::Scalar, Values::Bf16(&narrow)),
             );
             assert_eq!(a.to_bits(), b.to_bits());
         }
@@ -315,11 +317,11 @@ fn sums_of_squares_do_not_depend_on_the_body() {
     for isa in bodies() {
         let mut values = [1f32; 100];
         values[77] = f32::INFINITY;
-        assert_eq!(kernel::sum_squares(isa, Values::F32(&values)), f64::INFINITY);
+        assert_eq!(kernels::sum_squares(isa, Values::F32(&values)), f64::INFINITY);
         values[3] = f32::NAN;
-        assert!(kernel::sum_squares(isa, Values::F32(&values)).is_nan());
+        assert!(kernels::sum_squares(isa, Values::F32(&values)).is_nan());
         // The square of the largest finite value is finite in fp64.
-        assert!(kernel::sum_squares(isa, Values::F32(&[f32::MAX; 40])).is_finite());
+        assert!(kernels::sum_squares(isa, Values::F32(&[f32::MAX; 40])).is_finite());
     }
 }
 
@@ -329,13 +331,13 @@ fn gradients_are_added_in_fp32_by_every_body() {
         for len in LENGTHS {
             let (a, b) = (State::random(len, 1), State::random(len, 2));
             let mut store = floats(&a.weights);
-            kernel::accumulate(isa, &mut store, Values::F32(&floats(&b.weights)));
+            kernels::accumulate(isa, &mut store, Values::F32(&floats(&b.weights)));
             for (i, sum) in store.iter().enumerate() {
                 assert_eq!(*sum, f32::from_bits(a.weights[i]) + f32::from_bits(b.weights[i]));
             }
             let narrow: Vec<u16> = b.weights.iter().map(|x| (x >> 16) as u16).collect();
             let before = store.clone();
-            kernel::accumulate(isa, &mut store, Values::Bf16(&narrow));
+            kernels::accumulate(isa, &mut store, Values::Bf16(&narrow));
             for (i, sum) in store.iter().enumerate() {
                 assert_eq!(*sum, before[i] + f32::from_bits(u32::from(narrow[i]) << 16));
             }
@@ -343,16 +345,16 @@ fn gradients_are_added_in_fp32_by_every_body() {
     }
 }
 
-fn span_of<T: megatrain_core::store::arena::Plain>(values: &[T]) -> HostSpan {
+fn span_of<T: megatrain_core::host::span::Plain>(values: &[T]) -> HostSpan {
     let span = HostSpan::map(size_of_val(values)).unwrap();
-    span.elements(0, values.len() as u64).copy_from_slice(values);
+    span.elements_mut(0, values.len() as u64).copy_from_slice(values);
     span
 }
 
 fn updates(lengths: &[usize]) -> Vec<TensorUpdate> {
     let tensor = |&len: &usize| {
         let state = State::random(len, len as u64 + 1);
-        let (hi, lo): (Vec<u16>, Vec<u16>) = state.weights.iter().map(|&w| kernel::split_bits(w)).unzip();
+        let (hi, lo): (Vec<u16>, Vec<u16>) = state.weights.iter().map(|&w| kernels::split_bits(w)).unzip();
         let grad: Vec<u16> = state.grad.iter().map(|&g| (g >> 16) as u16).collect();
         TensorUpdate {
             weights: span_of(&hi),
@@ -420,7 +422,7 @@ fn the_last_elements_beyond_two_to_the_31_are_updated() {
         scalars: scalars(1),
     };
     let start = (1 << 31) - 32;
-    update.grad.elements::<u16>(start, 48).fill(0x3f80);
+    update.grad.elements_mut::<u16>(start, 48).fill(0x3f80);
     update.apply(Isa::best(), start, 48).unwrap();
     let moved: Vec<u16> = update.weights.elements::<u16>(start - 8, 56).to_vec();
     assert!(moved[..8].iter().all(|&w| w == 0), "what lies before is untouched");
@@ -454,7 +456,7 @@ fn the_environment_selects_the_bodies_of_a_process() {
     if let Ok(expected) = std::env::var(CHILD) {
         match Isa::select(None) {
             Ok(isa) => assert_eq!((isa.name(), Isa::preferred().name()), (expected.as_str(), expected.as_str())),
-            Err(error) => assert!(error.to_string().starts_with(kernel::ISA_VARIABLE) && expected == "refused"),
+            Err(error) => assert!(error.to_string().starts_with(kernels::ISA_VARIABLE) && expected == "refused"),
         }
         assert_eq!(Isa::select(Some("auto")).unwrap(), Isa::best(), "an argument goes before the environment");
         return;
@@ -464,7 +466,7 @@ fn the_environment_selects_the_bodies_of_a_process() {
     for (value, expected) in asked.into_iter().chain(narrower) {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "the_environment_selects_the_bodies_of_a_process"])
-            .env(kernel::ISA_VARIABLE, value)
+            .env(kernels::ISA_VARIABLE, value)
             .env(CHILD, expected)
             .output()
             .unwrap();

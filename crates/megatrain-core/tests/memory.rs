@@ -1,6 +1,6 @@
 //! What the store costs in resident memory. Alone in its process, so that nothing else is measured.
-use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec, UnitLayout};
-use megatrain_core::optimizer::{Affinity, Pool};
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::layout::{Precision, TensorSpec, UnitLayout};
 use megatrain_core::store::{Store, StoreBytes, StoreOptions};
 
 fn resident_bytes() -> u64 {
@@ -14,13 +14,7 @@ fn the_store_takes_twelve_bytes_a_parameter_and_no_more() {
     // 5 GiB that machines of a test may not have. Rounding up to a power of two would show as well: 32 MiB for each.
     const PARAMETERS: u64 = (20 << 20) / 12 + 12_345;
     let layer = |i: usize| {
-        let spec = TensorSpec {
-            name: format!("layers.{i}.weight"),
-            shape: vec![PARAMETERS],
-            dtype: Dtype::Bf16,
-            role: Role::Trainable,
-            group: 0,
-        };
+        let spec = TensorSpec::trainable(format!("layers.{i}.weight"), [PARAMETERS]);
         UnitLayout::new(format!("layers.{i}"), vec![spec], Precision::Bf16).unwrap()
     };
     let layouts: Vec<UnitLayout> = (0..15).map(layer).collect();

@@ -1,13 +1,13 @@
 //! Schedules: every one that a plan can ask for is accepted, and every one that has been tampered with is refused.
 use megatrain_core::plan::{Count, Request, UpdateMode, plan};
-use megatrain_core::schedule::{Edge, Facts, Kind, Lane, Op, Pass, Schedule, Shape, check};
+use megatrain_core::schedule::{Edge, Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;
 
 mod support;
 use support::{any_request, request};
 
-fn facts(request: &Request) -> Facts {
-    Facts::new(request, &plan(request).unwrap()).unwrap()
+fn facts(request: &Request) -> ScheduleInputs {
+    ScheduleInputs::new(request, &plan(request).unwrap()).unwrap()
 }
 
 fn train(micro_batches: u32) -> Shape {
@@ -108,12 +108,12 @@ proptest! {
         // (In backward, another buffer may still hold the same activations from forward, which is as good.)
         let stages = change(&|op| op.lane != Lane::Upload && op.kind != Kind::Backward && other(&mut op.stage, facts.stage_buffers));
         prop_assert!(stages != Some(false), "another staging buffer");
-        let landed = change(&|op| op.kind == Kind::Land && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
+        let landed = change(&|op| op.kind == Kind::OffloadGrad && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
         prop_assert!(landed != Some(false), "another gradient buffer");
-        let visited = change(&|op| other(&mut op.visit, facts.visit_buffers));
-        prop_assert!(visited != Some(false), "another visiting buffer");
-        let part = change(&|op| op.visit.is_some() && { op.part ^= 1; true });
-        prop_assert!(part != Some(false), "another part of what visits the device");
+        let visited = change(&|op| other(&mut op.state_buffer, facts.state_buffers));
+        prop_assert!(visited != Some(false), "another state buffer");
+        let part = change(&|op| op.state_buffer.is_some() && { op.part ^= 1; true });
+        prop_assert!(part != Some(false), "another part of a device update");
         let unit = change(&|op| { op.unit = (op.unit + 1) % (facts.head() + 1); op.kind == Kind::Update });
         prop_assert!(unit != Some(false), "another unit's update");
     }
@@ -146,19 +146,19 @@ fn each_rule_is_told_in_words() {
     let cases: [(&str, Kind, Kind); 5] = [
         ("weights are loaded before they are used", Kind::Forward, Kind::Load),
         ("not overwritten before their last use", Kind::Load, Kind::Forward),
-        ("landed after backward has finished it", Kind::Land, Kind::Backward),
-        ("norm is taken after all gradients have landed", Kind::Verdict, Kind::Land),
-        ("an update follows the verdict", Kind::Update, Kind::Verdict),
+        ("offloaded after backward has finished it", Kind::OffloadGrad, Kind::Backward),
+        ("norm is taken after all gradients have been offloaded", Kind::ClipDecision, Kind::OffloadGrad),
+        ("an update follows the clip decision", Kind::Update, Kind::ClipDecision),
     ];
     for (words, kind, of) in cases {
         let error = rule(&|ops| forget(ops, kind, of));
         assert!(error.contains(words), "{error}");
     }
-    let error = rule(&|ops| ops.retain(|o| o.kind != Kind::Verdict));
-    assert!(error.contains("position in the list") || error.contains("verdict"), "{error}");
+    let error = rule(&|ops| ops.retain(|o| o.kind != Kind::ClipDecision));
+    assert!(error.contains("position in the list") || error.contains("clip decision"), "{error}");
     let error = rule(&|ops| {
         let last = ops.last_mut().unwrap();
-        last.kind = Kind::Gather;
+        last.kind = Kind::AccumulateGrad;
     });
     assert!(error.contains("occurs"), "{error}");
     let error = rule(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Backward).for_each(|o| o.micro_batch ^= 1));
@@ -166,13 +166,13 @@ fn each_rule_is_told_in_words() {
 }
 
 #[test]
-fn each_rule_of_visiting_is_told_in_words() {
+fn each_rule_of_device_updates_is_told_in_words() {
     let mut base = request(4, 2);
     base.requests.updates_on_device = Some(Count::Units(3));
     base.requests.parts = Some(2);
     let facts = facts(&base);
-    let visits: Vec<u32> = facts.units.iter().map(|u| u.visits).collect();
-    assert_eq!((visits.as_slice(), facts.visit_buffers), (&[0, 2, 0, 2, 2, 0][..], 3));
+    let device_updates: Vec<u32> = facts.units.iter().map(|u| u.device_update_parts).collect();
+    assert_eq!((device_updates.as_slice(), facts.state_buffers), (&[0, 2, 0, 2, 2, 0][..], 3));
     let (first, good) = Schedule::steady(&facts, train(2)).unwrap();
     check(&facts, &good, Some(&first)).unwrap();
     let error = |mutate: &dyn Fn(&mut Vec<Op>)| {
@@ -182,53 +182,66 @@ fn each_rule_of_visiting_is_told_in_words() {
     };
     // Whichever operation of `kind` it is that waits for one of kind `of`, of the pass before where that is a load.
     let forget = |ops: &mut Vec<Op>, kind: Kind, of: Kind| {
-        let kinds: Vec<(Kind, bool)> = ops.iter().map(|o| (o.kind, o.visit.is_some())).collect();
+        let kinds: Vec<(Kind, bool)> = ops.iter().map(|o| (o.kind, o.state_buffer.is_some())).collect();
         let of = |d: &megatrain_core::schedule::Dep| {
-            d.prior == (kind == Kind::Load) && kinds[d.op as usize] == (of, of != Kind::Verdict)
+            d.prior == (kind == Kind::Load) && kinds[d.op as usize] == (of, of != Kind::ClipDecision)
         };
         let op = ops.iter_mut().find(|o| o.kind == kind && o.unit != 0 && o.deps.iter().any(of)).unwrap();
         op.deps.retain(|d| !of(d));
     };
     for (words, kind, of) in [
-        ("weights are sent only after the update that changes them", Kind::Load, Kind::Return),
-        ("a visiting buffer is not used again before its state has returned", Kind::Bring, Kind::Return),
-        ("an update follows the verdict", Kind::Bring, Kind::Verdict),
-        ("state is brought before it is updated, and updated before it returns", Kind::Update, Kind::Bring),
-        ("state is brought before it is updated, and updated before it returns", Kind::Return, Kind::Update),
+        ("weights are sent only after the update that changes them", Kind::Load, Kind::WriteBackState),
+        (
+            "a state buffer is not used again before its state has been written back",
+            Kind::FetchState,
+            Kind::WriteBackState,
+        ),
+        ("an update follows the clip decision", Kind::FetchState, Kind::ClipDecision),
+        (
+            "state is fetched before it is updated, and updated before it is written back",
+            Kind::Update,
+            Kind::FetchState,
+        ),
+        (
+            "state is fetched before it is updated, and updated before it is written back",
+            Kind::WriteBackState,
+            Kind::Update,
+        ),
     ] {
         let error = error(&|ops| forget(ops, kind, of));
         assert!(error.contains(words), "{kind:?} without {of:?}: {error}");
     }
-    let early = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Bring).for_each(|o| o.slab = Some(0)));
+    let early = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::FetchState).for_each(|o| o.slab = Some(0)));
     assert!(early.contains("holds (0, 0), not what it reads"), "{early}");
-    let twice = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Return).for_each(|o| o.part = 0));
-    assert!(twice.contains("Return of unit 1, part 0, occurs 2 times"), "{twice}");
+    let twice = error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::WriteBackState).for_each(|o| o.part = 0));
+    assert!(twice.contains("WriteBackState of unit 1, part 0, occurs 2 times"), "{twice}");
     let elsewhere = error(&|ops| {
-        let update = ops.iter_mut().find(|o| o.kind == Kind::Update && o.visit.is_some()).unwrap();
+        let update = ops.iter_mut().find(|o| o.kind == Kind::Update && o.state_buffer.is_some()).unwrap();
         update.lane = Lane::Host;
         ops.iter_mut().flat_map(|o| &mut o.deps).for_each(|d| d.edge = Edge::Complete);
     });
-    assert!(elsewhere.contains("updated where its state lives or visits"), "{elsewhere}");
+    assert!(elsewhere.contains("updated where its state lives or is fetched to"), "{elsewhere}");
 }
 
 #[test]
 fn a_unit_is_written_between_two_of_its_updates() {
     let mut base = request(3, 2);
     base.requests.state_on_device = Some(Count::Units(2));
-    for (update, visiting) in [
+    for (update, device_updates) in [
         (UpdateMode::JustInTime, 0),
         (UpdateMode::Immediate, 0),
         (UpdateMode::JustInTime, 3),
         (UpdateMode::Immediate, 3),
     ] {
         base.update = update;
-        base.requests.updates_on_device = Some(Count::Units(visiting));
+        base.requests.updates_on_device = Some(Count::Units(device_updates));
         let facts = facts(&base);
-        assert_eq!(facts.units.iter().any(|u| u.visits > 0), visiting > 0);
+        assert_eq!(facts.units.iter().any(|u| u.device_update_parts > 0), device_updates > 0);
         let step = Schedule::new(&facts, train(2), None, &[]).unwrap();
         let good = Schedule::new(&facts, writing(train(2)), Some(&step), &step.leaves(&facts)).unwrap();
         check(&facts, &good, Some(&step)).unwrap();
-        let units = |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::Write).map(|o| o.unit).collect::<Vec<_>>();
+        let units =
+            |s: &Schedule| s.ops.iter().filter(|o| o.kind == Kind::WriteCheckpoint).map(|o| o.unit).collect::<Vec<_>>();
         assert_eq!(units(&good), [0, 1, 2, 3, 4]);
         let refused = |mutate: &dyn Fn(&mut Vec<Op>)| {
             let mut schedule = good.clone();
@@ -240,14 +253,14 @@ fn a_unit_is_written_between_two_of_its_updates() {
             let error = refused(&|ops| ops[unit].deps.retain(|d| !d.prior));
             assert!(error.contains("Write"), "{error}");
         }
-        // ... and not after the next one. (Of layer 3, the first that visits under immediate updates: the others follow it
+        // ... and not after the next one. (Of layer 3, the first updated on the device under immediate updates: the others follow it
         // through a buffer.)
         for unit in [0u32, 3, 4] {
             let error = refused(&|ops| {
-                let others = ops.iter_mut().filter(|o| o.kind != Kind::Write);
+                let others = ops.iter_mut().filter(|o| o.kind != Kind::WriteCheckpoint);
                 others.for_each(|o| o.deps.retain(|d| d.prior || d.op != unit));
             });
-            assert!(error.contains("Update") || error.contains("Return"), "{error}");
+            assert!(error.contains("Update") || error.contains("WriteBackState"), "{error}");
         }
         let error = refused(&|ops| ops[1].deps.iter_mut().for_each(|d| d.edge = Edge::Issued));
         assert!(error.contains("must wait until it is over"), "{error}");
@@ -280,7 +293,7 @@ fn layer_major_sends_each_weight_at_most_twice_however_many_micro_batches() {
     let schedule = Schedule::new(&facts, train(16), None, &[]).unwrap();
     let loads = |unit| schedule.ops.iter().filter(|o| o.kind == Kind::Load && o.unit == unit).count();
     assert_eq!((0..10).map(loads).collect::<Vec<_>>(), [1, 2, 2, 2, 2, 2, 1, 1, 1, 1]);
-    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::Land).count();
+    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::OffloadGrad).count();
     assert_eq!(lands, 10);
     // With a slot for every layer nothing is loaded for backward.
     request.requests.slots = Some(8);
@@ -323,4 +336,164 @@ fn a_schedule_survives_json() {
     let (_, steady) = Schedule::steady(&facts, train(2)).unwrap();
     let text = serde_json::to_string(&*steady).unwrap();
     assert_eq!(serde_json::from_str::<Schedule>(&text).unwrap(), *steady);
+}
+
+/// Every way in which one operation can be wrong that leaves the list well-formed, with a name.
+fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
+    const KINDS: [Kind; 15] = [
+        Kind::Load,
+        Kind::Embed,
+        Kind::Forward,
+        Kind::Loss,
+        Kind::Backward,
+        Kind::EmbedBackward,
+        Kind::OffloadActivation,
+        Kind::FetchActivation,
+        Kind::OffloadGrad,
+        Kind::AccumulateGrad,
+        Kind::ClipDecision,
+        Kind::FetchState,
+        Kind::Update,
+        Kind::WriteBackState,
+        Kind::WriteCheckpoint,
+    ];
+    let mut mutants = Vec::new();
+    let mut with = |what: String, change: &dyn Fn(&mut Op)| {
+        let mut mutant = op.clone();
+        change(&mut mutant);
+        if mutant != *op {
+            mutants.push((what, mutant));
+        }
+    };
+    for kind in KINDS {
+        with(format!("kind {kind:?}"), &|op| op.kind = kind);
+    }
+    for lane in Lane::ALL {
+        with(format!("lane {lane:?}"), &|op| op.lane = lane);
+    }
+    for number in [0, 1, op.unit + 1, facts.head(), facts.head() + 1, u32::MAX] {
+        with(format!("unit {number}"), &|op| op.unit = number);
+    }
+    for number in [0, 1, op.micro_batch + 1, facts.micro_batches, u32::MAX] {
+        with(format!("micro-batch {number}"), &|op| op.micro_batch = number);
+    }
+    for number in [0, 1, op.part + 1, u32::MAX] {
+        with(format!("part {number}"), &|op| op.part = number);
+    }
+    with("early".to_owned(), &|op| op.early ^= true);
+    type Field = fn(&mut Op) -> &mut Option<u32>;
+    let buffers: [(&str, Field, usize); 5] = [
+        ("slot", |op| &mut op.slot, facts.slots as usize),
+        ("grad", |op| &mut op.grad, facts.shared_grads.len() + 3),
+        ("slab", |op| &mut op.slab, facts.shared_slabs.len() + 3),
+        ("stage", |op| &mut op.stage, facts.stage_buffers as usize),
+        ("state buffer", |op| &mut op.state_buffer, facts.state_buffers as usize),
+    ];
+    for (name, field, count) in buffers {
+        let numbers = [0, 1, 2, count as u32, count as u32 + 7, u32::MAX].map(Some);
+        for number in numbers.into_iter().chain([None]) {
+            with(format!("{name} {number:?}"), &|op| *field(op) = number);
+        }
+    }
+    mutants
+}
+
+/// The list without one operation, or with one twice: what follows is renumbered.
+fn renumbered(ops: &[Op], from: usize, by: i64) -> Vec<Op> {
+    let mut list: Vec<Op> = ops.to_vec();
+    if by > 0 {
+        list.insert(from, ops[from].clone());
+    } else {
+        list.remove(from);
+    }
+    let moved = |id: u32| if id as usize > from { u32::try_from(i64::from(id) + by).unwrap() } else { id };
+    for (index, op) in list.iter_mut().enumerate() {
+        op.id = u32::try_from(index).unwrap();
+        op.deps.retain(|d| d.prior || by > 0 || d.op as usize != from);
+        op.deps.iter_mut().filter(|d| !d.prior).for_each(|d| d.op = moved(d.op));
+    }
+    list
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_wrong_operation_is_refused(
+        request in any_request(), kind in 0u32..4, picks in prop::collection::vec(any::<prop::sample::Index>(), 12),
+    ) {
+        let facts = facts(&request);
+        let m = request.micro_batches;
+        let shape = [train(m), writing(train(m)), writing(eval(1)), eval(m)][kind as usize];
+        let previous = Schedule::new(&facts, train(m), None, &[]).unwrap();
+        let schedule = Schedule::new(&facts, shape, Some(&previous), &previous.leaves(&facts)).unwrap();
+        check(&facts, &schedule, Some(&previous)).unwrap();
+        for pick in picks {
+            let at = pick.index(schedule.ops.len());
+            for (what, op) in mutants(&schedule.ops[at], &facts) {
+                // Where sums are formed apart, only the last micro-batch rounds its sum into a gradient buffer.
+                let original = &schedule.ops[at];
+                let unused = original.kind == Kind::Backward
+                    && original.micro_batch + 1 < m
+                    && facts.units[original.unit as usize].sums_apart;
+                if unused && what.starts_with("grad") && op.grad.is_some_and(|g| facts.shared_grads.contains(&g)) {
+                    continue;
+                }
+                let mut mutated = schedule.clone();
+                mutated.ops[at] = op;
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} with {what}", schedule.ops[at]);
+            }
+            for by in [-1, 1] {
+                let mutated = Schedule { ops: renumbered(&schedule.ops, at, by), ..schedule.clone() };
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} {} times", schedule.ops[at], 1 + by);
+            }
+            // Two computations of a micro-batch in the other order, each with the other's dependencies.
+            let alike = |op: &Op| op.lane == Lane::Compute && op.micro_batch == schedule.ops[at].micro_batch;
+            let next = schedule.ops[at + 1..].iter().position(alike).map(|i| at + 1 + i);
+            if let Some(next) = next.filter(|_| schedule.ops[at].lane == Lane::Compute) {
+                let mut mutated = schedule.clone();
+                mutated.ops.swap(at, next);
+                let deps = std::mem::take(&mut mutated.ops[at].deps);
+                let other = std::mem::replace(&mut mutated.ops[next].deps, deps);
+                mutated.ops[at].deps = other;
+                (mutated.ops[at].id, mutated.ops[next].id) = (at as u32, next as u32);
+                let refused = check(&facts, &mutated, Some(&previous)).is_err();
+                prop_assert!(refused, "{:?} after {:?}", schedule.ops[at], schedule.ops[next]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_claimed_to_be_on_the_device_is_inside_the_plan() {
+    let facts = facts(&request(3, 2));
+    let first = Schedule::new(&facts, train(2), None, &[]).unwrap();
+    let good = Schedule::new(&facts, eval(2), Some(&first), &[]).unwrap();
+    check(&facts, &good, Some(&first)).unwrap();
+    for (unit, slot) in [(9, None), (u32::MAX, Some(0)), (1, Some(2)), (1, Some(u32::MAX)), (1, None), (0, Some(0))] {
+        let resident = vec![megatrain_core::schedule::Resident { unit, slot }];
+        let mutated = Schedule { resident, ..good.clone() };
+        assert!(check(&facts, &mutated, Some(&first)).is_err(), "unit {unit} in {slot:?}");
+    }
+    for shape in [train(3), train(0), eval(u32::MAX), Shape { micro_batches: 1, ..WRITE }] {
+        assert!(check(&facts, &Schedule { shape, ..good.clone() }, Some(&first)).is_err(), "{shape:?}");
+    }
+}
+
+#[test]
+fn a_large_schedule_is_proved_in_a_moment() {
+    let mut request = request(80, 256);
+    (request.requests.inputs, request.requests.slots) = (Some(megatrain_core::plan::Place::Host), Some(3));
+    let facts = facts(&request);
+    let (first, second) = Schedule::steady(&facts, train(256)).unwrap();
+    let seconds = || {
+        let began = std::time::Instant::now();
+        check(&facts, &second, Some(&first)).unwrap();
+        began.elapsed().as_secs_f64()
+    };
+    // A twentieth of a second on a quiet machine.
+    let least = (0..3).map(|_| seconds()).fold(f64::INFINITY, f64::min);
+    assert!(least < 1.0, "{least} s for {} operations", second.ops.len());
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{Budget, Count, Request, UpdateMode, plan};
-use megatrain_core::schedule::{Facts, Kind, Op, Pass, Schedule, Shape, check};
+use megatrain_core::schedule::{Kind, Op, Pass, Schedule, ScheduleInputs, Shape, check};
 use megatrain_core::stream::{Begin, Engine, Options, PlaneName, Rows};
 
 mod support;
@@ -113,7 +113,7 @@ fn a_large_embedding_is_cut_unless_its_state_is_on_the_device() {
     let mut request = large(true);
     request.budget = Budget { device: 1 << 40, host: 1 << 40 };
     request.units[0].tensors[0].shape = vec![151_936, 2048];
-    let parts = |request: &Request| Facts::new(request, &plan(request).unwrap()).unwrap().units[0].parts;
+    let parts = |request: &Request| ScheduleInputs::new(request, &plan(request).unwrap()).unwrap().units[0].parts;
     request.requests.state_on_device = Some(Count::Units(0));
     assert_eq!(parts(&request), 16);
     request.requests.state_on_device = Some(Count::Units(1));
@@ -125,10 +125,10 @@ fn a_large_embedding_is_cut_unless_its_state_is_on_the_device() {
     assert!(plan(&request).unwrap_err().to_string().contains("plan.parts must be at least 1"));
 }
 
-fn schedules(tied: bool, update: UpdateMode) -> (Facts, Schedule, Schedule) {
+fn schedules(tied: bool, update: UpdateMode) -> (ScheduleInputs, Schedule, Schedule) {
     let mut request = of_precision(Request { update, ..large(tied) }, 1);
     request.requests.parts = Some(3);
-    let facts = Facts::new(&request, &plan(&request).unwrap()).unwrap();
+    let facts = ScheduleInputs::new(&request, &plan(&request).unwrap()).unwrap();
     let shape = Shape::new(Pass::Train, 2);
     let (first, second) = Schedule::steady(&facts, shape).unwrap();
     (facts, (*first).clone(), (*second).clone())
@@ -144,7 +144,7 @@ fn schedules_in_parts_are_proved_and_no_dependency_can_be_left_out() {
             let immediate = usize::from(update == UpdateMode::Immediate);
             assert_eq!(early.count(), immediate * 3 * (1 + usize::from(tied)));
             for op in schedule.ops.iter().filter(|op| op.unit == 0) {
-                for dep in op.deps.iter().filter(|_| matches!(op.kind, Kind::Land | Kind::Update | Kind::Load)) {
+                for dep in op.deps.iter().filter(|_| matches!(op.kind, Kind::OffloadGrad | Kind::Update | Kind::Load)) {
                     let mut mutated = schedule.clone();
                     mutated.ops[op.id as usize].deps.retain(|d| d != dep);
                     let refused = check(&facts, &mutated, Some(&previous)).is_err();
@@ -177,7 +177,9 @@ fn parts_that_are_missing_doubled_or_out_of_order_are_refused() {
         check(&facts, &mutated, Some(&previous)).unwrap_err().to_string()
     };
     let of = |kind: Kind, early: bool| move |op: &Op| op.unit == 0 && op.kind == kind && op.early == early;
-    for (kind, early) in [(Kind::Land, false), (Kind::Land, true), (Kind::Update, false), (Kind::Update, true)] {
+    for (kind, early) in
+        [(Kind::OffloadGrad, false), (Kind::OffloadGrad, true), (Kind::Update, false), (Kind::Update, true)]
+    {
         let again = refused(&|op| op.part = if of(kind, early)(op) { op.part.min(1) } else { op.part });
         assert!(again.contains("occurs"), "{again}");
     }

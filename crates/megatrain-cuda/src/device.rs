@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
 use megatrain_core::device::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
+use megatrain_core::host::HostSpan;
 use megatrain_core::layout::Dtype;
-use megatrain_core::store::arena::HostSpan;
 use megatrain_core::{Error, Result};
 
 use crate::driver::{self, Context, OwnedStream, RawEvent, Region, Registration, StreamHandle};
@@ -141,14 +141,22 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
         same_length("copy_to_device", src.len() as u64, dst.len)?;
-        if src.is_empty() { Ok(()) } else { Ok(self.context.copy_to_device(self.stream(stream), src, dst)?) }
+        if src.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the trait's contract, which is the same.
+        Ok(unsafe { self.context.copy_to_device(self.stream(stream), src, dst) }?)
     }
 
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
         same_length("copy_to_host", src.len, dst.len() as u64)?;
-        if dst.is_empty() { Ok(()) } else { Ok(self.context.copy_to_host(self.stream(stream), src, dst)?) }
+        if dst.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the trait's contract, which is the same.
+        Ok(unsafe { self.context.copy_to_host(self.stream(stream), src, dst) }?)
     }
 
     fn copy_on_device(&self, stream: Stream, src: &DeviceMemory, dst: &DeviceMemory) -> Result<()> {
@@ -200,7 +208,10 @@ impl Device for CudaDevice {
 }
 
 fn same_length(call: &str, src: u64, dst: u64) -> Result<()> {
-    if src == dst { Ok(()) } else { Err(Error::Invalid(format!("{call}: {src} bytes into {dst}"))) }
+    if src == dst {
+        return Ok(());
+    }
+    Err(Error::WrongLength { what: call.to_owned(), of: "the source", expected: dst, got: src })
 }
 
 /// Events that were recorded before and may be recorded again: creating one costs more than the record itself.
@@ -224,7 +235,7 @@ impl EventPool {
     }
 }
 
-/// An event on loan from the pool. Streams that were told to wait for it have taken its state, so that it may be
+/// An event on loan from the pool. Streams that wait for it have taken its state, so that it may be
 /// recorded anew as soon as nobody asks for it any more.
 struct PooledEvent {
     raw: Option<RawEvent>,
@@ -246,9 +257,5 @@ impl Drop for PooledEvent {
 }
 
 fn raw(event: &Event) -> Result<&RawEvent> {
-    event
-        .0
-        .downcast_ref::<PooledEvent>()
-        .map(PooledEvent::raw)
-        .ok_or_else(|| Error::Invalid("the event belongs to another kind of device".to_owned()))
+    event.0.downcast_ref::<PooledEvent>().map(PooledEvent::raw).ok_or(Error::ForeignEvent)
 }

@@ -8,7 +8,9 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
 
-use crate::error::{CudaError, NO_DEVICE, STUB_LIBRARY, check};
+use megatrain_core::host::Process;
+
+use crate::error::{CudaError, NO_DEVICE, NOT_INITIALIZED, STUB_LIBRARY, check};
 
 mod handles;
 
@@ -133,7 +135,7 @@ impl Api {
 
     pub(crate) fn device(&self, ordinal: i32) -> Result<CUdevice, CudaError> {
         let mut device = 0;
-        // SAFETY: the pointer is to a live device handle; a wrong ordinal is an answer, not a fault.
+        // SAFETY: the pointer is to a live device handle; a wrong ordinal is an error code, not a fault.
         let code = unsafe { (self.cuDeviceGet)(&raw mut device, ordinal) };
         check("cuDeviceGet", code)?;
         Ok(device)
@@ -141,7 +143,7 @@ impl Api {
 
     pub(crate) fn name(&self, device: CUdevice) -> Result<String, CudaError> {
         let mut bytes = [0u8; 256];
-        // SAFETY: the driver writes at most 255 bytes and a NUL into the 256 it is told of.
+        // SAFETY: the driver writes at most 255 bytes and a NUL into the 256 that are passed.
         let code = unsafe { (self.cuDeviceGetName)(bytes.as_mut_ptr().cast(), 255, device) };
         check("cuDeviceGetName", code)?;
         let len = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
@@ -179,6 +181,8 @@ pub(crate) struct Context {
     pub(crate) api: &'static Api,
     pub(crate) device: CUdevice,
     handle: CUcontext,
+    /// The driver works in no other.
+    process: Process,
 }
 
 // SAFETY: a context may be used from any thread that makes it current, several at once; the driver locks.
@@ -192,12 +196,16 @@ impl Context {
         // SAFETY: the pointer is to a live handle and the device came from cuDeviceGet.
         let code = unsafe { (api.cuDevicePrimaryCtxRetain)(&raw mut handle, device) };
         check("cuDevicePrimaryCtxRetain", code)?;
-        Ok(Arc::new(Self { api, device, handle }))
+        Ok(Arc::new(Self { api, device, handle, process: Process::current() }))
     }
 
     /// Makes the context this thread's current one until the guard goes. PyTorch reads its current device off the
     /// current context, so whatever was current before comes back.
     pub(crate) fn bind(&self) -> Result<Bound<'_>, CudaError> {
+        // Everything that is given back passes here too, so that a fork lets go of it without a call.
+        if self.process.is_forked() {
+            return Err(CudaError { call: "cuCtxSetCurrent", code: NOT_INITIALIZED });
+        }
         let mut before = std::ptr::null_mut();
         // SAFETY: the pointer is to a live handle.
         let code = unsafe { (self.api.cuCtxGetCurrent)(&raw mut before) };
@@ -231,6 +239,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            return;
+        }
         // A failure here belongs to whoever caused it (or to the process ending) and would only confuse a later call.
         // SAFETY: gives back the one reference that retain took.
         let _ = unsafe { (self.api.cuDevicePrimaryCtxRelease_v2)(self.device) };

@@ -1,17 +1,19 @@
-//! The driver's codes, with our own words: asking the driver for its words would itself need a driver.
+//! The driver's codes with descriptions of our own: asking the driver for its descriptions would need a driver.
 use megatrain_core::Error;
 
-/// A driver call that did not answer 0.
+/// A driver call that did not return 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaError {
     /// The driver call.
     pub call: &'static str,
-    /// Its answer.
+    /// What it returned.
     pub code: i32,
 }
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NOT_INITIALIZED`
+pub(crate) const NOT_INITIALIZED: i32 = 3;
 /// `CUDA_ERROR_STUB_LIBRARY`
 pub(crate) const STUB_LIBRARY: i32 = 34;
 /// `CUDA_ERROR_NO_DEVICE`
@@ -26,7 +28,9 @@ impl CudaError {
         match self.code {
             1 => "invalid value",
             OUT_OF_MEMORY => "out of memory",
-            3 => "the driver is not initialised",
+            NOT_INITIALIZED => {
+                "the driver is not initialised (in a fork of the process that opened the device it never is; use spawn)"
+            }
             4 => "the driver is shutting down",
             STUB_LIBRARY => "the library is a toolkit's stub, not a driver",
             46 => "the device is held exclusively or is busy; see nvidia-smi -q -d COMPUTE",

@@ -115,10 +115,11 @@ impl Kernels {
         if num_blocks == 0 {
             return Ok(());
         }
-        let grid = u32::try_from(num_blocks)
-            .ok()
-            .filter(|&n| i32::try_from(n).is_ok())
-            .ok_or_else(|| Error::Invalid(format!("{num_blocks} norm blocks are more than one launch can hold")))?;
+        let grid = u32::try_from(num_blocks).ok().filter(|&n| i32::try_from(n).is_ok()).ok_or(Error::TooMany {
+            what: "norm blocks",
+            count: num_blocks,
+            most: i32::MAX as u64,
+        })?;
         let args = [Arg::U64(src.address), Arg::U64(blocks.address), Arg::U64(out.address), Arg::U32(u32::from(fp32))];
         Ok(self.sum_squares.launch(stream, grid, THREADS, &args)?)
     }
@@ -128,18 +129,15 @@ fn is_fp32(what: &str, dtype: Dtype) -> Result<bool> {
     match dtype {
         Dtype::Bf16 => Ok(false),
         Dtype::F32 => Ok(true),
-        other => Err(Error::Invalid(format!("{what} must be bf16 or fp32, not {other:?}"))),
+        other => Err(Error::WrongDtype { what: what.to_owned(), expected: "bf16 or f32", got: other.name() }),
     }
 }
 
-fn expect_elements(what: &str, memory: &DeviceMemory, numel: u64, size: u64) -> Result<()> {
+fn expect_elements(what: &'static str, memory: &DeviceMemory, numel: u64, size: u64) -> Result<()> {
     if numel.checked_mul(size).is_some_and(|bytes| bytes <= memory.len) && memory.address.is_multiple_of(size.min(8)) {
         Ok(())
     } else {
-        Err(Error::Invalid(format!(
-            "{what}: {numel} aligned elements of {size} bytes are needed, {} bytes at {:#x} were given",
-            memory.len, memory.address
-        )))
+        Err(Error::WrongMemory { what, numel, size, bytes: memory.len, address: memory.address })
     }
 }
 

@@ -3,7 +3,7 @@ use megatrain_core::Result;
 
 use crate::driver::{self, Api};
 
-/// The answer.
+/// The result.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
     /// Why there is no usable device, in a sentence with the remedy; `None` when there is one.

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use megatrain_core::device::{DeviceMemory, Pin};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::host::HostSpan;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 

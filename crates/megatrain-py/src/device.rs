@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use megatrain_core::device::{Device as CoreDevice, DeviceFacts, sim};
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::host::HostSpan;
 use megatrain_cuda::CudaDevice;
 use pyo3::prelude::*;
 
@@ -51,6 +51,11 @@ impl Device {
     #[getter]
     fn kind(&self) -> &'static str {
         if self.cuda.is_some() { "cuda" } else { "cpu" }
+    }
+
+    #[getter]
+    fn ordinal(&self) -> Option<u32> {
+        self.cuda
     }
 
     #[getter]

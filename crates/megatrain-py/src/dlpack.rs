@@ -199,7 +199,7 @@ pub(crate) fn export<'py>(
         && wanted != device
     {
         return Err(PyBufferError::new_err(format!(
-            "this buffer lies on device {device:?} and is not copied to {wanted:?}"
+            "this buffer is on device {device:?} and is not copied to {wanted:?}"
         )));
     }
     if copy == Some(true) {

@@ -239,7 +239,7 @@ impl Engine {
     }
 
     fn finish_save(&self, py: Python<'_>) -> PyResult<SavedTuple> {
-        let Saved { sums, counts } = self.wait(py, |engine| engine.finish_save(SLICE))?;
+        let Saved { sums, counts, .. } = self.wait(py, |engine| engine.finish_save(SLICE))?;
         Ok((sums, counts))
     }
 
@@ -270,12 +270,9 @@ impl Engine {
     /// The dtype in which a plane of a tensor is read.
     fn plane_dtype(&self, unit: usize, tensor: usize, plane: PlaneName) -> Result<Dtype> {
         let layouts = self.engine.layouts();
-        let unit = layouts
-            .get(unit)
-            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", layouts.len())))?;
-        let found = unit.tensors.get(tensor).ok_or_else(|| {
-            Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", unit.name, unit.tensors.len()))
-        })?;
+        let unit = layouts.get(unit).ok_or(Error::UnknownUnit { index: unit, units: layouts.len() })?;
+        let unknown = || Error::UnknownTensor { unit: unit.name.clone(), index: tensor, tensors: unit.tensors.len() };
+        let found = unit.tensors.get(tensor).ok_or_else(unknown)?;
         Ok(match plane {
             PlaneName::State(Plane::Weights) if found.spec.role == Role::Frozen => found.spec.dtype,
             PlaneName::State(Plane::Weights) => unit.precision.dtype(),

@@ -42,15 +42,16 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     match error {
-        Error::DoesNotFit { items, .. } => does_not_fit(py, message, items),
+        Error::DoesNotFit { items, .. } | Error::SharedMemory { items, .. } => does_not_fit(py, message, items),
         Error::HostMemory { call, bytes, .. } => {
             let item = Item { what: (*call).to_owned(), tier: Tier::Host, bytes: *bytes as u64, pinned: false };
             does_not_fit(py, message, &[item])
         }
         Error::Device { .. } | Error::NoDevice { .. } => DeviceError::new_err(message),
         Error::Storage { .. } => StorageError::new_err(message),
-        Error::Invalid(_) => PyValueError::new_err(message),
         Error::Worker(_) | Error::Broken { .. } => EngineBroken::new_err(message),
+        // All others name a request that cannot be honoured as written.
+        _ => PyValueError::new_err(message),
     }
 }
 
@@ -109,14 +110,14 @@ pub(crate) fn interruptible<T: Send + 'static>(
 /// How long a wait lasts before signals are looked after.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
-/// What came of a call: its result, or the words of a panic.
+/// Outcome of a call: its result, or the message of a panic.
 type Outcome<T> = std::result::Result<Result<T>, String>;
 
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Outcome<T> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
         let words = panic.downcast_ref::<&str>().copied();
         let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        words.unwrap_or("a panic without words").to_owned()
+        words.unwrap_or("a panic without a message").to_owned()
     })
 }
 

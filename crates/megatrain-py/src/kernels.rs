@@ -1,9 +1,9 @@
 //! The optimizer's loops alone, over arrays of the caller's: for tests, benchmarks and tools.
 use std::sync::{Mutex, PoisonError};
 
-use megatrain_core::device::AdamwScalars;
-use megatrain_core::optimizer::kernel::{self, Isa, Values, Weights};
-use megatrain_core::optimizer::{Affinity, Pool};
+use megatrain_core::adamw::AdamwScalars;
+use megatrain_core::adamw::kernels::{self, Isa, Values, Weights};
+use megatrain_core::host::{Affinity, Pool};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -82,13 +82,13 @@ pub(crate) fn adamw(
     Ok(())
 }
 
-/// The masters of one turn.
+/// The masters of one slice of work.
 enum Planes<'a> {
     Split(&'a mut [u16], &'a mut [u16]),
     Full(&'a mut [f32]),
 }
 
-/// One thread's share of a turn.
+/// One thread's share of a slice.
 struct Piece<'a> {
     weights: Weights<'a>,
     exp_avg: &'a mut [f32],
@@ -129,7 +129,7 @@ fn update(
             Weights::Split { hi, lo } => Weights::Split { hi, lo },
             Weights::Full(weights) => Weights::Full(weights),
         };
-        kernel::adamw(isa, weights, exp_avg, exp_avg_sq, *grad, scalars);
+        kernels::adamw(isa, weights, exp_avg, exp_avg_sq, *grad, scalars);
     };
     match pool {
         Some(pool) => pool.run(pieces.len(), &job),
@@ -160,7 +160,7 @@ pub(crate) fn split(
         let turn = start..master.numel().min(start + TURN);
         detached(py, || {
             let (weights, residual) = (&mut weights.slice_mut()[turn.clone()], &mut residual.slice_mut()[turn.clone()]);
-            kernel::split_master(&master.slice()[turn], weights, residual);
+            kernels::split_master(&master.slice()[turn], weights, residual);
             Ok(())
         })?;
     }

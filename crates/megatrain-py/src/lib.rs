@@ -1,4 +1,4 @@
-//! `megatrain._core`: the Python face of the core. What everything does is told in `python/megatrain/_core.pyi`.
+//! `megatrain._core`: the Python face of the core. Its documentation is in `python/megatrain/_core.pyi`.
 use pyo3::prelude::*;
 
 mod buffer;
@@ -10,6 +10,7 @@ mod error;
 mod kernels;
 mod op;
 mod plan;
+#[expect(unsafe_code, reason = "times queued copies of host memory")]
 mod probe;
 
 #[pymodule]

@@ -1,4 +1,4 @@
-//! What the engine hands to Python: the next operation to compute, and what became of a step.
+//! What the engine hands to Python: the next operation to compute, and the result of a step.
 use megatrain_core::plan::Activation;
 use megatrain_core::stream::{ComputeOp as CoreOp, Outcome as CoreOutcome};
 use pyo3::prelude::*;
@@ -107,7 +107,7 @@ impl ComputeOp {
     }
 }
 
-/// What became of a step's gradients.
+/// Result of one optimizer step.
 #[pyclass(frozen, module = "megatrain._core")]
 pub(crate) struct Outcome {
     outcome: CoreOutcome,
@@ -137,7 +137,7 @@ impl Outcome {
     }
 
     fn __repr__(&self) -> String {
-        let CoreOutcome { grad_norm, clip, skipped } = self.outcome;
+        let CoreOutcome { grad_norm, clip, skipped, .. } = self.outcome;
         format!("Outcome(grad_norm={grad_norm}, clip={clip}, skipped={skipped})")
     }
 }

@@ -1,7 +1,7 @@
 //! Planning, the schedule and its simulation: JSON in, JSON out.
 use megatrain_core::estimate::estimate;
 use megatrain_core::plan::{self, Placement, Plan, Rates, Request};
-use megatrain_core::schedule::{Facts, Pass, Schedule, Shape, check};
+use megatrain_core::schedule::{Pass, Schedule, ScheduleInputs, Shape, check};
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -14,13 +14,13 @@ pub(crate) fn read_plan(text: &str) -> Result<Plan> {
 }
 
 /// Reads any of our JSON documents.
-pub(crate) fn read<T: serde::de::DeserializeOwned>(what: &str, text: &str) -> Result<T> {
-    serde_json::from_str(text).map_err(|e| Error::Invalid(format!("{what}: {e}")))
+pub(crate) fn read<T: serde::de::DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|source| Error::Json { what, source })
 }
 
 /// Writes any of our JSON documents.
-pub(crate) fn write(what: &str, value: &impl Serialize) -> Result<String> {
-    serde_json::to_string(value).map_err(|e| Error::Invalid(format!("{what} cannot be written as JSON: {e}")))
+pub(crate) fn write(what: &'static str, value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value).map_err(|source| Error::Json { what, source })
 }
 
 /// JSON in, JSON out: see `plan.rs` of the core. Allocates nothing. Raises DoesNotFit with the sum.
@@ -48,7 +48,7 @@ pub(crate) fn schedule(py: Python<'_>, request: &str, plan: &str) -> PyResult<St
         let request = Request::from_json(request)?;
         let plan = read_plan(plan)?;
         plan.matches(&request)?;
-        let facts = Facts::from_placement(&request, &plan, &Placement::new(&request, &plan)?);
+        let facts = ScheduleInputs::from_placement(&request, &plan, &Placement::new(&request, &plan)?);
         let shape = Shape::new(Pass::Train, plan.micro_batches);
         let (first, steady) = Schedule::steady(&facts, shape)?;
         check(&facts, &steady, Some(&first))?;

@@ -2,10 +2,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use megatrain_core::adamw::Isa;
 use megatrain_core::device::{Stream, conformance};
+use megatrain_core::host::HostSpan;
+use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
-use megatrain_core::optimizer::{Adamw, Affinity, Isa, Pool};
-use megatrain_core::store::arena::{Arena, ArenaOptions, HostSpan};
+use megatrain_core::store::arena::{Arena, ArenaOptions};
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -75,15 +78,17 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
     interruptible(py, "megatrain-probe", move || {
         let bytes = enough(bytes)?;
         let host = Arena::new(2 * bytes, ArenaOptions { huge_pages: true, pool: None })?;
-        let half = usize::try_from(bytes).map_err(|e| Error::Invalid(e.to_string()))?;
+        let half = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes })?;
         let (up, down) = (host.span().slice(0, half), host.span().slice(half, half));
         let (pin_s, pins) = timed(|| Ok((device.pin(&up)?, device.pin(&down)?)))?;
         let (source, target) = (device.allocate(bytes)?, device.allocate(bytes)?);
         let wait = |streams: &[Stream]| -> Result<()> {
             streams.iter().try_for_each(|&stream| device.synchronize(&device.record(stream)?))
         };
-        let upload = || device.copy_to_device(Stream::Upload, &up, &target);
-        let download = || device.copy_to_host(Stream::Download, &source, &down);
+        // SAFETY: nobody but the device touches the span, which is this function's own.
+        let upload = || unsafe { device.copy_to_device(Stream::Upload, &up, &target) };
+        // SAFETY: as above.
+        let download = || unsafe { device.copy_to_host(Stream::Download, &source, &down) };
         let h2d_s = fastest(|| upload().and_then(|()| wait(&[Stream::Upload])))?;
         let d2h_s = fastest(|| download().and_then(|()| wait(&[Stream::Download])))?;
         let both_s = fastest(|| {
@@ -104,11 +109,9 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
 }
 
 fn enough(bytes: u64) -> Result<u64> {
-    if bytes < LEAST_BYTES {
-        return Err(Error::Invalid(format!("bytes must be at least {LEAST_BYTES} to measure anything, not {bytes}")));
-    }
-    if bytes > MOST_BYTES {
-        return Err(Error::Invalid(format!("bytes must be at most {MOST_BYTES}, not {bytes}")));
+    if !(LEAST_BYTES..=MOST_BYTES).contains(&bytes) {
+        let (least, most) = (LEAST_BYTES, Some(MOST_BYTES));
+        return Err(Error::OutOfRange { setting: "bytes", value: bytes, least, most, why: "to measure anything" });
     }
     Ok(bytes & !8191)
 }
@@ -133,7 +136,7 @@ fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
         let start = (index * part).min(half);
         let len = part.min(half - start) as u64;
         let from = span.elements::<u8>(start as u64, len);
-        span.elements::<u8>((half + start) as u64, len).copy_from_slice(&from);
+        span.elements_mut::<u8>((half + start) as u64, len).copy_from_slice(&from);
     })
 }
 

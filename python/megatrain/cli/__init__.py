@@ -1,8 +1,5 @@
 """`megatrain`: the command line. Each verb imports what it needs when it runs; help and refusals load neither torch nor
-transformers. Answers go to standard output, everything else to standard error.
-
-Exit codes: 0 done; 2 wrong request or does not fit; 3 stopped on request with the last finished step on disk; 4 the run
-stopped itself, last good checkpoint named; 130/143 second signal; 1 a bug of ours.
+transformers. Answers go to standard output, everything else to standard error. Exit codes are in `exit_codes.py`.
 """
 
 import argparse
@@ -16,15 +13,18 @@ from pathlib import Path
 
 from megatrain.cli import output
 from megatrain.cli import parser as arguments
+from megatrain.cli.exit_codes import BROKEN, BUG, DONE, REFUSED, STOPPED
 
-DONE, BUG, REFUSED, STOPPED, BROKEN = 0, 1, 2, 3, 4
-
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_OF_THE_SYSTEM = (
-    *_OF_THE_DISK,
-    *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS, errno.ENOTDIR, errno.ESTALE),
+_PATH_ERRORS = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ESTALE,
 )
-"""What the system says of a path, whoever asks; the request is answered for it, and no bug is looked for."""
+"""Error numbers that say something about a path in the request, and nothing about a bug of ours."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     _open_missing()
     parser = arguments.build()
     args, rest = parser.parse_known_args(argv)
-    # argparse takes all positionals in one go: settings that follow an option are left over.
+    # argparse takes all positional arguments at once: settings that follow an option are left over.
     for word in rest:
         if word.startswith("-") or "=" not in word or not hasattr(args, "settings"):
             parser.error(f"unknown argument {word!r}")
@@ -79,20 +79,30 @@ def _guarded(args: argparse.Namespace) -> int:
     except errors.MegatrainError as error:
         return _refuse(args, str(error), BROKEN)
     except BrokenPipeError:
-        output.discard(sys.stdout)  # the reader has left; so do we
+        output.discard(sys.stdout)  # nobody reads the answer any more
         return DONE
     except StopRequested as error:
-        return _refuse(args, f"stopped by {error} before a step was taken; nothing was left to save", STOPPED)
+        return _refuse(args, f"stopped by {error} before a step was taken, so there is nothing to save", STOPPED)
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        if error.filename is None or error.errno not in _OF_THE_SYSTEM:
-            return _bug(args)
+    except Exception as error:
+        return _unexpected(args, error)
+
+
+def _unexpected(args: argparse.Namespace, error: Exception) -> int:
+    """The exit code of an exception that is not megatrain's own: the disk's, memory's, a path's, or a bug of ours."""
+    from megatrain.training import out_of_memory
+    from megatrain.training.run_dir import DISK_ERRORS
+
+    if out_of_memory.is_out_of_memory(error):
+        return _refuse(args, out_of_memory.explain(error, "this command"), BROKEN)
+    if isinstance(error, OSError) and error.errno in (*DISK_ERRORS, *_PATH_ERRORS):
+        full = error.errno in DISK_ERRORS
+        if error.filename is None:
+            return _refuse(args, f"a file cannot be written: {error.strerror}", BROKEN) if full else _bug(args)
         name = os.fsdecode(error.filename) if not isinstance(error.filename, int) else f"file {error.filename}"
-        code = BROKEN if error.errno in _OF_THE_DISK else REFUSED
-        return _refuse(args, f"{name} cannot be used: {error.strerror}", code)
-    except Exception:  # whatever else it is, it is ours
-        return _bug(args)
+        return _refuse(args, f"{name} cannot be used: {error.strerror}", BROKEN if full else REFUSED)
+    return _bug(args)
 
 
 def _refuse(args: argparse.Namespace, message: str, code: int) -> int:
@@ -110,14 +120,15 @@ def _bug(args: argparse.Namespace) -> int:
     last = text.strip().splitlines()[-1]
     with contextlib.suppress(OSError):
         sys.stderr.write(
-            f"megatrain {args.verb}: this is a bug of ours, not of your request: {last}. "
+            f"megatrain {args.verb}: this is a bug of ours, not a mistake in your request: {last}. "
             f"The traceback is in {Path(name)}; please report it with that file.\n"
         )
     return BUG
 
 
 def _open_missing() -> None:
-    """Standard output or error that was closed (`>&-`) goes nowhere, instead of into the next file that is opened."""
+    """Opens standard output and error to nowhere when they were closed (`>&-`): otherwise the next file that is opened
+    would take their place and receive what is written to them."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,9 @@
-"""Timed steps on random weights and random tokens of a public shape; nothing is downloaded. One JSON line.
+"""Times steps of a public shape on random weights and random tokens; nothing is downloaded. Prints one JSON line.
 
     megatrain bench --model qwen2.5-3b --batch 32 --seq 1024 --gpu-memory 12GiB --update immediate
 
-The timed steps are one interval of wall time: it begins when everything before it has ended (updates drained, device
-idle) and ends when the last step's updates are done too. Nothing that a run would pay for is left out of it.
+The timed steps are one interval of wall time. It begins when everything before it has ended (updates drained, device
+idle) and ends when the last step's updates are done too, so it includes everything that a run would pay for.
 """
 
 import collections
@@ -26,7 +26,7 @@ from megatrain.models.presets import SHAPES
 from megatrain.planning import planner
 from megatrain.system import hardware as facts
 from megatrain.training import metrics
-from megatrain.training.run_dir import is_run
+from megatrain.training.run_dir import CONFIG, is_run
 from megatrain.training.setup import ModelSetup, build_engine, prepare_model
 
 log = logging.getLogger("megatrain")
@@ -37,30 +37,30 @@ class Request:
     """What is timed."""
 
     model: str
-    """A public shape, a `config.json` or the folder of one, or a configuration or a run, for its model section."""
+    """A public shape, a `config.json` or its folder, or a configuration or a run, for its model section."""
     batch: int
-    """Rows a step."""
+    """Rows per step."""
     seq: int
-    """Tokens a row."""
+    """Tokens per row."""
     steps: int = 10
     """Timed steps."""
     warmup: int = 2
-    """Steps before them."""
+    """Untimed steps before those."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sections of a configuration: train, memory, plan, device."""
     trace: Path | None = None
-    """Where a trace of one more step goes."""
+    """The file for a trace of one more step."""
 
 
 def run(request: Request) -> dict[str, Any]:
-    """Runs the steps and returns what was measured. Raises ConfigError or DoesNotFit before anything is allocated."""
+    """Runs the steps and returns the measurements. Raises ConfigError or DoesNotFit before anything is allocated."""
     with opened(request) as bench:
         return measure(bench)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """An engine for a request, with random weights; see `opened`."""
+    """An engine with random weights for a request; see `opened`."""
 
     request: Request
     config: Config
@@ -68,17 +68,17 @@ class Bench:
     run_plan: planner.RunPlan
     engine: Engine
     free_before: int | None
-    """Device memory that was free before there was an engine."""
+    """Bytes of device memory that were free before the engine was made; None on the CPU."""
 
     def step(self, number: int) -> StepInputs:
-        """A step's micro-batches, checked and ready: made before a clock starts, as a loader does in a real run."""
+        """A step's micro-batches, checked and prepared: made before the clock starts, as a run's loader works ahead."""
         vocab, rows = self.engine.decoder.num_embeddings, self.run_plan.micro_batch[0]
         return self.engine.prepare(batches(self.request, vocab, number, rows))
 
 
 @contextlib.contextmanager
 def opened(request: Request) -> Iterator[Bench]:
-    """The engine that a request asks for, closed at the end. Raises as `run`."""
+    """The engine that a request asks for, closed at the end. Raises what `run` raises."""
     if request.steps < 1 or request.warmup < 0:
         raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
     config = _config(request)
@@ -98,19 +98,19 @@ def opened(request: Request) -> Iterator[Bench]:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Warm-up and timed steps of an engine, and the trace of one more step where that was asked for."""
+    """Runs warm-up and timed steps, and one more for the trace where one was requested."""
     timed = _timed(bench)
     answer = _answer(bench, timed)
     answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.run_plan.device, bench.free_before))
     if bench.run_plan.device == "cuda":
         answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
     if bench.request.trace is not None:
-        _trace(bench)
+        _trace(bench, bench.request.trace)
     return answer
 
 
 def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of `step`: (rows, seq) int64 random ids, every one of them supervised."""
+    """Micro-batches of `step`: (rows, seq) int64 random ids, all of them supervised."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, vocab, (request.batch, request.seq), generator=generator)
     return [{"input_ids": part, "labels": part} for part in torch.split(ids, rows)]
@@ -123,7 +123,7 @@ class _Timed:
     norms: list[float]
     lanes: dict[str, float]
     bound: str
-    """What bounded most of the steps."""
+    """The lane that bounded most of the steps."""
 
 
 def _timed(bench: Bench) -> _Timed:
@@ -146,8 +146,8 @@ def _timed(bench: Bench) -> _Timed:
             lanes[lane] = lanes.get(lane, 0.0) + seconds
     settle_down(engine)
     seconds = time.perf_counter() - start
-    each = {lane: total / request.steps for lane, total in lanes.items()}
-    return _Timed(seconds, losses, norms, each, bounds.most_common(1)[0][0])
+    mean = {lane: total / request.steps for lane, total in lanes.items()}
+    return _Timed(seconds, losses, norms, mean, bounds.most_common(1)[0][0])
 
 
 def settle_down(engine: Engine) -> None:
@@ -206,12 +206,12 @@ def _config(request: Request) -> Config:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """The model section for `--model`, to be drawn at random."""
+    """The model section for `--model`, whose weights are drawn at random."""
     path = Path(name)
     if not path.exists() and name.lower() in SHAPES:
         return {"config": SHAPES[name.lower()].config()}
     if path.is_dir() and is_run(path):
-        path = path / "config.yaml"
+        path = path / CONFIG
     if path.suffix in (".yaml", ".yml"):
         model: dict[str, Any] = Config.load(path).to_dict()["model"]
         return model | {"init": "random"}
@@ -241,7 +241,7 @@ def _free_device_bytes(device: str) -> int | None:
 
 
 def _gpu_peak(device: str, free_before: int | None) -> int:
-    """What the device lost since before the engine, caches of torch and context of the libraries included."""
+    """Device memory taken since before the engine was made, torch's cache and the libraries' contexts included."""
     if device != "cuda" or free_before is None:
         return 0
     return max(0, free_before - int(torch.cuda.mem_get_info()[0]))
@@ -251,9 +251,7 @@ def _gib(size: int) -> float:
     return round(size / facts.GIB, 3)
 
 
-def _trace(bench: Bench) -> None:
-    path = bench.request.trace
-    assert path is not None
+def _trace(bench: Bench, path: Path) -> None:
     bench.engine.step(bench.step(bench.request.warmup + bench.request.steps))
     settle_down(bench.engine)
     try:

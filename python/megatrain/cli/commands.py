@@ -1,11 +1,13 @@
-"""One function a verb: reads its arguments, calls the module that does the work, shows the answer."""
+"""One function per verb: it reads the arguments, calls the module that does the work, and prints the answer."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.cli import output
+from megatrain.cli import output, refusals
+from megatrain.cli.exit_codes import DONE, REFUSED, STOPPED
 from megatrain.cli.output import json_line, line, table
 from megatrain.errors import ConfigError, StorageError
 from megatrain.training.stop import Stop
@@ -16,19 +18,15 @@ if TYPE_CHECKING:
     from megatrain.system.hardware import Machine
     from megatrain.training.trainer import Result
 
-DONE, REFUSED, STOPPED = 0, 2, 3
-
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb in `args`; returns its exit code."""
     import os
 
     if not sys.stderr.isatty():
-        # Bars of the libraries beneath, which elsewhere would fill a log; ours knows by itself.
+        # Silences the progress bars of libraries, which would fill a log file. Ours checks for a terminal itself.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if args.verb in ("train", "bench", "eval") and processes not in ("", "1"):
-        raise ConfigError(f"WORLD_SIZE is {processes}: more than one process is not supported yet; start a single one")
+    refusals.several_processes(args.verb)
     verb = {
         "train": _train,
         "plan": _plan,
@@ -40,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         "generate": _generate,
         "export": _export,
         "report": _report,
+        "init": _init,
+        "schema": _schema,
     }[args.verb]
     return verb(args)
 
@@ -50,41 +50,40 @@ def _train(args: argparse.Namespace) -> int:
     from megatrain.training import run_dir
     from megatrain.training.progress import Display, mode_for
 
+    refusals.train(args)
     config = Config.load(args.config, args.settings)
-    config.require("data", "output")
-    _refuse_early(config)
-    assert config.output.dir is not None
-    run_dir.check(Path(config.output.dir))
+    config.require("data")
+    folder = run_dir.output_folder(config)
+    refusals.before_loading(config)
+    run_dir.check(folder)
     display = Display(mode_for(sys.stdout, args.json))
     if args.dry_run:
         from megatrain.cli.dry_run import dry_run
 
         with display:
-            dry_run(config, args.json)
+            dry_run(config, json=args.json, verbose=args.verbose)
         return DONE
     stop = Stop()
-    with stopping(stop):
+    with stopping(stop, can_save=True):
         from megatrain.training.trainer import Trainer
 
         result = Trainer(config, stop=stop, display=display).fit()
     try:
-        _tell_end(config, result, args.json)
+        _print_result(folder, result, args.json)
         output.flush()
-    except (OSError, StorageError):  # the run has ended all the same, and its folder tells how
+    except (OSError, StorageError):  # the run has ended all the same, and its folder says how
         output.discard(sys.stdout)
     return STOPPED if result.stopped else DONE
 
 
-def _tell_end(config: "Config", result: "Result", json: bool) -> None:
-    from megatrain.training import run_dir
+def _print_result(run: Path, result: "Result", as_json: bool) -> None:
     from megatrain.training.metrics import without_progress
+    from megatrain.training.run_dir import read_metrics
 
-    assert config.output.dir is not None
     early = not result.stopped and result.step < result.total_steps
     warning = ""
     if not result.stopped and result.loss is not None:
-        losses = [record["loss"] for record in run_dir.read_metrics(Path(config.output.dir)) if "loss" in record]
-        warning = without_progress(losses)
+        warning = without_progress([record["loss"] for record in read_metrics(run) if "loss" in record])
     answer = {
         "step": result.step,
         "total_steps": result.total_steps,
@@ -95,8 +94,9 @@ def _tell_end(config: "Config", result: "Result", json: bool) -> None:
         "warning": warning or None,
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "export": str(result.export) if result.export else None,
+        "best_step": result.best_step,
     }
-    if json:
+    if as_json:
         json_line(answer)
     elif result.stopped:
         line(f"stopped by {result.stopped} after step {result.step} of {result.total_steps}")
@@ -111,19 +111,22 @@ def _tell_end(config: "Config", result: "Result", json: bool) -> None:
         line(f"done: {steps}, {loss}{held_out}")
         if warning:
             line(f"warning: {warning}")
-        line(f"checkpoint {result.checkpoint}" + (f", export {result.export}" if result.export else ""))
+        line(f"checkpoint {result.checkpoint}")
+        if result.export:
+            line(f"export {result.export}: the weights of step {result.step}, the last")
+        if better := _better_step(run, result):
+            line(better)
 
 
-def _refuse_early(config: "Config") -> None:
-    """What can be refused without torch is refused before it is loaded."""
-    from megatrain.config import paths
-    from megatrain.planning import planner
-    from megatrain.system import hardware as facts
-
-    paths.check(config)
-    machine = facts.read()
-    device = planner.choose_device(config, machine)
-    planner.choose_precision(config, device, machine)
+def _better_step(run: Path, result: "Result") -> str:
+    """Where the weights of the lowest held-out loss are, when they are not the last step's; else empty."""
+    best = result.best_step
+    if best is None or best == result.step:
+        return ""
+    lowest = f"the lowest held-out loss was measured {f'after step {best}' if best else 'before the first step'}"
+    if result.best_checkpoint is not None:
+        return f"{lowest}; to export those weights: megatrain export {run} OUT --step best"
+    return f"{lowest}, whose weights were not kept" + ("; eval.keep_best: true keeps them" if best else "")
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -141,12 +144,12 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         from megatrain.cli import tables
 
-        tables.plan(report)
+        tables.plan(report, verbose=args.verbose)
     return DONE
 
 
 def _planned(target: str, settings: list[str]) -> "Config":
-    """A configuration file, the name of a public shape, or a model's folder or id."""
+    """The configuration for `plan`: from a file, a public shape, or a model's folder or hub id."""
     from megatrain.config import Config
     from megatrain.models.presets import SHAPES
 
@@ -193,16 +196,15 @@ def _probe(args: argparse.Namespace) -> int:
         json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
     else:
         table(("rate", ">value", "unit"), [(key, f"{value:.3g}", calibrate.UNITS[key]) for key, value in found.items()])
-        line(f"kept in {kept}" if kept else "not kept")
+        line(f"stored in {kept}" if kept else "not stored: the cache folder cannot be written")
         if measured.busy:
-            line(f"busy: {measured.busy}, so plans expect too little of this machine; probe again when it is idle")
+            line(f"busy: {measured.busy}, so plans will expect too little of this machine; probe again when it is idle")
     return DONE
 
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.run is not None:
-        if not Path(args.run).is_dir():
-            raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
+        refusals.run_folder(Path(args.run))
         return _verify(args)
     from megatrain.cli import doctor
 
@@ -225,10 +227,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from megatrain.checkpoint import checkpoint
+    from megatrain.checkpoint.step_folders import list_checkpoints
     from megatrain.errors import CheckpointError
 
     run = Path(args.run)
-    folders = [run] if (run / "manifest.json").is_file() else checkpoint.list_checkpoints(run)
+    folders = [run] if (run / "manifest.json").is_file() else list_checkpoints(run)
     if not folders:
         raise ConfigError(f"{run} holds no checkpoint; give the folder of a run (output.dir) or one checkpoint")
     found = {str(folder): checkpoint.verify(folder) for folder in folders}
@@ -250,10 +253,7 @@ def _data(args: argparse.Namespace) -> int:
 
     config = Config.load(args.config, args.settings)
     config.require("data")
-    if args.rows < 0:
-        raise ConfigError(f"--rows is {args.rows}; give how many rows to show, 0 or more")
-    if args.eval and not config.data.eval:
-        raise ConfigError("--eval shows held-out rows, and data.eval is not set")
+    refusals.data(args, config)
     paths.check(config)
     from megatrain.cli.dry_run import data
 
@@ -275,7 +275,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def bench_request(args: argparse.Namespace) -> "bench.Request":
-    """What the arguments of `megatrain bench` ask for. Raises ConfigError."""
+    """The request that the arguments of `megatrain bench` describe. Raises ConfigError."""
     from megatrain.config import paths, yaml12
 
     plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
@@ -314,32 +314,32 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
 def _eval(args: argparse.Namespace) -> int:
     from megatrain.cli.signals import stopping
     from megatrain.config import Config
-    from megatrain.training.run_dir import is_run
+    from megatrain.training import run_dir
 
     target, resume = Path(args.target), None
     if target.is_dir():
-        if not is_run(target):
-            raise ConfigError(f"{target} is a folder but no run; give a configuration or a run's folder (output.dir)")
+        if not run_dir.is_run(target):
+            raise ConfigError(
+                f"{target} is a folder but not a run; give a configuration or a run's folder (output.dir)"
+            )
         from megatrain.training.sampling import find_model
 
-        config = Config.load(target / "config.yaml", args.settings)
-        resume = find_model(target, _step(target, args.step) or "last")
+        config = Config.load(target / run_dir.CONFIG, args.settings)
+        resume = find_model(target, refusals.best_step(target, args.step) or "last")
     else:
-        if args.step is not None:
-            raise ConfigError(f"--step chooses a checkpoint of a run, and {target} is a configuration; leave it out")
+        refusals.step_of_configuration(args.step, target)
         config = Config.load(target, args.settings)
     config.require("data")
-    if not config.data.eval:
-        raise ConfigError("data.eval is not set; name held-out data, such as data.eval: 0.05")
-    _refuse_early(config)
+    refusals.nothing_held_out(config)
+    refusals.before_loading(config)
     stop = Stop()
     with stopping(stop), stop.interruptible():
+        from megatrain.training.loop import evaluate
         from megatrain.training.setup import assemble
-        from megatrain.training.trainer import evaluate
 
         parts = assemble(config, folder=None, resume=resume)
         try:
-            loss, tokens = evaluate(parts.engine, parts.eval_loader)
+            loss, tokens = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
         finally:
             parts.close()
     weights = _weights(config, resume)
@@ -351,13 +351,13 @@ def _eval(args: argparse.Namespace) -> int:
     }
     json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens, of {weights}")
     trained = config.output.dir
-    if resume is None and trained is not None and is_run(Path(trained)):
+    if resume is None and trained is not None and run_dir.is_run(Path(trained)):
         _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")
     return DONE
 
 
 def _weights(config: "Config", checkpoint: Path | None) -> str:
-    """Which weights an evaluation was of, for people."""
+    """Names the weights that an evaluation measured."""
     if checkpoint is not None:
         return f"the checkpoint {checkpoint}"
     if config.model.path is None or config.model.init != "pretrained":
@@ -371,7 +371,7 @@ def _generate(args: argparse.Namespace) -> int:
     pieces = generate(
         args.source,
         args.prompt,
-        step=_step(Path(args.source), args.step),
+        step=refusals.best_step(Path(args.source), args.step),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -392,60 +392,59 @@ def _export(args: argparse.Namespace) -> int:
     from megatrain.config import paths
 
     paths.check_unused(Path(args.out), "OUT")
-    if not Path(args.run).is_dir():
-        raise ConfigError(f"there is no folder {args.run}; give the folder of a run (output.dir) or one checkpoint")
+    refusals.run_folder(Path(args.run))
     from megatrain.checkpoint import checkpoint
     from megatrain.checkpoint.export import export_checkpoint
 
     run = Path(args.run)
-    if args.step is not None and (run / "manifest.json").is_file():
-        raise ConfigError(f"{run} is one checkpoint, not a run, so it has no step {args.step}; leave --step out")
-    step = _step(run, args.step)
     if (run / "manifest.json").is_file():
+        refusals.step_of_checkpoint(args.step, run)
         source = run
-    elif step not in (None, "last"):
-        source = run / "checkpoints" / f"step-{step}"
     else:
-        newest = checkpoint.latest_complete(run)
-        if newest is None:
-            raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
-        source = newest
+        source = checkpoint.choose(run, refusals.best_step(run, args.step) or "last")
     export_checkpoint(source, args.out, dtype=args.dtype, layout=args.layout)
     json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
     return DONE
 
 
-def _step(run: Path, wanted: str | None) -> str | None:
-    """`--step` with `best` looked up: the step of the lowest held-out loss."""
-    from megatrain.training.run_dir import read_status
-
-    if wanted is None or wanted == "last" or wanted.isdecimal():
-        return wanted
-    if wanted != "best":
-        raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
-    best = read_status(run).get("best_step")
-    if not best or not (run / "checkpoints" / f"step-{best}").is_dir():
-        raise ConfigError(
-            f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
-        )
-    return str(best)
-
-
 def _report(args: argparse.Namespace) -> int:
     from megatrain.cli import report
     from megatrain.config import paths
-    from megatrain.training.run_dir import replace
+    from megatrain.system.atomic import write_whole
+    from megatrain.training.run_dir import REPORT
 
     run = Path(args.run)
-    out = Path(args.out) if args.out else run / "report.html"
+    out = Path(args.out) if args.out else run / REPORT
     if args.out:
         paths.check_writable(out, "--out")
     page = report.page(run)
     try:
-        replace(out, page)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}; name another file with --out") from None
+        write_whole(out, page)
+    except StorageError as error:
+        raise ConfigError(f"{error}; name another file with --out") from None
     json_line({"report": str(out)}) if args.json else line(str(out))
+    return DONE
+
+
+def _init(args: argparse.Namespace) -> int:
+    from megatrain.cli.init import write_configuration
+
+    out = write_configuration(args.model, args.data, Path(args.out))
+    json_line({"config": str(out)}) if args.json else line(f"{out}: look at it, then megatrain train {out} --dry-run")
+    return DONE
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from megatrain.cli.json_schema import document
+    from megatrain.config import paths
+    from megatrain.system.atomic import write_whole
+
+    if not args.out:
+        json_line(document())
+        return DONE
+    paths.check_writable(Path(args.out), "--out")
+    write_whole(Path(args.out), json.dumps(document(), indent=2) + "\n")
+    json_line({"schema": args.out}) if args.json else line(args.out)
     return DONE
 
 

@@ -1,7 +1,7 @@
-"""What is here, what is missing and how to get it. Instant: torch is looked at, not imported.
+"""`megatrain doctor`: what is installed, what is missing, and how to get it. Instant, since torch is not imported.
 
-megatrain doctor         this machine and installation
-megatrain doctor RUN     every checkpoint of a run against its own checksums
+megatrain doctor         checks this machine and installation
+megatrain doctor RUN     checks every checkpoint of a run against its checksums
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ class Finding:
     status: Status
     value: str
     advice: str = ""
-    """What to do about it; empty when nothing need be done."""
+    """What to do about it; empty when there is nothing to do."""
 
 
 def examine(machine: Machine | None = None, folder: Path | None = None) -> list[Finding]:
-    """Looks at the installation and the machine. `folder` is where runs would be written."""
+    """Examines the installation and the machine. `folder` is where runs would be written."""
     machine = machine or facts.read(folder or Path.cwd())
     return [*_system(), *_packages(), *_core(), *_card(machine), *_memory(machine), *_disk(machine)]
 
 
 def usable(findings: list[Finding]) -> bool:
-    """Whether planning and training on the CPU can work."""
+    """Whether nothing is missing that planning and training on the CPU need."""
     return all(finding.status != "missing" for finding in findings)
 
 
@@ -87,7 +87,9 @@ def _core() -> list[Finding]:
         ]
     isa = _core.isa()
     advice = (
-        "" if isa != "scalar" else "this processor has neither AVX2 nor AVX-512: the optimizer runs many times slower"
+        ""
+        if isa != "scalar"
+        else "this processor has neither AVX2 nor AVX-512, so the optimizer runs many times slower"
     )
     return [
         Finding("native core", "ok", _core.__version__),
@@ -130,7 +132,7 @@ def _memory(machine: Machine) -> list[Finding]:
     if machine.memory_limit < machine.memory_total:
         value += f"; {machine.memory_source} limits it to {format_bytes(machine.memory_limit)}"
     lock, advice = machine.memlock, ""
-    # Registering memory with the card does not count against the limit; a ring for direct file reads does.
+    # Memory registered with the card does not count against this limit; a ring for direct file reads does.
     if lock is not None and lock < (64 << 20):
         advice = "only registered I/O buffers are limited by this; raise it with: ulimit -l unlimited"
     pages = (facts.SYSTEM_PROBE.text("/sys/kernel/mm/transparent_hugepage/enabled") or "").strip()

@@ -1,11 +1,11 @@
-"""What a run is about to do, shown before it does anything: `megatrain train --dry-run` and `megatrain data`."""
+"""`megatrain train --dry-run` and `megatrain data`: what a run would do, without doing it."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.cli.output import json_line, line
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.training.run_dir import output_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,38 +13,38 @@ if TYPE_CHECKING:
     from megatrain.config import Config
 
 
-def dry_run(config: "Config", json: bool) -> None:
-    """Everything of a run but its steps: configuration, data, the beginning of the next step's batch, plan. What a
-    start would refuse is refused."""
+def dry_run(config: "Config", *, json: bool, verbose: bool = False) -> None:
+    """Everything of a run but its steps: configuration, data, the beginning of the next step's batch, plan. Refuses
+    what a start would refuse."""
     from megatrain.cli import tables
     from megatrain.data import inspection
     from megatrain.training.forecast import forecast
     from megatrain.training.resume import resolve_resume
-    from megatrain.training.setup import assemble
+    from megatrain.training.setup import prepare_run
 
-    assert config.output.dir is not None
-    run = Path(config.output.dir)
-    origin, parts = resolve_resume(
+    run = output_folder(config)
+    origin, planned = resolve_resume(
         config,
         run,
-        lambda origin: assemble(
+        lambda origin: prepare_run(
             config,
             folder=run,
             resume=origin.folder if origin else None,
             numerics=origin.numerics if origin else None,
-            dry=True,
         ),
     )
-    step = origin.position.step if origin else 0
+    step, total = (origin.position.step if origin else 0), planned.total_steps
     try:
-        config = config.run_plan(parts.run_plan.precision)
-        train = inspection.summary(parts.train)
-        held_out = inspection.summary(parts.held_out) if parts.held_out is not None else None
-        assert parts.model_setup.tokenizer is not None
-        left = step < parts.total_steps
-        first = inspection.batch(parts.loader.batch(step), parts.model_setup.tokenizer) if left else []
+        config = config.run_plan(planned.run_plan.precision)
+        train = inspection.summary(planned.train)
+        held_out = inspection.summary(planned.held_out) if planned.held_out is not None else None
+        first = inspection.batch(planned.loader.batch(step), planned.tokenizer) if step < total else []
         plan = forecast(
-            parts.model_setup, parts.run_plan, origin.numerics if origin else None, (parts.train, parts.held_out)
+            planned.model_setup,
+            planned.run_plan,
+            origin.numerics if origin else None,
+            (planned.train, planned.held_out),
+            total,
         )
         if json:
             json_line(
@@ -55,7 +55,7 @@ def dry_run(config: "Config", json: bool) -> None:
                     "eval": held_out.to_dict() if held_out is not None else None,
                     "resume": str(origin.folder) if origin else None,
                     "step": step,
-                    "steps": parts.total_steps,
+                    "steps": total,
                     "first_batch": [[[token.id, token.text, token.supervised] for token in line] for line in first],
                 }
             )
@@ -64,24 +64,32 @@ def dry_run(config: "Config", json: bool) -> None:
         tables.data("train", train)
         if held_out is not None:
             tables.data("held-out", held_out)
-        if left:
+        if step < total:
             which = f"step {step + 1}" if step else "the first step"
             line(f"{which}'s first micro-batch, {len(first)} sequences, begins:")
             tables.batch(first)
             line()
-        tables.plan(plan)
-        line(f"steps: {parts.total_steps}" + (f", of which {step} are done" if step else ""))
+        tables.plan(plan, verbose=verbose)
+        line(f"steps: {total}" + (f", of which {step} are done" if step else ""))
     finally:
-        parts.close()
+        planned.close()
 
 
 def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None:
-    """The data sets in numbers, and rows of one of them token by token."""
+    """Prints the data sets in numbers, and rows of one of them token by token."""
     from megatrain.cli import tables
     from megatrain.data import inspection, prepare
+    from megatrain.system.terminal import on_a_terminal
+    from megatrain.training.setup import vocabulary_size
 
     tokenizer = _tokenizer(config)
-    train, evaluated = prepare(config, tokenizer)
+    moving = on_a_terminal()
+    train, evaluated = prepare(
+        config,
+        tokenizer,
+        vocab_size=vocabulary_size(config, tokenizer),
+        progress=(lambda what, tokens: moving(f"tokenizing {what}", tokens, 0)) if moving else None,
+    )
     chosen = evaluated if held_out and evaluated is not None else train
     rows = inspection.rows(chosen, tokenizer, num_rows)
     if json:
@@ -106,12 +114,12 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
 
 
 def _tokenizer(config: "Config") -> "PreTrainedTokenizerBase":
-    """The tokenizer that a start would use. Where a start would be refused, says so, and takes the configuration's."""
+    """The tokenizer that a start would use. When a start would be refused, says so and uses the configuration's."""
     from megatrain.training.resume import resolve_resume
     from megatrain.training.setup import run_tokenizer
 
     if config.output.dir is not None:
-        run = Path(config.output.dir)
+        run = output_folder(config)
         try:
             return resolve_resume(config, run, lambda origin: run_tokenizer(config, origin.folder if origin else None))[
                 1

@@ -1,4 +1,4 @@
-"""Answers: JSON for programs, tables for people. rich is loaded only when a table is drawn."""
+"""Prints answers: JSON for programs, lines and tables for people. rich is imported only when a table is drawn."""
 
 import contextlib
 import os
@@ -11,24 +11,24 @@ from megatrain.training.metrics import dumps
 
 
 def json_line(document: Any) -> None:
-    """One JSON document in one line on standard output."""
+    """Prints one JSON document in one line."""
     line(dumps(document))
 
 
 def line(text: str = "") -> None:
-    """A line of the answer."""
+    """Prints one line of the answer."""
     with _written():
         sys.stdout.write(text + "\n")
 
 
 def flush() -> None:
-    """Hands over what was answered. Raises StorageError where it cannot be written, BrokenPipeError unread."""
+    """Flushes the answer. Raises StorageError when it cannot be written, and BrokenPipeError when nobody reads it."""
     with _written():
         sys.stdout.flush()
 
 
 def discard(stream: IO[str]) -> None:
-    """Sends what `stream` still holds, and all that follows, nowhere."""
+    """Drops what `stream` still buffers, and all that is written to it later."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -47,7 +47,7 @@ def table(
     rows: Iterable[Sequence[str]],
     title: str | None = None,
 ) -> None:
-    """A table; without a terminal it is as wide as it needs to be, so that nothing is cut."""
+    """Prints a table. Without a terminal it is as wide as it needs to be, so that nothing is cut off."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,6 @@
-"""`megatrain report RUN`: one HTML page without outside parts. Curves are SVG, drawn from `metrics.jsonl`.
+"""`megatrain report RUN`: one self-contained HTML page. Its curves are SVG, drawn from `metrics.jsonl`.
 
-Reads only the run folder, so it works on a run that still goes on, that died, or that was copied from elsewhere.
+Reads only the run folder, so it also works for a run that is still going on, that was killed, or that was copied here.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from megatrain.training import run_dir
 from megatrain.training.metrics import duration
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 220, 60, 24
-_POINTS = 600  # more than this cannot be told apart in a chart of this width
+_POINTS = 600  # a chart of this width cannot show more
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }
@@ -43,14 +43,14 @@ class Series:
 
 
 def page(run: Path) -> str:
-    """The page. Raises ConfigError when `run` is no run folder."""
+    """The page as HTML. Raises ConfigError when `run` is not a run folder."""
     records = run_dir.read_metrics(run)
     if not records:
         raise ConfigError(f"{run} has no metrics.jsonl with a finished step; give the folder of a run (output.dir)")
     status = run_dir.read_status(run)
     parts = [
         f"<h1>{html.escape(run.resolve().name)}</h1>",
-        _table(_summary(records, status)),
+        _table(_summary(records, status, run_dir.state_of(run))),
         '<div class="charts">',
         *(_chart(title, series) for title, series in _charts(records)),
         "</div>",
@@ -59,7 +59,7 @@ def page(run: Path) -> str:
     if samples:
         parts.append("<h2>Samples</h2>" + _table([(f"step {step}", text) for step, text in samples[-12:]]))
     parts.append(_plan(run))
-    for title, name in (("Configuration", "config.yaml"), ("Log", "log.txt")):
+    for title, name in (("Configuration", run_dir.CONFIG), ("Log", run_dir.LOG)):
         text = _text(run / name)
         if text:
             parts.append(f"<h2>{title}</h2><pre>{html.escape(text)}</pre>")
@@ -72,7 +72,7 @@ def page(run: Path) -> str:
     )
 
 
-def _summary(records: list[dict[str, Any]], status: dict[str, Any]) -> list[tuple[str, str]]:
+def _summary(records: list[dict[str, Any]], status: dict[str, Any], state: str) -> list[tuple[str, str]]:
     last = records[-1]
     losses = [record["loss"] for record in records if record.get("loss") is not None]
     held_out = [record["eval_loss"] for record in records if record.get("eval_loss") is not None]
@@ -83,7 +83,7 @@ def _summary(records: list[dict[str, Any]], status: dict[str, Any]) -> list[tupl
     tokens = sum(record.get("tokens") or 0 for record in records)
     total = status.get("total_steps")
     rows = [
-        ("state", str(status.get("state", "unknown")) + (f": {status['reason']}" if status.get("reason") else "")),
+        ("state", state + (f": {status['reason']}" if status.get("reason") else "")),
         ("steps", f"{last['step']}" + (f" of {total}" if total else "")),
         ("tokens", f"{tokens:,}"),
         ("time in steps", duration(seconds)),
@@ -175,7 +175,7 @@ def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], flo
 
 def _plan(run: Path) -> str:
     try:
-        plan = json.loads(_text(run / "plan.json") or "")
+        plan = json.loads(_text(run / run_dir.PLAN) or "")
         rows = [(str(item["what"]), str(item["tier"]), format_bytes(item["bytes"])) for item in plan["items"]]
     except (ValueError, KeyError, TypeError):
         return ""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatrain.config import loading as raw_config
 from megatrain.config import yaml12
 from megatrain.config.default_length import shorten
-from megatrain.config.parsing import build, plain
+from megatrain.config.parsing import plain, read
 from megatrain.config.schema import (
     DEFAULT_BATCH_TOKENS,
     DataConfig,
@@ -62,8 +62,12 @@ class Config:
 
         Paths in the file are relative to it, those in `overrides` to the working directory.
         """
-        tree = raw_config.override(raw_config.read(Path(path)), overrides, Path.cwd())
-        config: Config = build(cls, _spread(tree), "", cls)
+        tree, lines = raw_config.read(Path(path))
+        words = list(overrides)
+        tree = raw_config.override(tree, words, Path.cwd())
+        # What the command line gives stands on no line of the file.
+        lines |= {word.partition("=")[0].strip(): "" for word in words}
+        config: Config = read(cls, _spread(tree), lines)
         return config
 
     @classmethod
@@ -72,7 +76,7 @@ class Config:
     ) -> "Config":
         """The same from a mapping; its paths are relative to `base` (default: the working directory)."""
         tree = raw_config.located(raw_config.normal(mapping), Path.cwd() if base is None else Path(base))
-        config: Config = build(cls, _spread(raw_config.override(tree, overrides, Path.cwd())), "", cls)
+        config: Config = read(cls, _spread(raw_config.override(tree, overrides, Path.cwd())))
         return config
 
     @classmethod

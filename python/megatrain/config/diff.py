@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatrain.config.config import Config
+from megatrain.config.validation import NOT_SUPPORTED
 
 # Identity: another value would be another run. Longest prefix decides.
 _KINDS = {
@@ -28,17 +29,17 @@ _KINDS = {
     "output": "place",
 }
 
-_WITHOUT_EFFECT = {"train.check_every": None, "output.tensorboard": False}
-"""Settings that earlier versions took without doing anything for them, and that are refused now; their defaults."""
+_ONCE_IGNORED = ("train.check_every", "output.tensorboard")
+"""Settings that earlier versions accepted and ignored, and that are refused now."""
 
 
 def earlier(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as an earlier version stored them, without what had no effect: they stay a run that can go on."""
     kept = dict(tree)
-    for key, default in _WITHOUT_EFFECT.items():
+    for key in _ONCE_IGNORED:
         section, _, name = key.partition(".")
         if isinstance(kept.get(section), Mapping) and name in kept[section]:
-            kept[section] = {**kept[section], name: default}
+            kept[section] = {**kept[section], name: NOT_SUPPORTED[key][0]}
     return kept
 
 

@@ -26,8 +26,9 @@ class _Resolved(str):
     __slots__ = ()
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, short forms written out and paths absolute. Raises ConfigError."""
+def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The mapping in a YAML file, short forms written out and paths absolute, and `FILE:LINE` of each of its
+    keys. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -46,7 +47,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; it needs at least model and data")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}; expected sections such as `model:` and `data:`")
-    return located(normal(raw), path.parent)
+    return located(normal(raw), path.parent), yaml12.lines(text, str(path))
 
 
 def normal(raw: Mapping[str, Any]) -> dict[str, Any]:

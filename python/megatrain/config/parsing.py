@@ -1,4 +1,5 @@
-"""Plain mappings, as YAML gives them, into sections and back; a complaint names the key, what it got and expected."""
+"""Plain mappings, as YAML gives them, into sections and back. All wrong settings are reported together, each with file
+and line, its key, its value and what was expected."""
 
 import dataclasses
 import difflib
@@ -60,8 +61,54 @@ def all_keys(section: type, prefix: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
-def unknown_key(name: object, section: type, prefix: str, root: type) -> ConfigError:
-    """The complaint about a key that `section` (at `prefix`, such as `train.`) does not have."""
+class Reader:
+    """What reading one configuration needs: where its keys are, and the errors found so far."""
+
+    def __init__(self, root: type, lines: Mapping[str, str] | None = None) -> None:
+        self.root = root
+        """The class of the whole configuration."""
+        self._lines = lines or {}
+        """`FILE:LINE` by dotted key; empty for what the command line gives."""
+        self._errors: list[str] = []
+
+    def report(self, key: str, message: str) -> None:
+        """Notes what is wrong with a setting."""
+        parts = key.split(".")
+        # A short form is on the line of the section or setting that it stands for.
+        known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        where = next((self._lines[name] for name in known if name in self._lines), None)
+        self._errors.append(message if not where else f"{where}: {message}")
+
+    def failed(self, since: int = 0) -> bool:
+        """Whether anything was reported after the first `since` errors."""
+        return len(self._errors) > since
+
+    @property
+    def count(self) -> int:
+        """Errors so far."""
+        return len(self._errors)
+
+    def check(self) -> None:
+        """Raises ConfigError with all errors, where there are any."""
+        if len(self._errors) == 1:
+            raise ConfigError(self._errors[0])
+        if self._errors:
+            raise ConfigError(
+                "\n".join([f"{len(self._errors)} settings are wrong:", *(f"  {e}" for e in self._errors)])
+            )
+
+
+def read(section: type, raw: Any, lines: Mapping[str, str] | None = None) -> Any:
+    """An instance of the dataclass `section` from a mapping. `lines`: `FILE:LINE` of each key, dotted. Raises
+    ConfigError with everything that is wrong."""
+    reader = Reader(section, lines)
+    found = build(section, raw, "", reader)
+    reader.check()
+    return found
+
+
+def unknown_key(name: object, section: type, prefix: str, root: type) -> str:
+    """The message about a key that `section` (at `prefix`, such as `train.`) does not have."""
     text = str(name)
     message = f"{prefix}{text} is not a setting"
     everywhere = all_keys(root)
@@ -69,16 +116,11 @@ def unknown_key(name: object, section: type, prefix: str, root: type) -> ConfigE
     if elsewhere:
         near = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.85)
         own = f" did you mean {prefix}{near[0]}? Else" if near else ""
-        return ConfigError(f"{message};{own} {text} belongs to another section: {' or '.join(elsewhere)}")
+        return f"{message};{own} {text} belongs to another section: {' or '.join(elsewhere)}"
     if meant := _meant(text, section, prefix, everywhere):
-        return ConfigError(f"{message}; did you mean {meant}?")
-    nearest = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.0)
-    where = prefix.rstrip(".") or "the file"
-    return ConfigError(
-        f"{message}; the nearest is {prefix}{nearest[0]}. {where} has {', '.join(hints(section))}"
-        if nearest
-        else f"{message}; {where} has {', '.join(hints(section))}"
-    )
+        return f"{message}; did you mean {meant}?"
+    where = prefix.rstrip(".") or "a configuration"
+    return f"{message}; {where} has {', '.join(hints(section))}"
 
 
 def _meant(text: str, section: type, prefix: str, everywhere: tuple[str, ...]) -> str | None:
@@ -97,48 +139,57 @@ def _meant(text: str, section: type, prefix: str, everywhere: tuple[str, ...]) -
     return found
 
 
-def build(section: type, raw: Any, prefix: str, root: type) -> Any:
-    """An instance of the dataclass `section` from a mapping. Raises ConfigError."""
+def build(section: type, raw: Any, prefix: str, reader: Reader) -> Any:
+    """An instance of the dataclass `section` from a mapping; None where something is wrong, which is reported to
+    `reader`."""
     if not isinstance(raw, Mapping):
-        raise ConfigError(
-            f"{prefix.rstrip('.')} is {_show(raw)}; expected a mapping with keys from {', '.join(hints(section))}"
-        )
-    for name in raw:
+        key = prefix.rstrip(".")
+        reader.report(key, f"{key} is {_show(raw)}; expected a mapping with keys from {', '.join(hints(section))}")
+        return None
+    before = reader.count
+    values = {}
+    for name, value in raw.items():
         if name not in hints(section):
-            raise unknown_key(name, section, prefix, root)
-    missing = [
-        field.name
-        for field in dataclasses.fields(section)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and field.name not in raw
-    ]
-    if missing:
-        raise ConfigError(f"{prefix}{missing[0]} is missing")
-    values = {name: convert(value, hints(section)[name], prefix + name, root) for name, value in raw.items()}
-    return section(**values)
+            reader.report(f"{prefix}{name}", unknown_key(name, section, prefix, reader.root))
+            continue
+        try:
+            values[name] = convert(value, hints(section)[name], prefix + name, reader)
+        except ConfigError as error:
+            reader.report(prefix + name, str(error))
+    for field in dataclasses.fields(section):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in raw:
+            reader.report(prefix + field.name, f"{prefix}{field.name} is missing")
+    if reader.failed(before):
+        return None
+    try:
+        return section(**values)
+    except ConfigError as error:
+        # Its first word is the key, where it names one.
+        reader.report(str(error).partition(" ")[0].rstrip(":"), str(error))
+        return None
 
 
-def convert(value: Any, hint: Any, key: str, root: type) -> Any:
+def convert(value: Any, hint: Any, key: str, reader: Reader) -> Any:
     """`value` as the type `hint` asks for. Raises ConfigError."""
     if isinstance(value, str) and _asks_for_a_number(hint):
         # Mappings from elsewhere hold 2e-3 as a string, since other readers follow YAML 1.1.
         number = yaml12.number(value)
         value = value if number is None else number
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Duration:
-        return build(hint, value, f"{key}.", root)
+        return build(hint, value, f"{key}.", reader)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, typing.get_args(hint), key, root)
+        return _convert_union(value, typing.get_args(hint), key, reader)
     if origin is tuple:
-        return _convert_sequence(value, hint, key, root)
+        return _convert_sequence(value, hint, key, reader)
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _wrong_type(value, hint, key)
         item = typing.get_args(hint)[1]
         if not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{key} has a key that is not a string: {_show(next(iter(value)))}")
-        return {str(name): convert(inner, item, f"{key}.{name}", root) for name, inner in value.items()}
+        return {str(name): convert(inner, item, f"{key}.{name}", reader) for name, inner in value.items()}
     try:
         return _convert_scalar(value, hint)
     except TypeError:
@@ -153,10 +204,10 @@ def _asks_for_a_number(hint: Any) -> bool:
     return (int in parts or float in parts) and str not in parts
 
 
-def _convert_union(value: Any, parts: tuple[Any, ...], key: str, root: type) -> Any:
+def _convert_union(value: Any, parts: tuple[Any, ...], key: str, reader: Reader) -> Any:
     for part in parts:
         if isinstance(value, Mapping) and dataclasses.is_dataclass(part) and part is not Duration:
-            return convert(value, part, key, root)
+            return convert(value, part, key, reader)
     reason: ValueError | None = None
     for part in parts:
         try:
@@ -171,20 +222,21 @@ def _convert_union(value: Any, parts: tuple[Any, ...], key: str, root: type) -> 
         raise ConfigError(f"{key}: {reason}{hint}")
     for part in parts:
         if typing.get_origin(part) in (tuple, dict) and isinstance(value, (list, tuple, Mapping)):
-            return convert(value, part, key, root)
+            return convert(value, part, key, reader)
     raise _wrong_type(value, typing.Union[parts], key)  # noqa: UP007 - built at run time
 
 
-def _convert_sequence(value: Any, hint: Any, key: str, root: type) -> tuple[Any, ...]:
+def _convert_sequence(value: Any, hint: Any, key: str, reader: Reader) -> tuple[Any, ...]:
     parts = typing.get_args(hint)
     if not isinstance(value, (list, tuple)):
         raise _wrong_type(value, hint, key)
     if parts[-1] is Ellipsis:
-        return tuple(convert(item, parts[0], f"{key}.{index}", root) for index, item in enumerate(value))
+        return tuple(convert(item, parts[0], f"{key}.{index}", reader) for index, item in enumerate(value))
     if len(value) != len(parts):
         raise _wrong_type(value, hint, key)
     return tuple(
-        convert(item, part, f"{key}.{index}", root) for index, (item, part) in enumerate(zip(value, parts, strict=True))
+        convert(item, part, f"{key}.{index}", reader)
+        for index, (item, part) in enumerate(zip(value, parts, strict=True))
     )
 
 

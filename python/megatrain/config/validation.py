@@ -1,8 +1,10 @@
 """Settings that are each fine and contradict each other, and those that are not supported yet. All refused by name."""
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatrain.config.constraints import check_eps, refuse_clipped_immediate
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,23 +21,25 @@ def check(config: "Config") -> None:
     _eval(config)
 
 
+NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
+    "memory.nvme": (None, "remove it, and see `megatrain plan` for what host memory needs"),
+    "train.moments": ("fp32", "write fp32"),
+    "train.check_every": (None, "weights on the device are not compared with those on the host; leave it null"),
+    "output.tensorboard": (
+        False,
+        "metrics are in metrics.jsonl of the run's folder, and `megatrain report` makes a page of them; leave it false",
+    ),
+}
+"""Settings of the configuration's contract that nothing implements yet: the one value they may have, and what to do."""
+
+
 def _supported(config: "Config") -> None:
-    if config.memory.nvme is not None:
-        raise ConfigError(
-            "memory.nvme is not supported yet; remove it, and see `megatrain plan` for what host memory needs"
-        )
-    if config.train.moments != "fp32":
-        raise ConfigError(f"train.moments: {config.train.moments} is not supported yet; write fp32")
-    if config.train.check_every is not None:
-        raise ConfigError(
-            f"train.check_every: {config.train.check_every} is not supported yet: weights on the device are not "
-            "compared with those on the host; leave it null"
-        )
-    if config.output.tensorboard:
-        raise ConfigError(
-            "output.tensorboard is not supported yet: metrics are in metrics.jsonl of the run's folder, and "
-            "`megatrain report` makes a page of them; leave it false"
-        )
+    for key, (default, advice) in NOT_SUPPORTED.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != default:
+            shown = "" if value is True or dataclasses.is_dataclass(value) else f": {value}"
+            raise ConfigError(f"{key}{shown} is not supported yet: {advice}")
 
 
 def _model(config: "Config") -> None:
@@ -72,18 +76,31 @@ def _batch(config: "Config") -> None:
 
 def _train(config: "Config") -> None:
     train = config.train
-    if train.update == "immediate" and train.max_grad_norm is not None:
-        raise ConfigError(
-            f"train.update: immediate cannot clip, since it updates before the norm is known, and "
-            f"train.max_grad_norm is {train.max_grad_norm} (1.0 is its default); write max_grad_norm: null, or "
-            "update: just_in_time"
-        )
-    warmup = train.schedule.warmup
-    if train.steps is not None and warmup >= 1 and warmup > train.steps:
-        raise ConfigError(
-            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, train.steps ({train.steps})"
-        )
+    refuse_clipped_immediate(train.update, train.max_grad_norm, "train.")
+    for group in train.groups:  # what a group leaves out is the section's
+        eps = train.eps if group.eps is None else group.eps
+        check_eps(eps, group.betas or train.betas, f"eps of train.groups {list(group.params)}")
+    if train.steps is not None:
+        check_schedule_length(train, train.steps, "train.steps")
     _schedule(train)
+
+
+def check_schedule_length(train: "TrainConfig", steps: int, source: str) -> None:
+    """Raises ConfigError for a warm-up, or a warm-up and a decay, of more steps than the run has: the learning rate
+    would never reach `train.lr`, or would fall before it does. `source`: where the number of steps comes from."""
+    schedule = train.schedule
+    warmup = schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps
+    decay = schedule.decay if schedule.name == "wsd" and schedule.decay >= 1 else 0
+    if schedule.warmup >= 1 and warmup > steps:
+        raise ConfigError(
+            f"train.schedule.warmup ({warmup:g} steps) is longer than the run, {source} ({steps}); lower it, or write "
+            "a part of all steps, such as 0.03"
+        )
+    if decay and warmup + decay > steps:
+        raise ConfigError(
+            f"train.schedule.decay ({decay:g} steps) after a warm-up of {warmup:g} is longer than the run, {source} "
+            f"({steps}); lower it, or write a part of all steps, such as 0.2"
+        )
 
 
 def _schedule(train: "TrainConfig") -> None:

@@ -100,6 +100,24 @@ def load(text: str, name: str = "<text>") -> Any:
         raise ValueError(f"{name}: it is nested too deeply to be read") from None
 
 
+def lines(text: str, name: str) -> dict[str, str]:
+    """`name:line` of every key of a document that `load` has read; keys inside others are dotted, items of lists
+    numbered."""
+    found: dict[str, str] = {}
+    todo: list[tuple[str, yaml.Node | None]] = [("", yaml.compose(text, Loader=_Loader))]
+    while todo:
+        prefix, node = todo.pop()
+        inner: list[tuple[str, yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [(str(key.value), key, value) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = [(str(index), item, item) for index, item in enumerate(node.value)]
+        for own, place, value in inner:
+            found[prefix + own] = f"{name}:{place.start_mark.line + 1}"
+            todo.append((f"{prefix}{own}.", value))
+    return found
+
+
 def dump(value: Any) -> str:
     """Writes what `load` reads back as an equal value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

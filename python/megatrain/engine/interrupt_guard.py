@@ -158,7 +158,8 @@ class InterruptGuard:
                 torch.set_num_threads(threads)
             with contextlib.ExitStack() as stack:
                 if stream is not None:
-                    torch.cuda.set_device(self._device)
+                    # Triton launches on the thread's current device. The caller's own thread gets its device back.
+                    stack.enter_context(torch.cuda.device(self._device))
                     stack.enter_context(torch.cuda.stream(stream))
                 if place.type != "cpu":
                     stack.enter_context(place)

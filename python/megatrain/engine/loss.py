@@ -2,7 +2,8 @@
 
 For every chunk of rows: logits in fp32 (a bf16 head multiplies bf16 operands and keeps the fp32 sums), one pass that
 turns them into their own gradient in place, then the two matmuls of the backward. Peak memory is one chunk of logits,
-whatever the number of tokens. `chunked_loss` is the training path, `token_logprobs` the one that only scores.
+whatever the number of tokens (chunked linear cross-entropy, as in Liger Kernel, arXiv 2410.10989). `chunked_loss` is
+the training path, `token_logprobs` the one that only scores.
 """
 
 import importlib.util
@@ -12,20 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.engine.matmul import TILE_ROWS, add_matmul, mixed_matmul
+
 log = logging.getLogger(__name__)
 
 IGNORE = -100
 """Target of a row that is not supervised, as in Hugging Face."""
 
 _CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
+_CHUNK_SHARE = 32
+"""Logits take at most this part of a card's memory: the whole chunk from 40 GiB on."""
 _CHUNK_ROWS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 _CHUNK_ROUND = {"cuda": 256, "cpu": 32}
-_TILE_ROWS = 2048
-"""Rows of a bf16 head that are widened to fp32 at a time where no matmul with fp32 output exists."""
 
 
 class LossResult(NamedTuple):
-    """What a head's loss comes to."""
+    """Result of a head's loss."""
 
     loss_sum: Tensor
     """0-d, fp64: sum over supervised rows, not scaled."""
@@ -35,12 +38,15 @@ class LossResult(NamedTuple):
     """(N,), fp32 or better: log-probability of each target, 0 where not supervised; only when asked for."""
 
 
-def default_chunk(vocab: int, device: str) -> int:
-    """Rows of logits that exist at a time. A rule of vocabulary and kind of device alone, since it is part of the
-    numerics key: it must not follow free memory or measured rates."""
+def default_chunk(vocab: int, device: str, card_bytes: int | None = None) -> int:
+    """Rows of logits that exist at a time. A rule of vocabulary and kind of card alone, since it is part of the
+    numerics key: it must not follow free memory or measured rates. `card_bytes`: memory of the card; None: enough."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     low, high = _CHUNK_ROWS[kind]
-    rows = _CHUNK_BYTES[kind] // (4 * vocab) // _CHUNK_ROUND[kind] * _CHUNK_ROUND[kind]
+    size = _CHUNK_BYTES[kind]
+    while card_bytes is not None and size > card_bytes // _CHUNK_SHARE:
+        size //= 2
+    rows = size // (4 * vocab) // _CHUNK_ROUND[kind] * _CHUNK_ROUND[kind]
     return max(low, min(high, rows))
 
 
@@ -52,7 +58,7 @@ def workspace_bytes(rows: int, vocab: int, hidden: int, chunk: int, dtype: torch
         # the eager path rounds the gradient of the logits into a second buffer; the kernel does it in place
         return total if dtype == torch.float32 or _kernel_available() else total + chunk * vocab * dtype.itemsize
     if dtype.itemsize < 4:
-        total += _TILE_ROWS * hidden * 4 + 2 * chunk * hidden * 4
+        total += TILE_ROWS * hidden * 4 + 2 * chunk * hidden * 4
     return total
 
 
@@ -66,7 +72,7 @@ def chunked_loss(
     scale: float = 1.0,  # gradients are those of scale * loss_sum
     chunk: int | None = None,  # rows of logits at a time; None: `default_chunk`
     label_smoothing: float = 0.0,  # as torch.nn.functional.cross_entropy
-    z_loss: float = 0.0,  # coefficient of logsumexp(logits)**2
+    z_loss: float = 0.0,  # coefficient of logsumexp(logits)**2 (PaLM, arXiv 2204.02311, section 5)
     logit_scale: float = 1.0,  # logits are multiplied with it (Cohere, Granite)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     grad_weight: Tensor | None = None,  # (V, H), fp32 or the dtype of the arithmetic: += gradient of the weight
@@ -115,7 +121,7 @@ def chunked_loss(
         if dlogits.dtype != hidden.dtype and hidden.is_cuda:
             dlogits = dlogits.to(hidden.dtype)
         if grad_weight is not None:
-            _add_matmul(grad_weight, dlogits, rows_h)
+            add_matmul(grad_weight, dlogits, rows_h)
         if grad_bias is not None:
             grad_bias += dlogits.sum(0, dtype=grad_bias.dtype)
         # last, because the caller may let it overwrite `hidden`
@@ -239,14 +245,14 @@ def _matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """out (R, V) = hidden (R, H) @ weight (V, H)ᵀ, in the dtype of `out`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
-    elif _mixed_matmul(hidden.device):
+    elif mixed_matmul(hidden.device):
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     else:
         # widened tile by tile: a product in bf16 would put the loss on bf16's grid
         wide = hidden.to(out.dtype)
-        for start in range(0, weight.shape[0], _TILE_ROWS):
-            tile = weight[start : start + _TILE_ROWS].to(out.dtype)
-            out[:, start : start + _TILE_ROWS] = wide @ tile.t()
+        for start in range(0, weight.shape[0], TILE_ROWS):
+            tile = weight[start : start + TILE_ROWS].to(out.dtype)
+            out[:, start : start + TILE_ROWS] = wide @ tile.t()
 
 
 def _matmul_grad_hidden(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -255,45 +261,10 @@ def _matmul_grad_hidden(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(dlogits, weight, out=out)
         return
     total = torch.zeros(out.shape, dtype=dlogits.dtype, device=out.device)
-    for start in range(0, weight.shape[0], _TILE_ROWS):
-        tile = weight[start : start + _TILE_ROWS].to(dlogits.dtype)
-        total.addmm_(dlogits[:, start : start + _TILE_ROWS], tile)
+    for start in range(0, weight.shape[0], TILE_ROWS):
+        tile = weight[start : start + TILE_ROWS].to(dlogits.dtype)
+        total.addmm_(dlogits[:, start : start + TILE_ROWS], tile)
     out.copy_(total)
-
-
-def _add_matmul(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-    """total (V, H) += dlogits (R, V)ᵀ @ hidden (R, H), summed in the dtype of `total`."""
-    if dlogits.dtype == hidden.dtype == total.dtype:
-        total.addmm_(dlogits.t(), hidden)
-    elif dlogits.dtype == hidden.dtype and total.dtype == torch.float32 and _mixed_matmul(hidden.device):
-        torch.addmm(total, dlogits.t(), hidden, out_dtype=torch.float32, out=total)
-    else:
-        wide = hidden.to(total.dtype)
-        for start in range(0, total.shape[0], _TILE_ROWS):
-            tile = dlogits[:, start : start + _TILE_ROWS].to(total.dtype)
-            total[start : start + _TILE_ROWS].addmm_(tile.t(), wide)
-
-
-_MIXED_MATMUL: dict[str, bool] = {}
-
-
-def _mixed_matmul(device: torch.device) -> bool:
-    """Whether this torch multiplies bf16 operands into an fp32 result (and adds to one) on this kind of device."""
-    if device.type not in _MIXED_MATMUL:
-        _MIXED_MATMUL[device.type] = device.type == "cuda" and _try_mixed_matmul(device)
-    return _MIXED_MATMUL[device.type]
-
-
-def _try_mixed_matmul(device: torch.device) -> bool:
-    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    total = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.mm(one, one.t(), out_dtype=torch.float32, out=torch.empty_like(total))
-        torch.addmm(total, one.t(), one, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        log.warning("this torch has no matmul of bf16 into fp32 (%s); the head is widened tile by tile", error)
-        return False
-    return True
 
 
 _KERNEL: list[bool] = []

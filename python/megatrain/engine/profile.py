@@ -16,7 +16,7 @@ from megatrain.engine import compile_memory
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
-from megatrain.engine.template import LayerCall, RoutedCall
+from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
 from megatrain.errors import ConfigError
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
@@ -24,6 +24,7 @@ from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, PRECISIONS
+from megatrain.system.hardware import GIB, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
         return known[structure, rows, seq]
     first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first])
+    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
     args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
@@ -125,7 +126,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]),
+            on_meta(decoder.layers[first]).train(),
             record.args[first],
             record.kwargs[first],
             (rows, seq, decoder.hidden_size),
@@ -167,6 +168,8 @@ def plan_request(
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
+    loss_fn: bool | int = False,  # whether a loss function of the caller's is used; its device memory in bytes if known
+    card_bytes: int | None = None,  # memory of the card; None: as much as an H100's
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
@@ -209,7 +212,7 @@ def plan_request(
                 "flops": head_flops if unit.role == "head" else work.flops,
             }
         )
-    chunk = loss_chunk or default_chunk(decoder.vocab_size, device)
+    chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
     return {
         "units": units,
         "tied": decoder.tied,
@@ -217,14 +220,25 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
-        "context_bytes": CONTEXT_BYTES if device == "cuda" else 0,
+        **_workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn),
+        "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
+        "shared_memory": device == "cpu",
         "device": device,
         "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
+
+
+def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
+    """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
+    least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
+    return [
+        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
+        + (asked["input_bytes"] if planned["input"] == "host" else 0)
+        for asked, planned in zip(request["units"], plan["units"], strict=True)
+    ]
 
 
 def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
@@ -243,9 +257,6 @@ def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
         return groups
     return {name: n + len(optimizer.groups) * decoder.is_vision(name) for name, n in groups.items()}
 
-
-CONTEXT_BYTES = 640 << 20
-"""Device memory that the CUDA context and the workspaces of its libraries take; measured on an H100."""
 
 FRAGMENTATION = 0.05
 """What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""
@@ -269,8 +280,29 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 """Measured rates that the planner reads."""
 
 
+def loss_fn_bytes(decoder: Decoder, tokens: int) -> int:
+    """Device memory of a loss function of the caller's that forms the logits of a whole micro-batch and their
+    cross-entropy, backward included. What it needs more is for the caller to declare (`loss_workspace`)."""
+    size = decoder.dtype.itemsize
+    # logits, their fp32 copy, log-probabilities and the gradients of both: never more than this at one time
+    per_logit = size + 12
+    if decoder.head.softcap is not None or decoder.head.logit_scale != 1.0:
+        per_logit += 2 * size
+    head = [t for t in decoder.units[-1].tensors if t.role == "trainable"]
+    if decoder.tied and decoder.head.weight is not None:
+        head += [t for t in (decoder.tensors[decoder.head.weight],) if t.role == "trainable"]
+    gradients = sum(torch.Size(t.shape).numel() for t in head) * size
+    return tokens * decoder.vocab_size * per_logit + gradients + tokens * decoder.hidden_size * (2 * size + 8)
+
+
 def _workspace(
-    decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
+    decoder: Decoder,
+    measured: list[Measured],
+    tokens: int,
+    micro_batches: int,
+    chunk: int,
+    device: str,
+    loss_fn: bool | int,
 ) -> dict[str, int]:
     """Upper bounds of what torch allocates on the device at one time for work in progress: beside everything that is
     kept, and when all of that is gone."""
@@ -286,6 +318,8 @@ def _workspace(
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    if loss_fn:
+        loss = max(loss, (loss_fn_bytes(decoder, tokens) if loss_fn is True else loss_fn) + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0
@@ -296,11 +330,12 @@ def _workspace(
         grads = int(tokens * decoder.vision_spec.kept_bytes) if trained else 0
         grads += sum(torch.Size(t.shape).numel() for t in trained) * size
         deepstack = decoder.vision_spec.deepstack * hidden
+    casts = cast_bytes(decoder)
     # between two layers every micro-batch has one gradient or one set of hidden states
     passing = (micro_batches + 1) * hidden + micro_batches * deepstack
     return {
-        "workspace_bytes": max(beside, loss, front) + passing,
-        "late_workspace_bytes": max(*running, embed + front + grads) + passing,
+        "workspace_bytes": max(beside, loss, front) + passing + casts,
+        "late_workspace_bytes": max(*running, embed + front + grads) + passing + casts,
     }
 
 

@@ -26,7 +26,7 @@ from megatrain.models.trace import Probe, probe
 from megatrain.models.types import CORE_DTYPES, PRECISIONS, TensorRef, Unit
 from megatrain.models.vision import VisionSpec, stub_out, trace_vision
 from megatrain.names import format_names, match, patterns
-from megatrain.weights.hf_layout import published
+from megatrain.weights.hf_layout import library, published
 
 log = logging.getLogger(__name__)
 
@@ -206,17 +206,23 @@ def _freeze(model: nn.Module, freeze: tuple[str, ...], untrained: list[str], ali
 
 
 def _by_own_names(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
-    """Dtypes by the library's names of tensors, where they are given by those of a published checkpoint."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """Dtypes by the library's names of tensors, where they are given by those of a published checkpoint, or with or
+    without the base model's prefix. A tensor made from several has the dtype that holds the values of all."""
+    shapes = {name: tuple(tensor.shape) for name, tensor, _ in _stored_tensors(model)}
     if dtypes.keys() <= shapes.keys():
         return dtypes
-    found = {
-        name: dtypes[theirs]
-        for theirs, stored in published(model, shapes).items()
-        if theirs in dtypes
-        for name in stored.names
-    }
-    return {**found, **dtypes}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found: dict[str, torch.dtype] = {}
+    for layout in (published(model, shapes), library(shapes)):
+        of_layout: dict[str, torch.dtype] = {}
+        for theirs, stored in layout.items():
+            spellings = (theirs, prefix + theirs, theirs.removeprefix(prefix))
+            dtype = next((dtypes[name] for name in spellings if name in dtypes), None)
+            if dtype is not None:
+                for name in stored.names:
+                    of_layout[name] = torch.promote_types(of_layout.get(name, dtype), dtype)
+        found |= of_layout
+    return found
 
 
 def _cut(

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
+from megatrain.system.atomic import write_whole
 from megatrain.system.hardware import GIB, Machine
 
 log = logging.getLogger("megatrain")
@@ -39,8 +40,36 @@ UNITS = {
 }
 """Every rate, with what it counts. GB is 10⁹ bytes."""
 
-# Of a usual machine with one card on PCIe 5; what a run is planned with where nothing was measured.
-_USUAL_CUDA = {"h2d_gbs": 50.0, "d2h_gbs": 50.0, "matmul_tflops": 600.0, "hbm_gbs": 2500.0}
+# Where nothing was measured: of the data sheets, dense bf16 products with fp32 sums and device memory, of which a large
+# product reaches about two thirds and a copy three quarters; a word of the card's name decides, the first that fits.
+_CARDS = {
+    # word: (TFLOP/s, GB/s of device memory, GB/s of the link one way)
+    "B200": (2250, 8000, 50.0),
+    "H200": (989, 4800, 50.0),
+    "H100 PCIe": (756, 2000, 50.0),
+    "H100": (989, 3350, 50.0),
+    "A100": (312, 1555, 25.0),
+    "L40": (362, 864, 25.0),
+    "RTX 6000 Ada": (364, 960, 25.0),
+    "A6000": (155, 768, 25.0),
+    "5090": (210, 1792, 50.0),
+    "4090": (165, 1008, 25.0),
+    "3090": (71, 936, 25.0),
+}
+_OTHER_CARD = (80, 600, 12.0)
+"""Of a card whose name says nothing: a present consumer's."""
+_MATMUL_SHARE, _HBM_SHARE = 0.65, 0.75
+
+
+def _usual_cuda(machine: Machine) -> dict[str, float]:
+    """Rates of a usual machine with this card."""
+    name = machine.gpu.name if machine.gpu is not None else "H100"
+    known = (rates for word, rates in _CARDS.items() if word.lower() in name.lower())
+    tflops, hbm, link = next(known, _OTHER_CARD)
+    rates = {"h2d_gbs": link, "d2h_gbs": link}
+    return rates | {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
+
+
 _USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
 _USUAL_CPU_TFLOPS = 0.06
 # Faster than any: for a step time that must stay a lower bound.
@@ -50,7 +79,7 @@ _FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
 
 def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
     """The rates to plan with and whether they were measured; else they are those of usual machines."""
-    usual = dict(_USUAL_CUDA)
+    usual = _usual_cuda(machine)
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
         usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
@@ -120,7 +149,7 @@ def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], No
         found["adamw_gparams"] = float(host["adamw_params_per_s"]) / 1e9
     if device == "cuda":
         say("link")
-        link = json.loads(_core.probe_device(_core.Device.cuda(0), size))
+        link = json.loads(_core.probe_device(_core.Device.cuda(machine.card), size))
         found |= {key: float(value) for key, value in link.items() if key in UNITS}
     elif "copy_gbs" in found:
         found |= {"h2d_gbs": found["copy_gbs"], "d2h_gbs": found["copy_gbs"]}
@@ -165,12 +194,10 @@ def keep(machine: Machine, device: str, found: dict[str, float], busy: str | Non
     path = cache_file(machine, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
         document = {"machine": machine.name, "rates": found, "busy": busy}
-        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        log.warning("the measured rates cannot be kept: %s: %s", path, error.strerror)
+        write_whole(path, json.dumps(document, indent=1) + "\n")
+    except (OSError, StorageError) as error:
+        log.warning("the measured rates cannot be kept: %s", error)
         return None
     return path
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.config import Config
+from megatrain.config import Config, constraints
 from megatrain.errors import ConfigError, DoesNotFit, StorageError
-from megatrain.planning import calibrate
+from megatrain.planning import calibrate, remedies
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine, format_bytes
 
@@ -81,27 +81,19 @@ def choose_device(config: Config, machine: Machine) -> Literal["cuda", "cpu"]:
 
 def choose_precision(config: Config, device: str, machine: Machine) -> Literal["bf16", "fp32"]:
     """`train.precision` on this device. Raises ConfigError when the card has no native bf16."""
-    asked = config.train.precision
-    if device == "cpu":
-        return "fp32" if asked == "auto" else asked
-    native = machine.gpu is not None and machine.gpu.capability >= (8, 0)
-    if asked == "fp32" or native:
-        return "bf16" if asked == "auto" else asked
-    name = machine.gpu.name if machine.gpu else "the card"
-    raise ConfigError(
-        f"train.precision is {asked} and {name} has no native bf16 (compute capability 8.0); write train.precision: "
-        "fp32, or device: cpu"
+    return constraints.choose_precision(
+        config.train.precision,
+        device,
+        native_bf16=machine.gpu is not None and machine.gpu.capability >= (8, 0),
+        card=machine.gpu.name if machine.gpu else "the card",
+        key="train.precision",
     )
 
 
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
-    """Bytes that a run may use: device, host. On the CPU both come out of the same memory."""
-    host = machine.host_budget() if config.memory.host == "auto" else config.memory.host
-    if device == "cpu":
-        gpu = host if config.memory.gpu == "auto" else config.memory.gpu
-    else:
-        gpu = machine.gpu_budget() if config.memory.gpu == "auto" else config.memory.gpu
-    return {"device": gpu, "host": host}
+    """Bytes that a run may use: device, host."""
+    gpu, host = config.memory.gpu, config.memory.host
+    return machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -165,6 +157,8 @@ def plan_run(
 ) -> RunPlan:
     """Decides the micro-batches by what fits on the machine when nothing else runs on it, and makes the plan for what
     is free now. Raises DoesNotFit with the sum."""
+    if device == "cuda":
+        machine = machine.with_free_memory()
     rates, measured = calibrate.rates(machine, device)
     options = engine_plan(config, device, machine)
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
@@ -176,9 +170,10 @@ def plan_run(
         size = -(-size // 2)
     planner = _Planner(config, decoder, device, machine, rates, options)
     try:
-        budget, request, plan = planner.fit(size, -(-rows // size))
+        request, plan = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
-        raise _explained(error, config, device, machine) from None
+        changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
+        raise remedies.explained(error, config, device, machine, planner.budget, changes) from None
     if size != first:
         log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
     return RunPlan(
@@ -187,13 +182,23 @@ def plan_run(
         machine=machine,
         micro_batch=(size, config.data.seq_len),
         micro_batches=-(-rows // size),
-        budget=budget,
+        budget=planner.budget,
         rates=rates,
         measured=measured,
         request=request,
         plan=plan,
         options=options,
     )
+
+
+def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:
+    """Whether a run with these settings could be planned, with whatever split of a step fits."""
+    planner = _Planner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
+    rows = nominal_rows(config)
+    size = _first_split(config, device, rows, None)
+    while size > 1 and config.plan.micro_batch is None and not planner.fits(size, -(-rows // size)):
+        size = -(-size // 2)
+    return planner.fits(size, -(-rows // size))
 
 
 def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
@@ -290,6 +295,7 @@ class _Planner:
     ) -> None:
         self.config, self.decoder, self.device, self.rates, self.options = config, decoder, device, rates, options
         self.budget = budgets(config, device, machine)
+        self.card_bytes = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         self.optimizer = optimizer_for(config, names)
 
@@ -301,24 +307,8 @@ class _Planner:
             return False
         return True
 
-    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
-        """(budget, request, plan). On the CPU device and host share one memory: what the host needs is taken off the
-        device. Raises DoesNotFit."""
-        request, plan = self._plan(rows, micro_batches, self.budget)
-        whole = self.budget["host"]
-        if self.device == "cuda" or _sum(plan) <= whole:
-            return self.budget, request, plan
-        with contextlib.suppress(DoesNotFit):
-            rest = max(1, whole - plan["totals"]["host"])
-            tight = self.budget | {"device": min(self.budget["device"], rest)}
-            request, again = self._plan(rows, micro_batches, tight)
-            if _sum(again) <= whole:
-                return tight, request, again
-        error = DoesNotFit(f"memory: {format_bytes(_sum(plan))} needed, {format_bytes(whole)} allowed")
-        error.items = plan["items"]
-        raise error
-
-    def _plan(self, rows: int, micro_batches: int, budget: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(request, plan). Raises DoesNotFit."""
         from megatrain import _core
         from megatrain.engine.profile import plan_request
 
@@ -328,8 +318,9 @@ class _Planner:
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),
             update=self.config.train.update,
-            budget=budget,
+            budget=self.budget,
             device=self.device,
+            card_bytes=self.card_bytes,
             optimizer=self.optimizer,
             requests=self.options,
             rates=self.rates,
@@ -340,47 +331,6 @@ class _Planner:
         except ValueError as error:  # numbers that were asked for and contradict each other or the model
             raise ConfigError(str(error)) from None
         return request, plan
-
-
-def _sum(plan: dict[str, Any]) -> int:
-    total: int = plan["totals"]["device"] + plan["totals"]["host"]
-    return total
-
-
-def _explained(error: DoesNotFit, config: Config, device: str, machine: Machine) -> DoesNotFit:
-    """The same with the sum line by line, where the budgets come from, and what to do."""
-    budget = budgets(config, device, machine)
-    lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
-    names = {
-        "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
-        "host": "host memory",
-    }
-    sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
-    over = [
-        f"{format_bytes(needed)} of {names[tier]} are needed and {format_bytes(budget[tier])} allowed"
-        for tier, needed in sums.items()
-        if needed > budget[tier]
-    ]
-    if not over:  # on the CPU both come out of the same memory
-        together = format_bytes(sum(sums.values()))
-        over = [f"{together} of host memory are needed and {format_bytes(budget['host'])} allowed"]
-    lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
-    host = (
-        f"host memory: {format_bytes(budget['host'])} of {format_bytes(machine.memory_available)} available "
-        f"({machine.memory_source}, limit {format_bytes(machine.memory_limit)})"
-        if config.memory.host == "auto"
-        else f"host memory: {format_bytes(budget['host'])} (memory.host)"
-    )
-    card = []
-    if device == "cuda" and machine.gpu is not None:
-        source = f"of {machine.gpu.name}" if config.memory.gpu == "auto" else "(memory.gpu)"
-        card = [f"device memory: {format_bytes(budget['device'])} {source}"]
-    elif config.memory.gpu != "auto":
-        card = [f"{names['device']}: {format_bytes(budget['device'])} (memory.gpu)"]
-    advice = "Use a smaller model, data.seq_len or train batch, freeze parameters, or give more memory"
-    explained = DoesNotFit("\n".join([f"this does not fit: {'; '.join(over)}", *lines, host, *card, advice]))
-    explained.items = error.items
-    return explained
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:

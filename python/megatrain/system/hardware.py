@@ -5,19 +5,24 @@ Memory is what the *process* may use: the machine's available memory, cut by the
 and by each of that group's parents (both control-group versions).
 """
 
-import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import platform
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.system import atomic
 from megatrain.units import parse_size
 
+log = logging.getLogger("megatrain")
+
+MIB = 1 << 20
 GIB = 1 << 30
 
 # A limit above this is "none": version 1 writes 2^63 rounded down to a page.
@@ -30,9 +35,15 @@ class Gpu:
 
     name: str
     total_bytes: int
-    free_bytes: int | None = None
-    """Free now; None where asking would have needed a context on the card."""
+    held_bytes: int = 0
+    """Taken by other programs, and by tensors and engines of this process; 0 until `Machine.with_free_memory` asks."""
     capability: tuple[int, int] = (0, 0)
+
+    @property
+    def context_bytes(self) -> int:
+        """Device memory that the CUDA context and the workspaces of its libraries take. 640 MiB were measured on an
+        H100; smaller cards have fewer multiprocessors, for which the context reserves less."""
+        return min(640 * MIB, max(256 * MIB, self.total_bytes // 120))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +63,8 @@ class Machine:
     memlock: int | None = None
     """Locked-memory limit; None is unlimited."""
     gpus: tuple[Gpu, ...] = ()
+    card: int = 0
+    """Number of the card that a run uses, among `gpus`."""
     gpu_reason: str = ""
     """Why there is no card, in a sentence; empty when there is one."""
     disk_free: int | None = None
@@ -64,12 +77,28 @@ class Machine:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The card that a run would use."""
-        return self.gpus[0] if self.gpus else None
+        """The card that a run uses."""
+        return self.gpus[self.card] if self.card < len(self.gpus) else None
+
+    def with_free_memory(self, card: int | None = None, probe: "SystemProbe | None" = None) -> "Machine":
+        """This machine with `card` (default: torch's current device) as the one that a run uses, and what others hold
+        of it; as it is without cards, or where it is only described. May create a CUDA context on the card."""
+        if self.described or not self.gpus:
+            return self
+        probe = probe or SYSTEM_PROBE
+        number = probe.current_card() if card is None else card
+        if number >= len(self.gpus):
+            return dataclasses.replace(self, card=number)
+        gpu = self.gpus[number]
+        free = probe.gpu_free(number)
+        # The context is a line of the plan. Where nothing else runs, it is all that is not free.
+        held = 0 if free is None else max(0, gpu.total_bytes - free - gpu.context_bytes)
+        cards = [*self.gpus[:number], dataclasses.replace(gpu, held_bytes=held), *self.gpus[number + 1 :]]
+        return dataclasses.replace(self, gpus=tuple(cards), card=number)
 
     def idle(self) -> "Machine":
         """This machine if nothing else ran on it: what decides about numbers must not depend on what is free now."""
-        gpus = tuple(dataclasses.replace(gpu, free_bytes=None) for gpu in self.gpus)
+        gpus = tuple(dataclasses.replace(gpu, held_bytes=0) for gpu in self.gpus)
         return dataclasses.replace(self, gpus=gpus, memory_available=max(self.memory_available, self.memory_limit))
 
     def host_budget(self) -> int:
@@ -77,12 +106,20 @@ class Machine:
         return max(0, self.memory_available - max(3 * GIB // 4, self.memory_available // 20))
 
     def gpu_budget(self) -> int:
-        """`memory.gpu: auto`: the card's memory, less a little for what no plan foresees. The context, the libraries'
-        workspaces and fragmentation are part of the plan."""
+        """`memory.gpu: auto`: the card's memory without what others hold of it, less a little for what no plan
+        foresees. The context, the libraries' workspaces and fragmentation are part of the plan."""
         if self.gpu is None:
             return 0
-        offered = self.gpu.total_bytes if self.gpu.free_bytes is None else self.gpu.free_bytes
-        return max(0, offered - max(GIB // 2, self.gpu.total_bytes // 80))
+        return max(0, self.gpu.total_bytes - self.gpu.held_bytes - max(GIB // 4, self.gpu.total_bytes // 80))
+
+    def budget(self, device: str, gpu: int | None = None, host: int | None = None) -> dict[str, int]:
+        """Bytes that a run on `device` (cuda or cpu) may use, by tier: device, host. `gpu` and `host` are given limits;
+        None is `auto`. On the CPU both tiers share the host's memory, so that neither may use more than that, and a
+        plan gives it out once (`shared_memory` of its request)."""
+        host = self.host_budget() if host is None else host
+        if device == "cpu":
+            return {"device": host if gpu is None else min(gpu, host), "host": host}
+        return {"device": self.gpu_budget() if gpu is None else gpu, "host": host}
 
 
 class SystemProbe:
@@ -110,15 +147,38 @@ class SystemProbe:
 
     def disk_free(self, path: Path) -> int | None:
         """Free bytes where `path` is or would be made."""
-        for folder in (path, *path.absolute().parents):
-            with contextlib.suppress(OSError):
-                facts = os.statvfs(folder)
-                return facts.f_bavail * facts.f_frsize
-        return None
+        try:
+            return atomic.free_bytes(path)
+        except OSError:
+            return None
 
     def kernel(self) -> str:
         """The kernel's release."""
         return platform.release()
+
+    def current_card(self) -> int:
+        """The number of torch's current CUDA device; 0 where torch has not begun to use CUDA."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return 0
+        return int(torch.cuda.current_device())
+
+    def gpu_free(self, card: int) -> int | None:
+        """Bytes of a card that a plan can count on: those that the driver calls free, and blocks that torch's allocator
+        holds without using them, which it is first asked to give back. None where torch is not loaded or has no
+        CUDA."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or card >= torch.cuda.device_count():
+            return None
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(card)
+            unused = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
+        except RuntimeError as error:  # not even a context has room, or the card is in exclusive use
+            log.warning("cuda:%d does not say what is free: %s", card, str(error).partition("\n")[0])
+            return 0
+        return int(free) + int(unused)
 
     def cuda_status(self) -> dict[str, Any]:
         """What the native core says of the driver and its cards: `{available, reason, driver, devices}`."""
@@ -148,7 +208,7 @@ def read(folder: Path | None = None, readers: SystemProbe | None = None, gpus: b
         readers.cuda_status() if gpus else {"available": False, "reason": "not asked", "devices": []}
     )
     return Machine(
-        cpus=_cpus(readers),
+        cpus=usable_cpus(readers),
         memory_total=total,
         memory_limit=limit,
         memory_available=available,
@@ -288,11 +348,9 @@ def _whole(where: str, key: str, value: Any) -> int:
 
 def _gpu(device: Mapping[str, Any]) -> Gpu:
     major, minor = device.get("capability") or (0, 0)
-    free = device.get("free_bytes")
     return Gpu(
         name=str(device.get("name", "GPU")),
         total_bytes=int(device.get("total_bytes") or 0),
-        free_bytes=None if free is None else int(free),
         capability=(int(major), int(minor)),
     )
 
@@ -330,7 +388,8 @@ def _memory_groups(readers: SystemProbe) -> Iterator[_Group]:
             yield _Group(folder, min(bounds), max(0, used - reclaimable))
 
 
-def _cpus(readers: SystemProbe) -> int:
+def usable_cpus(readers: SystemProbe = SYSTEM_PROBE) -> int:
+    """Processors that this process may use: its affinity, cut by the quotas of its control groups."""
     allowed = float(readers.affinity())
     for version, folder in _folders(readers, "cpu"):
         if version == 2:

@@ -1,6 +1,6 @@
 """What a plan means for a run: step time and what bounds it, disk, what is given up, and the numerics key.
 
-`megatrain plan` and the dry run say the same, from here.
+`megatrain plan`, the dry run and the start of a run all report it from here.
 """
 
 import dataclasses
@@ -22,30 +22,27 @@ if TYPE_CHECKING:
     from megatrain.training.setup import ModelSetup
 
 GIVEN_UP_BY_IMMEDIATE = (
-    "a non-finite gradient or an interrupt that is met after some units were updated cannot be taken back: the first "
-    "stops the run with exit code 4, naming the last checkpoint, and the second waits for the step's end"
+    "a non-finite gradient or an interrupt that arrives after some units were updated cannot be undone: the first "
+    "stops the run with exit code 4, naming the last checkpoint, and the second waits until the step is finished"
 )
 """What `train.update: immediate` costs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a run will be, by its plan."""
+    """What to expect of a run by its plan."""
 
+    config: Config
+    decoder: "Decoder"
     run_plan: RunPlan
     timed: RunPlan
-    """The step that is timed: as `run_plan`, except where rows are not packed; then of full rows."""
-    update: str
-    """`train.update`."""
-    num_parameters: int
-    num_trainable: int
-    largest_micro_batch: int
+    """The plan of the step that is timed: `run_plan`, except where rows are not packed; then one of full rows."""
     numerics: dict[str, Any]
     disk: dict[str, int | None]
-    """Bytes: `checkpoint`, `checkpoints` (all that exist at one time), `export`, `cache` (tokenized data; None where
-    they were not read), `free` (where the run's folder is or would be; None where that is not known)."""
-    output_dir: str | None
-    """`output.dir`."""
+    """Bytes: `checkpoint`, `checkpoints` (all that exist at one time), `export`, `cache` (tokenized data; None when
+    no data was read), `free` (on the disk of the run's folder; None when unknown)."""
+    total_steps: int | None
+    """Optimizer steps of the run; None when they follow from data that was not read."""
     flops_per_token: float
     step_tokens: int
     free_clipping_tokens: int | None
@@ -54,24 +51,39 @@ class Forecast:
 
     @property
     def expected_step_s(self) -> float:
-        """A step's seconds at the rates that are usually sustained, of this machine where it was measured."""
+        """Predicted seconds of a step: at the measured rates, or at those of a usual machine."""
         return max(float(self.timed.plan["estimate"]["expected_step_s"]), self.step_s)
 
     @property
     def step_s(self) -> float:
-        """Lower bound of a step's seconds: what the lanes take, and at least the arithmetic at the matmul rate."""
+        """Lower bound of a step's seconds: the busiest lane's time, and at least the arithmetic at the matmul rate."""
         arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.timed)["matmul_tflops"] * 1e12)
         return max(float(self.estimate["step_s"]), arithmetic)
 
     @property
+    def bound(self) -> str:
+        """The lane that the predicted step waits for most."""
+        return str(self.timed.plan["estimate"]["bound"])
+
+    @property
+    def update(self) -> str:
+        """`train.update`."""
+        return self.config.train.update
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most rows that could be computed at a time; found by planning, which takes a moment."""
+        return planner.largest_micro_batch(self.config, self.decoder, self.run_plan)
+
+    @property
     def checkpoint_s(self) -> float | None:
-        """Seconds that writing a checkpoint takes at the measured rate of a disk; None where none was measured."""
+        """Seconds to write a checkpoint at the disk's measured rate; None when it was not measured."""
         rate, size = self.run_plan.rates.get("disk_write_gbs"), self.disk["checkpoint"]
         return size / (rate * 1e9) if rate and size is not None else None
 
     @property
     def given_up(self) -> str | None:
-        """What `train.update` gives up; None where that is nothing."""
+        """What `train.update` gives up; None for just-in-time updates, which give up nothing."""
         return GIVEN_UP_BY_IMMEDIATE if self.update == "immediate" else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,8 +92,8 @@ class Forecast:
         return {
             "device": run_plan.device,
             "machine": run_plan.machine.name,
-            "parameters": self.num_parameters,
-            "trainable": self.num_trainable,
+            "parameters": self.decoder.num_parameters,
+            "trainable": self.decoder.num_trainable,
             "precision": run_plan.precision,
             "update": self.update,
             "given_up": self.given_up,
@@ -105,7 +117,7 @@ class Forecast:
 
 
 def without_data(config: Config, machine: Machine) -> Forecast:
-    """Plans a run without its data and its weights. Raises DoesNotFit with the sum."""
+    """Plans a run without reading its data or weights. Raises DoesNotFit with the sum."""
     from megatrain.training.setup import prepare_model
 
     model_setup = prepare_model(config, machine, plan_only=True)
@@ -118,29 +130,27 @@ def forecast(
     model_setup: "ModelSetup",
     run_plan: RunPlan,
     saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
-    data: "tuple[Dataset | None, ...]" = (),  # what was read for it
+    data: "tuple[Dataset | None, ...]" = (),  # the data sets, where they were read
+    total_steps: int | None = None,  # of the run, where it is known
+    numerics: dict[str, Any] | None = None,  # the numerics key in force; None before there is an engine
 ) -> Forecast:
-    """What a run that was planned will be."""
+    """What to expect of a planned run."""
     config, decoder, machine, count = model_setup.config, model_setup.decoder, run_plan.machine, model_setup.count
     rows, timed = planner.nominal_rows(config), run_plan
-    if (
-        -(-rows // run_plan.micro_batch[0]) != run_plan.micro_batches
-    ):  # planned for more rows than a step has, all short
+    if -(-rows // run_plan.micro_batch[0]) != run_plan.micro_batches:  # planned for steps of many short rows
         timed = planner.plan_run(config, decoder, device=run_plan.device, machine=machine, rows=rows, saved=saved)
     needed = planner.disk_needed(config, decoder, run_plan.precision)
     place, free = config.output.dir, machine.disk_free
     if place is not None and not machine.described:
         free = facts.SYSTEM_PROBE.disk_free(Path(place))
     return Forecast(
+        config=config,
+        decoder=decoder,
         run_plan=run_plan,
         timed=timed,
-        update=config.train.update,
-        num_parameters=decoder.num_parameters,
-        num_trainable=decoder.num_trainable,
-        largest_micro_batch=planner.largest_micro_batch(config, decoder, run_plan),
-        numerics=_numerics_key(config, decoder, run_plan),
+        numerics=_numerics_key(config, decoder, run_plan) if numerics is None else numerics,
         disk={**needed, "cache": sum(one.num_bytes for one in data if one is not None) if data else None, "free": free},
-        output_dir=place,
+        total_steps=total_steps if total_steps is not None else config.train.steps,
         flops_per_token=count.flops_per_token(config.data.seq_len),
         step_tokens=rows * config.data.seq_len,
         free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
@@ -149,11 +159,12 @@ def forecast(
 
 
 PROBE_MARGIN = 1.25
-"""How much faster than a probe saw it a machine may be: others used it meanwhile, or sizes did not suit it."""
+"""How much faster a machine may be than its probe measured: others used it at the time, or the probe's sizes did not
+suit it."""
 
 
 def _clipping_is_free_from(run_plan: RunPlan, decoder: "Decoder", count: "ModelCount") -> int | None:
-    """Tokens a step from which the host's updates hide beneath the next forward, so that clipping costs nothing."""
+    """Tokens per step from which the next forward hides the host's updates, so that clipping costs no time."""
     places = {unit["name"]: unit["update"] for unit in run_plan.plan["units"]}
     trained = sum(
         math.prod(t.shape)
@@ -169,8 +180,8 @@ def _clipping_is_free_from(run_plan: RunPlan, decoder: "Decoder", count: "ModelC
 
 
 def lower_bound_rates(run_plan: RunPlan) -> dict[str, float]:
-    """Rates that a run does not pass: those measured on a card and a little more; else those of no machine, since on
-    the CPU a probe and a run share the processors with whatever else there is."""
+    """Rates that no run exceeds: those measured on a card, with a margin; otherwise rates above any machine's, since on
+    the CPU a probe shares the processors with whatever else runs."""
     if run_plan.measured and run_plan.device == "cuda":
         return {name: rate * PROBE_MARGIN for name, rate in run_plan.rates.items()}
     return run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
@@ -188,7 +199,7 @@ def _estimate(run_plan: RunPlan) -> dict[str, Any]:
 
 
 def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict[str, Any]:
-    """The numerics key of a run that was planned, its card named whether or not it is here."""
+    """The numerics key of a planned run, with its card's name whether or not that card is in this machine."""
     import torch
 
     from megatrain.engine import numerics
@@ -207,9 +218,11 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
     if cuda:
         from megatrain.engine.loss import default_chunk
 
-        key["device"] = run_plan.machine.gpu.name if run_plan.machine.gpu else "cuda"
+        gpu = run_plan.machine.gpu
+        key["device"] = gpu.name if gpu else "cuda"
         key["threads"] = None
         key["packed_rows"] = decoder.packed_rows("cuda")
         key["attention"] = numerics.attention(decoder, "cuda", config.train.deterministic)
-        key["loss_chunk"] = run_plan.options.get("loss_chunk") or default_chunk(decoder.vocab_size, "cuda")
+        chunk = default_chunk(decoder.vocab_size, "cuda", gpu.total_bytes if gpu else None)
+        key["loss_chunk"] = run_plan.options.get("loss_chunk") or chunk
     return key

@@ -1,4 +1,8 @@
-"""Learning-rate schedules: a factor of the base rate for each step, counted from 1. Pure arithmetic, no torch."""
+"""Learning-rate schedules: a factor of the base rate for each step, counted from 1. Pure arithmetic, no torch.
+
+Cosine: SGDR (Loshchilov and Hutter, arXiv 1608.03983), without restarts. `wsd`, warm-up, stable, decay: MiniCPM
+(arXiv 2404.06395).
+"""
 
 import dataclasses
 import math
@@ -8,16 +12,16 @@ NAMES = ("cosine", "linear", "constant", "wsd")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """`factor(k)` for step k in 1…total: rises as k/W over W warm-up steps, then falls as `name` says."""
+    """`factor(k)` for step k in 1…total: it rises as k/W over W warm-up steps, then falls as `name` says."""
 
     name: str = "cosine"
     warmup: float = 0.03
-    """Below 1: the part of all steps that warm up. From 1 on: that many steps."""
+    """Below 1: a fraction of all steps. From 1 on: a number of steps."""
     min_lr: float = 0.0
-    """The rate that decay ends at, an absolute one like `train.lr`."""
+    """The rate at the end of the decay: absolute, like `train.lr`, not a factor."""
     total: int = 1
     decay: float = 0.2
-    """`wsd` only: the part of all steps (or, from 1 on, the steps) over which the rate falls at the end."""
+    """`wsd` only: over how much of the end the rate falls; below 1 a fraction of all steps, from 1 on a number."""
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -31,11 +35,11 @@ class Schedule:
 
     @property
     def warmup_steps(self) -> int:
-        """W: a fraction is rounded up, so that any warm-up asked for is at least one step."""
+        """W. A fraction is rounded up, so that a warm-up above 0 is at least one step."""
         return min(self.total, _steps(self.warmup, self.total))
 
     def factor(self, step: int) -> float:
-        """In 0…1: in warm-up of the base rate, afterwards of what lies between `min_lr` and the base rate."""
+        """In 0…1. During warm-up a factor of the base rate, later of the range from `min_lr` to the base rate."""
         warm = self.warmup_steps
         if step <= warm:
             return step / warm
@@ -51,7 +55,7 @@ class Schedule:
         return min(1.0, max(0.0, (self.total - step + 1) / falling))
 
     def lr(self, step: int, base: float) -> float:
-        """The rate at `step` (from 1) for a base rate: warm-up is base·k/W, after it never below `min_lr`."""
+        """The rate at `step` (from 1) for a base rate: base·k/W during warm-up, never below `min_lr` after it."""
         factor = self.factor(step)
         if step <= self.warmup_steps:
             return base * factor

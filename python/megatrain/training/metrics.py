@@ -1,4 +1,4 @@
-"""Counting: tokens, rates and peaks, as every figure of ours counts them.
+"""How tokens, rates and peaks are counted, here and in every published figure.
 
 Tokens a second are real tokens, padding excluded. GiB is 1024 MiB. Peak host memory is the process's measured maximum,
 pinned pages included. Model FLOPs are counted in `models/flops.py`.
@@ -42,21 +42,25 @@ class StepRecord:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> str:
-        """One line. Numbers that JSON has no word for are written as null."""
+        """One line of JSON. Numbers that JSON cannot express (NaN, infinity) are written as null."""
         fields = dataclasses.asdict(self)
         extra = fields.pop("extra")
         return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
 
 
+RECENT = 64
+"""Steps that a new step's loss and gradient norm are compared with (see `spikes`)."""
+
 _LAST_PART = 10
-"""The end of a run is its last tenth of steps …"""
+"""The end of a run is its last tenth of steps,"""
 _LAST_MOST = 20
-"""… and at most so many."""
+"""and at most this many steps."""
 
 
 def without_progress(losses: list[float | None]) -> str:
-    """A sentence when a run has learnt nothing: when the mean loss of its last tenth of steps (20 at most) is not below
-    the loss of its first step, which is that of the weights it started from. Empty otherwise. None: not finite."""
+    """A sentence when a run has learnt nothing, else empty. It has learnt nothing when the mean loss of its last tenth
+    of steps (20 at most) is not below the loss of its first step, which is that of the initial weights. A loss of None
+    was not finite."""
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     if len(losses) < 2 or not known:
         return ""
@@ -69,7 +73,7 @@ def without_progress(losses: list[float | None]) -> str:
 
 
 def dumps(document: Any) -> str:
-    """JSON in one line, not-finite numbers as null (strict readers refuse NaN)."""
+    """JSON in one line, with numbers that are not finite as null (strict readers refuse NaN)."""
     return json.dumps(_finite(document), separators=(", ", ": "))
 
 
@@ -84,14 +88,14 @@ def _finite(value: Any) -> Any:
 
 
 class Throughput:
-    """Tokens a second over the last few steps, so that one slow step does not swing the number."""
+    """Tokens per second, averaged over the last few steps so that one slow step does not dominate."""
 
     def __init__(self, window: int = 10) -> None:
         self._steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=window)
         self._last = time.perf_counter()
 
     def restart(self) -> None:
-        """Leaves out what came since the last step (an evaluation, a save)."""
+        """Leaves out the time since the last step (an evaluation, a save)."""
         self._last = time.perf_counter()
 
     def add(self, tokens: int) -> float:
@@ -104,29 +108,28 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the window."""
+        """Mean over the window."""
         seconds = sum(seconds for _, seconds in self._steps)
         return sum(tokens for tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
 
     @property
     def step_s(self) -> float:
-        """Mean seconds a step over the window."""
+        """Mean seconds per step over the window."""
         return sum(seconds for _, seconds in self._steps) / len(self._steps) if self._steps else 0.0
 
 
 def host_peak_bytes(proc: Path = Path("/proc")) -> int:
-    """The most memory this process has had: resident pages, locked and registered ones among them (VmHWM)."""
+    """The most resident memory this process has had, locked and registered pages included (VmHWM)."""
     return _status_bytes(proc, ("VmHWM",))
 
 
 def host_anonymous_bytes(proc: Path = Path("/proc")) -> int:
-    """What this process holds now that no file stands behind, registered pages among it: resident memory less the
-    libraries' mapped files (RssAnon and RssShmem)."""
+    """Resident memory of this process that is not a mapped file, registered pages included (RssAnon and RssShmem)."""
     return _status_bytes(proc, ("RssAnon", "RssShmem"))
 
 
 def _status_bytes(proc: Path, keys: tuple[str, ...]) -> int:
-    """Sum of lines of a process's status; 0 where there is none."""
+    """The sum of some lines of this process's /proc status; 0 where there is none."""
     try:
         lines = [line.split() for line in (proc / "self/status").read_text().splitlines()]
     except OSError:
@@ -135,7 +138,7 @@ def _status_bytes(proc: Path, keys: tuple[str, ...]) -> int:
 
 
 def gpu_peak_bytes(engine_bytes: int = 0) -> int:
-    """The most device memory: what torch allocated at its peak, and what the engine allocated once."""
+    """The most device memory used: torch's peak, plus what the engine allocated at the start."""
     import sys
 
     torch = sys.modules.get("torch")
@@ -145,7 +148,7 @@ def gpu_peak_bytes(engine_bytes: int = 0) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Time left, as people read it."""
+    """Seconds as `3 h 05 min`, `4 min 10 s` or `12 s`."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar on a terminal, a line every `log_every` steps elsewhere, or JSON lines."""
+"""What a run prints: a progress bar on a terminal, a line every `output.log_every` steps elsewhere, or JSON lines."""
 
 import contextlib
 import logging
@@ -18,39 +18,39 @@ Mode = Literal["bar", "lines", "json", "none"]
 
 
 def mode_for(stream: IO[str], json: bool) -> Mode:
-    """A bar where a person looks on, lines where nobody does."""
+    """A progress bar on a terminal, plain lines otherwise."""
     if json:
         return "json"
     return "bar" if stream.isatty() else "lines"
 
 
-class _Outlet:
-    """Standard output or error, which a run may lose and go on: whoever read the pipe has left, the terminal was
-    closed, or the disk that it goes to is full. The run's own log has every line."""
+class _LossyStream:
+    """Standard output or error that may fail without ending the run: the reader of the pipe has gone, the terminal was
+    closed, or the disk it goes to is full. The run's own log has every line."""
 
     def __init__(self, stream: IO[str], name: str) -> None:
         self._stream, self._name = stream, name
         self._lost = False
 
     def write(self, text: str) -> int:
-        with self._bearing():
+        with self._ignoring_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._bearing():
+        with self._ignoring_errors():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _bearing(self) -> Iterator[None]:
+    def _ignoring_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if not self._lost:
-                self._lost = True  # before it is said: that may go the same way
+                self._lost = True  # first: the warning may fail in the same way
                 log.warning(
                     "%s cannot be written (%s); the run goes on, and log.txt has every line",
                     self._name,
@@ -59,12 +59,12 @@ class _Outlet:
 
 
 class Display:
-    """Shows steps, evaluations and samples. Its log handler keeps messages and the bar apart."""
+    """Shows steps, evaluations and samples. Its log handler prints messages above the bar."""
 
     def __init__(self, mode: Mode = "none", out: IO[str] | None = None, err: IO[str] | None = None) -> None:
         self.mode = mode
-        self.out = cast("IO[str]", _Outlet(out or sys.stdout, "standard output"))
-        self.err = cast("IO[str]", _Outlet(err or sys.stderr, "standard error"))
+        self.out = cast("IO[str]", _LossyStream(out or sys.stdout, "standard output"))
+        self.err = cast("IO[str]", _LossyStream(err or sys.stderr, "standard error"))
         self._progress: Progress | None = None
         self._task: Any = None
         self._total = 0
@@ -83,7 +83,7 @@ class Display:
         log.removeHandler(self._handler)
 
     def loading(self, what: str, done: int, total: int) -> None:
-        """Something before the first step has come so far; `total` 0 is unknown. On a terminal one line that moves."""
+        """Shows how far something before the first step is, on a terminal as one moving line. `total` 0: unknown."""
         if self.mode == "bar" and self._progress is None:
             moving_line(self.err, what, done, total)
         elif self.mode == "lines" and what != self._loading:
@@ -91,7 +91,7 @@ class Display:
         self._loading = what
 
     def begin(self, done: int, total: int) -> None:
-        """Training starts after `done` of `total` steps."""
+        """Starts the bar after `done` of `total` steps."""
         self._total = total
         if self.mode != "bar":
             return
@@ -111,7 +111,7 @@ class Display:
         self._progress.start()
 
     def step(self, record: StepRecord, left_s: float, every: int) -> None:
-        """A step has finished; `left_s` is how long the rest will take."""
+        """Shows a finished step; `left_s` is how long the remaining ones will take."""
         if self._progress is not None:
             self._progress.update(
                 self._task,
@@ -126,7 +126,7 @@ class Display:
         if record.step % every == 0 or record.step in (1, self._total):
             bound = f", bound by {record.bound}" if record.bound else ""
             skipped = ", SKIPPED (gradient not finite)" if record.skipped else ""
-            self._tell(
+            self._log_and_print(
                 f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, "
                 f"lr {record.lr:.3g}, "
                 f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}",
@@ -134,25 +134,25 @@ class Display:
             )
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """A held-out loss was measured after `step`."""
+        """Shows a held-out loss that was measured after `step`."""
         if self.mode == "json":
             self._write(dumps({"step": step, "eval_loss": loss, "eval_tokens": tokens}))
-        self._tell(f"step {step}: held-out loss {loss:.4f} over {tokens:,} tokens", shown=self.mode != "json")
+        self._log_and_print(f"step {step}: held-out loss {loss:.4f} over {tokens:,} tokens", shown=self.mode != "json")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """A sample was drawn after `step`."""
+        """Shows a text that was generated after `step`."""
         if self.mode == "json":
             self._write(dumps({"step": step, "prompt": prompt, "sample": text}))
-        self._tell(f"step {step}: {prompt!r} -> {text!r}", shown=self.mode != "json")
+        self._log_and_print(f"step {step}: {prompt!r} -> {text!r}", shown=self.mode != "json")
 
     def end(self) -> None:
-        """The bar leaves."""
+        """Removes the bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def note(self, text: str) -> None:
-        """A log message, above the bar."""
+        """Prints a log message, above the bar where there is one."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False)
         elif self.mode != "none":
@@ -160,8 +160,8 @@ class Display:
                 self.err.write(text + "\n")
                 self.err.flush()
 
-    def _tell(self, text: str, *, shown: bool) -> None:
-        """A line of the run: always for its log file, and `shown` here where that is its form."""
+    def _log_and_print(self, text: str, *, shown: bool) -> None:
+        """Writes a line to the run's log file, and prints it when `shown`."""
         log.debug(text)
         if shown:
             self._write(text)
@@ -175,7 +175,7 @@ class Display:
 
 
 class _Handler(logging.Handler):
-    """Log records of the package, on standard error."""
+    """Prints the package's log records on standard error."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(logging.INFO)

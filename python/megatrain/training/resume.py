@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or where a checkpoint left off, under settings that may have changed meanwhile."""
+"""Where a run begins: at step 0, or at a checkpoint, with settings that may have changed since."""
 
 import dataclasses
 import logging
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, diff, earlier
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.training.run_dir import steps_in
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.checkpoint import Checkpoint
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Position:
-    """How far a run is. Saved with every checkpoint."""
+    """How far a run is; stored in every checkpoint."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones among them. The data follow from it."""
+    """Optimizer steps done, skipped ones included. It determines the next batch."""
     tokens: int = 0
-    """Real tokens seen."""
+    """Tokens seen, without padding."""
     nonfinite: int = 0
-    """Steps in a row whose gradients were not finite."""
+    """Consecutive steps whose gradients were not finite."""
     first_eval_loss: float | None = None
     eval_loss: float | None = None
     """The latest held-out loss."""
@@ -35,30 +35,31 @@ class Position:
     """The lowest held-out loss, and the step it was measured after."""
     best_step: int | None = None
     stale_evals: int = 0
-    """Evaluations since the lowest."""
+    """Evaluations since the lowest loss."""
     owed_eval: bool = False
-    """Whether the evaluation that was due after `step` gave way to a stop, and is still to be made."""
+    """Whether a stop cut off the evaluation that was due after `step`, so that it is still to be done."""
     seconds: float = 0.0
-    """Wall time in steps, over all parts of the run."""
+    """Seconds spent in steps, over all parts of the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path
     position: Position
     numerics: dict[str, Any]
     """The numerics key it was computed under (see `planning`)."""
     from_elsewhere: bool
-    """Whether it lies in another run's folder."""
+    """Whether it is in another run's folder."""
 
 
 def resolve_resume(config: Config, run: Path, build: Callable[[ResumePoint | None], T]) -> tuple[ResumePoint | None, T]:
-    """The checkpoint that the run in the folder `run` goes on from, and what `build` makes of it: with `output.resume:
-    auto`, the newest whose contents turn out to be whole. None: the run begins at step 0. Changes nothing itself.
+    """Finds the checkpoint that the run in folder `run` resumes from and passes it to `build`; returns it and what
+    `build` returned. None means that the run begins at step 0. With `output.resume: auto` it is the newest checkpoint
+    that proves to be whole when it is read. Changes nothing itself.
 
-    Raises ConfigError with the list when the checkpoint belongs to another run, and what `build` raises.
+    Raises ConfigError with a list of differences when the checkpoint belongs to another run, and what `build` raises.
     """
     damaged: set[Path] = set()
     while True:
@@ -68,17 +69,16 @@ def resolve_resume(config: Config, run: Path, build: Callable[[ResumePoint | Non
         except DamagedCheckpoint as error:
             if config.output.resume != "auto":
                 raise
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
             damaged.add(error.folder)
 
 
 def _find(config: Config, run: Path, damaged: set[Path]) -> ResumePoint | None:
-    """The checkpoint that `output.resume` means, checked against `config`. Those in `damaged` are passed over, as
-    others are that turn out to be incomplete. Raises ConfigError, and DamagedCheckpoint when its state cannot be
-    read."""
+    """The checkpoint that `output.resume` asks for, checked against `config`. Incomplete ones and those in `damaged`
+    are skipped. Raises ConfigError, and DamagedCheckpoint when its state cannot be read."""
     wanted = config.output.resume
     if wanted == "never":
-        if steps_in(run / "checkpoints") or (run / "metrics.jsonl").exists():
+        if steps_in(run) or (run / "metrics.jsonl").exists():
             raise ConfigError(
                 f"output.resume is never and {run} holds a run already; remove it, name another output.dir, or "
                 "write output.resume: auto to go on with it"
@@ -93,7 +93,7 @@ def _find(config: Config, run: Path, damaged: set[Path]) -> ResumePoint | None:
             raise ConfigError(f"output.resume is required and {run} holds no complete checkpoint")
         return None
     origin = _origin(found, config, elsewhere)
-    log.info("going on from %s, after step %d", found.folder, origin.position.step)
+    log.info("resuming from %s, after step %d", found.folder, origin.position.step)
     return origin
 
 
@@ -125,7 +125,7 @@ def _named(path: Path) -> "Checkpoint":
 
 def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint:
     try:
-        state = found.state()["state"]["run"]
+        state = found.state().state["run"]
         position = Position(**state["position"])
         before = Config.from_dict(earlier(state["config"]))
         numerics = dict(state["numerics"])
@@ -136,7 +136,7 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint
         raise ConfigError(_refusal(found, config, identity, elsewhere))
     if "data" not in state:
         log.warning(
-            "%s is of an earlier version and does not say what its data held: whether they changed is not checked",
+            "%s was written by an earlier version, without fingerprints of its data: changes of data are not checked",
             found.folder,
         )
     for change in course:
@@ -149,14 +149,14 @@ def _differences(
     before: Config,
     config: Config,
     step: int,
-    precision: str,  # that the checkpoint was computed in
+    precision: str,  # of the checkpoint
 ) -> tuple[list[str], list[str]]:
-    """What differs from the run that the checkpoint belongs to: (identity, course), a setting or a source each."""
+    """What differs from the run that the checkpoint belongs to: (identity, course), one setting or source per entry."""
     from megatrain.data import fingerprint  # which loads torch
 
     run_plan = (before.run_plan(precision), config.run_plan(precision))
     identity, course, _ = (list(map(str, changes)) for changes in diff(*run_plan))
-    # Files are read where the settings would have them be the same; the others differ already.
+    # Files are compared where their settings are equal; otherwise the settings differ already.
     if data is not None and before.data.train == config.data.train:
         identity += fingerprint.changed_sources("data.train", data["train"], config.data.train, step)
     if data is not None and before.data.eval == config.data.eval:

@@ -2,74 +2,116 @@
 
     config.yaml  plan.json  metrics.jsonl  log.txt  status.json  lock  checkpoints/step-N/  export/
 
-One process owns the folder at a time (an flock on `lock`, which the kernel drops with the process however it ends).
-Small files are replaced whole (temporary file, then rename), so a reader never sees half of one.
+One process owns the folder at a time: it holds an flock on `lock`, which the kernel releases when the process ends, for
+whatever reason. Small files are replaced whole (temporary file, then rename), so a reader never sees half of one.
 """
 
 import contextlib
 import datetime as dt
+import errno
 import fcntl
 import json
 import logging
 import os
-import re
-import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
+from megatrain.config import Config
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.hardware import format_bytes
+from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log = logging.getLogger("megatrain")
 
-_STEP = re.compile(r"step-(\d+)")
-
-
-_OURS_ALONE = ("lock", "status.json", "metrics.jsonl")
-_LEFTOVERS = (
-    ".tmp-export",
-    ".removing-export",
-    *(f"{name}.tmp" for name in ("config.yaml", "plan.json", "metrics.jsonl", "status.json")),
+CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
+    "config.yaml",
+    "plan.json",
+    "metrics.jsonl",
+    "log.txt",
+    "status.json",
+    "lock",
 )
-"""What an interrupted run can leave in its folder's root."""
-_REPLACED = ("config.yaml", "plan.json", "log.txt", "checkpoints", "export")
+EXPORT, REPORT = "export", "report.html"
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Error numbers that mean that a disk is full or failing."""
+
+ENDED = ("done", "stopped", "failed", "killed")
+"""States in `status.json` that a run does not leave by itself; in any other it is still going on, or was killed."""
+
+_ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
+"""Names that tell a run's folder from any other."""
+_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
+"""What a killed process can have been writing at the top of a run's folder."""
+_REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
+"""What a run replaces in its folder."""
+
+_LONGEST_REASON = 1000
+"""Characters of a reason in `status.json`: the file stays within one block of the disk (see `_overwrite`)."""
 
 _HEADER = "# The effective configuration of this run, written by megatrain: every default spelled out.\n"
 
 
+def output_folder(config: Config) -> Path:
+    """The folder that `output.dir` names. Raises ConfigError when it is not set."""
+    config.require("output")
+    return Path(config.output.dir or "")
+
+
 def check(path: Path) -> None:
-    """Raises ConfigError for an `output.dir` that cannot be made or written, or where a run would replace or remove
-    something that no run wrote."""
+    """Raises ConfigError when `output.dir` cannot be created or written, or when a run would replace something there
+    that no run wrote."""
     check_makeable(path, "output.dir")
-    config = path / "config.yaml"
+    config = path / CONFIG
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if config.is_file() and not config.read_text(encoding="utf-8").startswith(_HEADER):
             raise ConfigError(
-                f"output.dir is {str(path)!r}, and the {str(config)!r} in it is not a run's: a run would put its "
-                "effective configuration in its place; name another output.dir, or give your file another name"
+                f"output.dir is {str(path)!r}, and the {str(config)!r} in it is not a run's: a run would replace it "
+                "with its effective configuration; name another output.dir, or rename your file"
             )
-    if any((path / name).exists() for name in _OURS_ALONE):
+    if any((path / name).exists() for name in _ONLY_IN_RUNS):
         return
     for name in _REPLACED:
         if (path / name).exists():
             raise ConfigError(
-                f"output.dir is {str(path)!r}, which is not a run's folder and holds {name!r}, in whose place a run "
-                "puts its own; name another folder"
+                f"output.dir is {str(path)!r}, which is not a run's folder and holds {name!r}, which a run would "
+                "replace with its own; name another folder"
             )
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the library's name
-        """A full disk ends the run where metrics do not fit; the log does without, and prints no traceback."""
+        """Drops the line without a traceback: on a full disk it is the metrics that stop the run."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`, open for appending."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord | dict[str, Any]) -> None:
+        """Appends one line and passes it to the kernel, so that a killed run loses none. Raises StorageError."""
+        try:
+            self._file.write((record.as_json() if isinstance(record, StepRecord) else dumps(record)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(error, self._path) from None
+
+    def close(self) -> None:
+        """Closes the file. What a full disk had no room for was reported when it was written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class RunFolder:
-    """Opens (and makes) a run's folder and holds its lock until `close`. Raises ConfigError when another has it, and
-    when it is no run's but holds what a run would replace."""
+    """Creates and opens a run's folder, and holds its lock until `close`. Raises ConfigError when another process holds
+    the lock, and when the folder is not a run's but holds what a run would replace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +120,7 @@ class RunFolder:
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / "lock").open("a+", encoding="utf-8")
+            self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"output.dir is {str(path)!r}, which cannot be written ({error.strerror}); name a folder that can"
@@ -92,28 +134,39 @@ class RunFolder:
             raise ConfigError(
                 f"output.dir is {str(path)!r}, which {owner} is using; wait for it, stop it, or name another folder"
             ) from None
-        with contextlib.suppress(OSError):  # on a full disk it is held namelessly; what is needed is reckoned later
+        with contextlib.suppress(OSError):  # on a full disk the lock is held without naming its owner
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()}")
             self._lock.flush()
-        self._metrics: IO[str] | None = None
+        self._recover()
+        self._open = contextlib.ExitStack()
         self._handler: logging.Handler | None = None
-        self._status_before = _bytes(path / "status.json")
-        self._log_before = _size(path / "log.txt")
+        self._status_lock, self._killed = threading.Lock(), False
+        self._status_before = _bytes(path / STATUS)
+        self._log_before = _size(path / LOG)
+
+    def _recover(self) -> None:
+        """Undoes half-made replacements of a killed process; only the owner of the lock may. Raises StorageError."""
+        for folder in (*(self.checkpoint(step) for step in self.steps()), self.export):
+            try:
+                recover(folder)
+            except OSError as error:
+                self._lock.close()
+                raise storage_error(error, folder) from None
 
     @property
     def checkpoints(self) -> Path:
-        """Where `step-N` folders lie."""
-        return self.path / "checkpoints"
+        """The folder that holds `step-N`."""
+        return self.path / CHECKPOINTS
 
     @property
     def export(self) -> Path:
-        """Where the finished model goes."""
-        return self.path / "export"
+        """Where the finished model is written."""
+        return self.path / EXPORT
 
     def begin_log(self) -> None:
-        """Sends the package's log to `log.txt`, appended: messages, and the lines of steps, which it says quietly."""
-        handler = _LogFile(self.path / "log.txt", encoding="utf-8")
+        """Appends the package's log to `log.txt`: messages, and the lines of steps, which are logged at debug level."""
+        handler = _LogFile(self.path / LOG, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handler.setLevel(logging.DEBUG)
         log.addHandler(handler)
@@ -121,119 +174,108 @@ class RunFolder:
         self._handler = handler
 
     def write_config(self, text: str) -> None:
-        """The effective configuration, every default written out."""
-        replace(self.path / "config.yaml", _HEADER + text)
+        """Writes the effective configuration, every default spelled out. Raises StorageError."""
+        write_whole(self.path / CONFIG, _HEADER + text)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """The plan as the engine has it."""
-        replace(self.path / "plan.json", json.dumps(plan, indent=1) + "\n")
+        """Writes the plan in force. Raises StorageError."""
+        write_whole(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
-        """What the run is doing now, for a program that looks in from outside."""
+        """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows
+        `killed`, which a second thread writes while the run's own may be about to write something else."""
         now = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-        with contextlib.suppress(OSError):  # a full disk must not end a run that can still be saved elsewhere
-            replace(
-                self.path / "status.json", dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
-            )
+        if "reason" in facts:
+            facts["reason"] = _shortened(str(facts["reason"]))
+        text = dumps({"state": state, "pid": os.getpid(), "updated": now, **facts}) + "\n"
+        with self._status_lock:
+            if self._killed:
+                return
+            self._killed = state == "killed"
+            try:
+                write_whole(self.path / STATUS, text)
+            except StorageError:
+                _overwrite(self.path / STATUS, text)
 
     def facts(self) -> dict[str, Any]:
-        """What `status.json` says beside what is done now: steps, losses, newest checkpoint."""
+        """What `status.json` says besides the present state: steps, losses, newest checkpoint."""
         passing = ("state", "pid", "updated", "reason")
         return {name: value for name, value in read_status(self.path).items() if name not in passing}
 
-    def begin_metrics(self, step: int) -> None:
-        """Opens `metrics.jsonl` for appending after `step`: what an abandoned stretch wrote beyond it is cut away."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
-            replace(path, "".join(kept))
-        self._metrics = path.open("a", encoding="utf-8")
-
-    def write_metrics(self, record: StepRecord | dict[str, Any]) -> None:
-        """Appends one line and hands it to the kernel, so that a killed run loses none."""
-        assert self._metrics is not None, "begin_metrics comes first"
+    def begin_metrics(self, step: int) -> MetricsFile:
+        """Opens `metrics.jsonl` for appending after `step`. Records of later steps, which an abandoned part of the run
+        wrote, are removed first. Raises StorageError."""
+        path = self.path / METRICS
         try:
-            self._metrics.write((record.as_json() if isinstance(record, StepRecord) else dumps(record)) + "\n")
-            self._metrics.flush()
+            if path.exists():
+                kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
+                write_whole(path, "".join(kept))
+            file = MetricsFile(path)
         except OSError as error:
-            raise StorageError(f"{self.path / 'metrics.jsonl'} cannot be written: {error.strerror}") from None
+            raise storage_error(error, path) from None
+        self._open.callback(file.close)
+        return file
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every record so far."""
         return read_metrics(self.path)
 
     def loss(self, step: int) -> float | None:
-        """The training loss that was recorded for a step; None where there is none."""
+        """The training loss recorded for a step; None when there is no record."""
         return next((one.get("loss") for one in reversed(self.metrics()) if one.get("step") == step), None)
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, ascending; whether each is whole is for `checkpoint.verify` to say."""
-        return steps_in(self.checkpoints)
+        """Steps that have a checkpoint folder, ascending. `checkpoint.verify` checks whether each is complete."""
+        return steps_in(self.path)
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies."""
-        return self.checkpoints / f"step-{step}"
+        """The folder of the checkpoint of `step`."""
+        return step_folder(self.path, step)
 
     def retain(self, keep: int, always: set[int]) -> list[int]:
-        """Removes all but the newest `keep` checkpoints and those in `always`; returns what was removed."""
+        """Removes all but the newest `keep` checkpoints and those in `always`; returns the removed steps."""
         steps = self.steps()
         removed = [step for step in steps[: max(0, len(steps) - keep)] if step not in always]
         for step in removed:
-            # Renamed first: a folder half removed must never look like a checkpoint.
-            doomed = self.checkpoints / f".removing-step-{step}"
-            shutil.rmtree(doomed, ignore_errors=True)
-            self.checkpoint(step).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(self.checkpoint(step))
         return removed
 
     def clear_leftovers(self) -> None:
-        """Removes what an interrupted save, export or removal left behind: names of ours and no others."""
-        if self.checkpoints.is_dir():
-            _remove(e for e in self.checkpoints.iterdir() if e.name.startswith((".tmp-step-", ".removing-step-")))
-        _remove(self.path / name for name in _LEFTOVERS)
+        """Removes what an interrupted save, export or removal left, by the names that only we use, and logs it."""
+        removed = remove_leftovers(self.checkpoints, "step-*") + remove_leftovers(self.path, *_LEFTOVERS)
+        if removed:
+            names = ", ".join(str(entry.relative_to(self.path)) for entry in sorted(removed))
+            log.warning("removed what a killed run left unfinished in %s: %s", self.path, names)
 
     def withdraw(self) -> None:
-        """Puts `status.json` and `log.txt` back as they were when the folder was opened: a request that is refused has
-        told the run nothing. For before the first of `write_config`, `write_plan` and `begin_metrics`."""
+        """Restores `status.json` and `log.txt` as they were when the folder was opened, since a refused request did not
+        change the run. Only valid before the first `write_config`, `write_plan` or `begin_metrics`."""
         self._end_log()
-        status, said = self.path / "status.json", self.path / "log.txt"
-        with contextlib.suppress(OSError):
+        status, logged = self.path / STATUS, self.path / LOG
+        with contextlib.suppress(OSError, StorageError):
             if self._log_before is None:
-                said.unlink(missing_ok=True)
-            elif _size(said) != self._log_before:
-                os.truncate(said, self._log_before)
+                logged.unlink(missing_ok=True)
+            elif _size(logged) != self._log_before:
+                os.truncate(logged, self._log_before)
             if self._status_before is None:
                 status.unlink(missing_ok=True)
             elif _bytes(status) != self._status_before:
-                replace(status, self._status_before)
-
-    def need(self, size: int, what: str) -> None:
-        """Raises StorageError when the disk has less than `size` free bytes for `what`."""
-        facts = os.statvfs(self.path)
-        free = facts.f_bavail * facts.f_frsize
-        if free < size:
-            raise StorageError(
-                f"{what} needs {format_bytes(size)} in {self.path} and {format_bytes(free)} are free; "
-                "free some space, lower output.keep or name another output.dir"
-            )
+                write_whole(status, self._status_before)
 
     def discard_if_empty(self) -> None:
-        """Removes folders that this process made and that hold nothing yet: a refusal leaves nothing behind."""
+        """Removes the folders that this process created if they are still empty: a refusal leaves nothing behind."""
         if not self._made:
             return
-        if {entry.name for entry in self.path.iterdir()} <= {"lock", "log.txt", "status.json"}:
-            for name in ("log.txt", "status.json", "lock"):
+        if {entry.name for entry in self.path.iterdir()} <= {LOCK, LOG, STATUS}:
+            for name in (LOG, STATUS, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 for folder in self._made:
                     folder.rmdir()
 
     def close(self) -> None:
-        """Closes files and gives up the lock. What a full disk had no room for was told when it was written."""
-        if self._metrics is not None:
-            with contextlib.suppress(OSError):
-                self._metrics.close()
-            self._metrics = None
+        """Closes all files and releases the lock."""
+        self._open.close()
         self._end_log()
         with contextlib.suppress(OSError):
             self._lock.close()
@@ -246,40 +288,38 @@ class RunFolder:
             self._handler = None
 
 
-def steps_in(checkpoints: Path) -> list[int]:
-    """Steps N of the folders `step-N`, ascending."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
-
-
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl`; a last line that a kill cut in half is left out. Empty when there is none."""
-    path = run / "metrics.jsonl"
+    """The records of `metrics.jsonl`, without a last line that a kill cut in half. Empty when there is no file."""
+    path = run / METRICS
     return [record for _, record in _lines(path)] if path.exists() else []
 
 
 def read_status(run: Path) -> dict[str, Any]:
     """`status.json`, or an empty mapping."""
     try:
-        status: dict[str, Any] = json.loads((run / "status.json").read_text(encoding="utf-8"))
+        status: dict[str, Any] = json.loads((run / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return status
 
 
+def state_of(run: Path) -> str:
+    """The run's state. A run that was killed could not update `status.json`: where that says that the run goes on and
+    no process holds the lock, it is `killed`."""
+    state = str(read_status(run).get("state", "unknown"))
+    if state in (*ENDED, "unknown"):
+        return state
+    try:
+        with (run / LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held by the run, or a file system without locks
+        return state
+    return f"killed (while {state})"
+
+
 def is_run(path: Path) -> bool:
     """Whether a folder is one of ours."""
-    return (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file())
-
-
-def _remove(entries: Iterable[Path]) -> None:
-    for entry in entries:
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+    return (path / CONFIG).is_file() and ((path / CHECKPOINTS).is_dir() or (path / METRICS).is_file())
 
 
 def _bytes(path: Path) -> bytes | None:
@@ -293,14 +333,16 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file whole: beside it, flushed to disk, then renamed over it."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+def _overwrite(path: Path, text: str) -> None:
+    """Writes a small file in place. On a full disk there is no room for a second file, but the first one's block is
+    still there to be written."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        file.write(text.encode())
+        file.truncate()
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else reason[: _LONGEST_REASON - 1] + "…"
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Text from a model: of a run, a checkpoint or an export through stock transformers, or of an engine while it trains.
+"""Generates text: from a run, a checkpoint or an export through transformers, or from an engine while it trains.
 
 for piece in generate("runs/quickstart", "def main", max_new_tokens=64): print(piece, end="")
 """
@@ -6,7 +6,7 @@ for piece in generate("runs/quickstart", "def main", max_new_tokens=64): print(p
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.data.train_tokenizer import without_remark_on_type
 from megatrain.errors import CheckpointError, ConfigError, MegatrainError
 
@@ -33,7 +34,7 @@ def generate(
     raw: bool = False,  # continue the text even when the tokenizer has a chat template
     device: str = "auto",
 ) -> Iterator[str]:
-    """Yields the continuation piece by piece, the prompt left out. Raises ConfigError or CheckpointError."""
+    """Yields the continuation piece by piece, without the prompt. Raises ConfigError or CheckpointError."""
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ConfigError(
             f"max_new_tokens must be at least 1, temperature not negative and top_p in (0, 1], not {max_new_tokens}, "
@@ -57,9 +58,9 @@ def generate(
 
 
 def find_model(source: Path, step: str | None = None) -> Path:
-    """The Hugging Face folder meant: `source` itself, or of a run its checkpoint `step` (a number or `last`), by
-    default its export or, without one, its last checkpoint, whose weights are compared with their sums. Raises
-    ConfigError or CheckpointError."""
+    """The Hugging Face folder to load: `source` itself, or, of a run, its checkpoint `step` (a number or `last`).
+    Without `step` that is the run's export, or its last checkpoint if there is none. A checkpoint's weights are
+    compared with their checksums. Raises ConfigError or CheckpointError."""
     if not source.is_dir():
         raise ConfigError(f"there is no folder {str(source)!r}; name a run, a checkpoint or a Hugging Face folder")
     if (source / "config.json").is_file():
@@ -69,7 +70,7 @@ def find_model(source: Path, step: str | None = None) -> Path:
     exported = source / "export"
     if step is None and (exported / "config.json").is_file():
         return exported
-    if step is None and not checkpoint.list_checkpoints(source):
+    if step is None and not steps_in(source):
         raise CheckpointError(
             f"{source} holds neither an export nor a complete checkpoint; train first, or name a Hugging Face folder"
         )
@@ -79,7 +80,7 @@ def find_model(source: Path, step: str | None = None) -> Path:
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, raw: bool = False) -> Tensor:
-    """(1, length) token ids: the prompt as a user's turn in the chat template where there is one, else plain text."""
+    """(1, length) int64 token ids: the prompt as a user's turn of the chat template, or as plain text without one."""
     if tokenizer.chat_template and not raw:
         turns = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -95,7 +96,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, raw: bool = False)
 
 
 class Sampled(Protocol):
-    """What can be sampled while it trains; `megatrain.Engine`."""
+    """What `sample` needs of an engine."""
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """(V,) or (1, V) logits of the token after `input_ids` (1, length). No update."""
@@ -109,14 +110,15 @@ def sample(
     *,
     raw: bool = False,
     max_length: int | None = None,  # most tokens, prompt included
+    stopped: Callable[[], bool] = lambda: False,  # asked before each token, which takes a pass through the model
 ) -> str:
-    """The likeliest continuation by the engine's present weights. Nothing is cached between tokens, so that a streamed
-    model needs no further memory: meant for a few short samples."""
+    """The likeliest continuation by the engine's present weights, cut off when `stopped` says so. Nothing is cached
+    between tokens, so that a streamed model needs no further memory: meant for a few short samples."""
     ids = encode(tokenizer, prompt, raw)
     start = ids.shape[1]
     ends = {tokenizer.eos_token_id} - {None}
     for _ in range(max_new_tokens):
-        if max_length is not None and ids.shape[1] >= max_length:
+        if stopped() or (max_length is not None and ids.shape[1] >= max_length):
             break
         token = int(engine.logits(ids).reshape(-1).argmax())
         if token in ends:
@@ -146,7 +148,7 @@ def _load(folder: Path, device: str) -> tuple[Any, "PreTrainedTokenizerBase"]:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Within, transformers shows no progress: the text is all that is to be seen."""
+    """Hides the progress bars of transformers inside the block, so that only the text is seen."""
     from transformers.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()

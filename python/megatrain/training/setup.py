@@ -1,5 +1,5 @@
-"""From a configuration to the parts of a run: tokenizer, model without storage, plan, data, engine. In that order, so
-that everything that can be refused is refused before the first weight is read.
+"""Builds the parts of a run from its configuration, in this order: tokenizer, model without storage, plan, data,
+engine. Whatever can be refused is refused before the first weight is read.
 
 Training, evaluation and the dry run all start here.
 """
@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
+from megatrain.checkpoint.checkpoint import Checkpoint
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
+from megatrain.config.validation import check_schedule_length
 from megatrain.data import Dataset, Loader, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
@@ -26,11 +30,12 @@ from megatrain.planning import planner
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
-from megatrain.training.run_dir import steps_in
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
-from megatrain.weights.loader import ModelFiles, Weights, load, open_weights, resolve
+from megatrain.weights.loader import load
 from megatrain.weights.matching import exported
+from megatrain.weights.source import ModelFiles, open_weights, resolve
+from megatrain.weights.types import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +45,7 @@ log = logging.getLogger("megatrain")
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelSetup:
-    """A model as it was asked for, without a byte of it: what a plan needs."""
+    """The requested model without any storage: what a plan needs."""
 
     config: Config
     machine: Machine
@@ -53,58 +58,98 @@ class ModelSetup:
 
     @property
     def count(self) -> ModelCount:
-        """What a token costs."""
+        """What one token costs to compute."""
         decoder = self.decoder
         tensors = [(t.name, t.unit, t.shape) for t in decoder.tensors.values() if not t.is_buffer]
         return count_model(decoder.config, tensors, decoder.num_layers)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class RunComponents:
-    """What a run consists of."""
+class PlannedRun:
+    """A run whose data are read and whose memory is planned; nothing of it is allocated yet."""
 
     model_setup: ModelSetup
+    tokenizer: "PreTrainedTokenizerBase"
     run_plan: RunPlan
     train: Dataset
     loader: Loader
     held_out: Dataset | None
     eval_loader: Loader | None
-    engine: Engine | None = None
-    """None in a dry run."""
+    """Batches of `held_out`; None where that is None."""
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.loader.num_steps
 
     def close(self) -> None:
-        """Gives back memory and threads."""
+        """Stops the loaders' threads."""
         self.loader.close()
         if self.eval_loader is not None:
             self.eval_loader.close()
-        if self.engine is not None:
-            self.engine.close()
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RunComponents:
+    """A planned run and the engine that computes it."""
+
+    planned: PlannedRun
+    engine: Engine
+
+    def close(self) -> None:
+        """Stops all threads and gives all memory back."""
+        self.planned.close()
+        self.engine.close()
 
 
 def prepare_model(
     config: Config,
     machine: Machine,
     *,
-    resume: Path | None = None,  # the checkpoint that takes the place of pretrained weights, and has the tokenizer
-    plan_only: bool = False,  # neither tokenizer nor weights are needed, and nothing is fetched but a configuration
+    resume: Path | None = None,  # the checkpoint that is loaded instead of pretrained weights, and has the tokenizer
+    plan_only: bool = False,  # neither tokenizer nor weights are needed, and at most a configuration is downloaded
 ) -> ModelSetup:
-    """The model without storage. Cheap refusals come first: device, precision, files, sequence length."""
-    device = planner.choose_device(config, machine)
-    precision = planner.choose_precision(config, device, machine)
-    files = _files(config, plan_only)
-    pretrained = files is not None and config.model.init == "pretrained"
+    """The model without storage. Raises ConfigError; cheap refusals come first: device, precision, files, sequence
+    length."""
+    return _for_a_plan(config, machine) if plan_only else _for_a_run(config, machine, resume)[0]
+
+
+def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
+    files = _files(config, plan_only=True)
     source = None
     # Opening a GGUF file widens all of it, which a plan has no use for.
-    if files is not None and pretrained and (files.gguf is None if plan_only else resume is None):
-        with contextlib.suppress(ConfigError) if plan_only else contextlib.nullcontext():
+    if _is_pretrained(config, files) and files is not None and files.gguf is None:
+        with contextlib.suppress(ConfigError):
             source = open_weights(files)
+    return _model_setup(config, machine, files, source, _types(source), None)
+
+
+def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
+    planner.choose_precision(config, planner.choose_device(config, machine), machine)
+    files = _files(config, plan_only=False)
+    source = None
+    if resume is None and _is_pretrained(config, files) and files is not None:
+        source = open_weights(files)
     # Both read the same files, so that a hub id is looked up once.
-    tokenizer = None if plan_only else build_tokenizer(_located(config, files), resume)
+    tokenizer = build_tokenizer(_located(config, files), resume)
+    stored = _types(source) if resume is None else Checkpoint.open(resume).types()
+    return _model_setup(config, machine, files, source, stored, tokenizer), tokenizer
+
+
+def _is_pretrained(config: Config, files: ModelFiles | None) -> bool:
+    return files is not None and config.model.init == "pretrained"
+
+
+def _model_setup(
+    config: Config,
+    machine: Machine,
+    files: ModelFiles | None,
+    source: Weights | None,
+    stored: dict[str, torch.dtype] | None,  # of every tensor where it is read from, which frozen ones keep
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> ModelSetup:
+    device = planner.choose_device(config, machine)
+    precision = planner.choose_precision(config, device, machine)
     hf_config = _hf_config(config, files, tokenizer)
     check(hf_config)
     _check_length(config, text_config(hf_config))
@@ -114,11 +159,11 @@ def prepare_model(
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
-        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
+        frozen_dtypes=stored,
     )
     if source is not None:
         decoder.set_layout(exported(source, decoder))
-    elif pretrained and files is not None and files.gguf is not None:
+    elif _is_pretrained(config, files) and files is not None and files.gguf is not None:
         decoder.set_layout(library({name: ref.shape for name, ref in decoder.tensors.items()}))
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
@@ -132,21 +177,19 @@ def prepare_model(
     )
 
 
-def assemble(
+def prepare_run(
     config: Config,
     *,
-    folder: Path | None,  # where the run will write; its disk must hold the checkpoints beside those that are there
+    folder: Path | None,  # where the run will write: its disk must have room for the checkpoints still to come
     resume: Path | None = None,  # the checkpoint that weights and moments come from
     numerics: dict[str, Any] | None = None,  # the numerics key it was computed under
-    dry: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,  # what, done, in all
-) -> RunComponents:
-    """All parts of a run, ready for the first step. `dry`: everything but the engine."""
+    progress: Callable[[str, int, int], None] | None = None,  # what, done, total (0: unknown)
+) -> PlannedRun:
+    """Everything of a run but its engine. Raises ConfigError, DoesNotFit with the sum, StorageError."""
     config.require("data")
     machine = facts.read(folder)
-    model_setup = prepare_model(config, machine, resume=resume)
-    decoder, tokenizer = model_setup.decoder, model_setup.tokenizer
-    assert tokenizer is not None
+    model_setup, tokenizer = _for_a_run(config, machine, resume)
+    decoder = model_setup.decoder
     keep_threads(model_setup, numerics)
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
@@ -155,7 +198,7 @@ def assemble(
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder / "checkpoints")), config)
+        planner.check_disk(needed, folder, len(steps_in(folder)), config)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -168,21 +211,40 @@ def assemble(
             config, decoder, device=model_setup.device, machine=machine, rows=rows, saved=numerics
         )
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
-    parts = RunComponents(
+    planned = PlannedRun(
         model_setup=model_setup,
+        tokenizer=tokenizer,
         run_plan=run_plan,
         train=train,
         loader=Loader(train, config, micro_batch=size, pad_id=pad, mark_padding=decoder.router is not None),
         held_out=held_out,
         eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
     )
-    if not dry:
+    if config.train.steps is None:
         try:
-            parts.engine = build_engine(model_setup, run_plan, resume, progress)
+            check_schedule_length(config.train, planned.total_steps, f"train.epochs {config.train.epochs:g}")
         except BaseException:
-            parts.close()
+            planned.close()
             raise
-    return parts
+    return planned
+
+
+def assemble(
+    config: Config,
+    *,
+    folder: Path | None,
+    resume: Path | None = None,
+    numerics: dict[str, Any] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> RunComponents:
+    """All of a run, ready for its first step; arguments and errors as for `prepare_run`."""
+    planned = prepare_run(config, folder=folder, resume=resume, numerics=numerics, progress=progress)
+    try:
+        engine = build_engine(planned.model_setup, planned.run_plan, resume, progress)
+    except BaseException:
+        planned.close()
+        raise
+    return RunComponents(planned=planned, engine=engine)
 
 
 def build_engine(
@@ -191,20 +253,20 @@ def build_engine(
     resume: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Engine:
-    """Allocates what was planned and fills it: from a checkpoint, from pretrained weights, or at random."""
+    """Allocates what was planned and fills it from a checkpoint, from pretrained weights, or at random."""
     config, decoder = model_setup.config, model_setup.decoder
     train = config.train
 
-    def told(what: str) -> Callable[[int, int], None] | None:
+    def report(what: str) -> Callable[[int, int], None] | None:
         return (lambda done, total: progress(what, done, total)) if progress else None
 
     def fill(decoder: Decoder, core: Any) -> None:
         if resume is not None:
-            return  # `Engine.load` does it, once there is an engine
+            return  # `engine.load` below fills it
         if model_setup.source is not None:
-            load(model_setup.source, decoder, core, progress=told("reading weights"))
+            load(model_setup.source, decoder, core, progress=report("reading weights"))
         else:
-            initialize(decoder, core, train.seed, device=run_plan.device, progress=told("drawing weights"))
+            initialize(decoder, core, train.seed, device=run_plan.device, progress=report("drawing weights"))
 
     engine = Engine(
         decoder,
@@ -232,34 +294,38 @@ def build_engine(
 
 
 def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -> int:
-    """The most sequences that one step of the run has, evaluation included."""
-    if config.train.batch_size is not None:
-        return config.train.batch_size
-    assert config.train.batch_tokens is not None
-    if config.data.packing:
-        return max(1, config.train.batch_tokens // config.data.seq_len)
+    """The largest number of sequences in one step of the run, evaluation included."""
+    tokens = config.train.batch_tokens
+    if tokens is None or config.data.packing:
+        return planner.nominal_rows(config)
     # Rows fill a step as far as they fit: no step has more than if it held the shortest rows alone.
     most = 1
     for dataset in (train, held_out):
         if dataset is not None:
             lengths = np.sort(np.concatenate([part.pieces.length for part in dataset.parts]))
-            most = max(most, int(np.searchsorted(np.cumsum(lengths), config.train.batch_tokens, side="right")))
+            most = max(most, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
     return most
 
 
+def vocabulary_size(config: Config, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many token ids the model of `config` has embeddings for; nothing of it is built."""
+    files = _files(config, plan_only=False)
+    return int(text_config(_hf_config(config, files, tokenizer)).vocab_size)
+
+
 def run_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer alone; of a run that goes on from `checkpoint`, that run's."""
+    """The tokenizer alone. A run that resumes from `checkpoint` uses that run's."""
     return build_tokenizer(_located(config, _files(config, plan_only=False)), checkpoint)
 
 
 def keep_threads(model_setup: ModelSetup, numerics: dict[str, Any] | None) -> None:
-    """Computes with as many of torch's threads as a resumed run did: on the CPU they are part of the numerics key."""
+    """Uses as many torch threads as the resumed run did: on the CPU their number is part of the numerics key."""
     threads = (numerics or {}).get("threads")
     if model_setup.device == "cpu" and isinstance(threads, int):
         import torch
 
         if threads != torch.get_num_threads():
-            log.info("computing with %d threads, as the run did before", threads)
+            log.info("using %d torch threads, as this run did before", threads)
             torch.set_num_threads(threads)
 
 
@@ -309,6 +375,10 @@ def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
     if config.model.tokenizer is None and files is not None and files.gguf is None:
         return files.folder
     return None
+
+
+def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
+    return None if source is None else {name: entry.dtype for name, entry in source.entries.items()}
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -1,56 +1,82 @@
-"""Being asked to stop: once politely, at a point where nothing is lost. Signals are the command line's business.
+"""Requests to a run that is under way: stop at the next safe point, or save and go on.
 
-A loop looks at `Stop.requested` between steps. Work that may simply be dropped (loading, preparing data) runs inside
-`Stop.interruptible()`, where a request raises `StopRequested` at once.
+The command line turns signals into requests. A loop checks `Stop.requested` between steps. Work that can simply be
+dropped (loading, preparing data) runs inside `Stop.interruptible()`, where a request raises `StopRequested` at once.
 """
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatrain.errors import MegatrainError
 
 
 class StopRequested(KeyboardInterrupt):
-    """The user asked to stop. A KeyboardInterrupt, so that cleaning up after Ctrl-C cleans up after this too."""
+    """The user asked to stop. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after this too."""
 
 
 class RunStopped(MegatrainError):
-    """The run ended itself: its numbers, its disk or its engine failed. The message names the last good checkpoint."""
+    """The run ended itself: its numbers, its disk, its memory or its engine failed. The message names the last good
+    checkpoint."""
 
 
 class Stop:
-    """Whether a stop was asked for, and whether it may interrupt what runs now. Requests come on the main thread."""
+    """Whether a stop or a save was requested, and whether a stop may interrupt the present work. Requests are made on
+    the main thread; `abandon` may be called from any thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._save = threading.Event()
         self._depth = 0
         self.reason = ""
-        """What asked, such as SIGTERM."""
+        """What asked for the stop, such as SIGTERM."""
+        self.on_abandon: Callable[[str], None] | None = None
+        """Called with a reason when the process is about to end at once, without saving."""
 
     @property
     def requested(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return self._event.is_set()
 
     def request(self, reason: str = "a request") -> None:
-        """Asks for a stop; raises StopRequested when what runs now may be dropped."""
+        """Requests a stop; raises StopRequested when the present work can be dropped."""
         self.reason = reason
         self._event.set()
         if self._depth and threading.current_thread() is threading.main_thread():
             raise StopRequested(reason)
 
+    def request_save(self) -> None:
+        """Requests a checkpoint after the present step; the run goes on."""
+        self._save.set()
+
+    def take_save_request(self) -> bool:
+        """Whether a checkpoint was requested since the last call."""
+        requested = self._save.is_set()
+        self._save.clear()
+        return requested
+
+    def abandon(self, reason: str, timeout_s: float = 2.0) -> None:
+        """Calls `on_abandon`, for at most `timeout_s`: a disk that hangs must not keep the process alive."""
+        if self.on_abandon is not None:
+            last_words = threading.Thread(target=self.on_abandon, args=(reason,), daemon=True)
+            last_words.start()
+            last_words.join(timeout_s)
+
     def on_signal(self, number: int, _frame: object) -> None:
-        """A handler for `signal.signal`."""
+        """Requests a stop; a handler for `signal.signal`."""
         self.request(signal.Signals(number).name)
+
+    def on_save_signal(self, _number: int, _frame: object) -> None:
+        """Requests a save; a handler for `signal.signal`."""
+        self.request_save()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Work that a request may drop at any instruction.
+        """Work that a stop request may drop at any instruction.
 
-        What the request cut short may fail in its own cleaning up (a condition that was to be left without its lock):
-        that failure is part of stopping, and leaves as StopRequested too.
+        Interrupted code can fail while it cleans up (a condition variable left without its lock, for example). Such a
+        failure is part of stopping and leaves as StopRequested too.
         """
         if self.requested:
             raise StopRequested(self.reason)
@@ -66,6 +92,6 @@ class Stop:
 
 
 def _while_stopping(error: BaseException) -> bool:
-    """Whether `error` was raised while a StopRequested was on its way out."""
+    """Whether `error` was raised while a StopRequested was being handled."""
     before = error.__context__
     return before is not None and (isinstance(before, StopRequested) or _while_stopping(before))

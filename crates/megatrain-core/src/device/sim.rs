@@ -16,12 +16,12 @@ mod memory;
 mod planes;
 
 pub use self::memory::SimMemory;
-use self::memory::{Allocated, Allocation, host, host_mut};
+use self::memory::{Allocated, Allocation};
 use self::planes::{Planes, block_sum};
 use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
+use crate::host::{HostSpan, Process};
 use crate::layout::Dtype;
-use crate::store::arena::HostSpan;
 
 /// What is to go wrong. `{"pin_limit_bytes": 1048576, "fail": [{"call": "copy_to_host", "nth": 5}],
 /// "delay_ms": {"download": 5}, "memory_bytes": 1073741824}`, every part optional.
@@ -72,6 +72,7 @@ struct State {
     refused: u64,
     lost: bool,
     pinned: Vec<(usize, usize)>,
+    memory: SimMemory,
 }
 
 enum Work {
@@ -96,15 +97,19 @@ impl Moment {
 struct Registration {
     start: usize,
     shared: Arc<Mutex<State>>,
+    process: Process,
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.process.is_forked() {
+            return;
+        }
         lock(&self.shared).pinned.retain(|&(start, _)| start != self.start);
     }
 }
 
-/// Splitmix64: a seed is all the state, which is what a reproducible order needs.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a seed is all the state, which is what a reproducible order needs.
 pub(crate) struct SplitMix(pub(crate) u64);
 
 impl SplitMix {
@@ -126,6 +131,7 @@ impl SimDevice {
     /// A device on which the caller computes at once on the host, as Python does: [`Device::compute_is_host`].
     #[must_use]
     pub fn new(seed: Option<u64>, faults: Faults) -> Self {
+        let allocated = Arc::<Allocated>::default();
         let state = State {
             queues: Default::default(),
             clocks: [0; 4],
@@ -135,19 +141,20 @@ impl SimDevice {
             refused: 0,
             lost: false,
             pinned: Vec::new(),
+            memory: SimMemory { device: Arc::clone(&allocated) },
         };
         let (shared, faults) = (Arc::new(Mutex::new(state)), Arc::new(faults));
-        Self { shared, faults, allocated: Arc::default(), queued_compute: false }
+        Self { shared, faults, allocated, queued_compute: false }
     }
 
     /// The same with `faults` as JSON.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the JSON says something else than faults.
+    /// [`Error`] when the JSON says something else than faults.
     pub fn from_json(seed: Option<u64>, faults: Option<&str>) -> Result<Self> {
         let faults = match faults {
             Some(text) => serde_json::from_str(text)
-                .map_err(|e| Error::Invalid(format!("faults of the simulated device: {e}")))?,
+                .map_err(|source| Error::Json { what: "faults of the simulated device", source })?,
             None => Faults::default(),
         };
         Ok(Self::new(seed, faults))
@@ -235,7 +242,7 @@ impl State {
         match work {
             Work::Run { cost_ns, run } => {
                 self.clocks[stream] += cost_ns;
-                run(&mut SimMemory(()));
+                run(&mut self.memory);
             }
             Work::Record(moment) => moment.0.store(self.clocks[stream] + 1, Ordering::Release),
             Work::Wait(moment) => {
@@ -274,7 +281,7 @@ impl State {
     }
 }
 
-/// Total and available memory of the machine, as the kernel tells; zeros where it does not.
+/// Total and available memory of the machine, as the kernel reports them; zeros where it does not.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let field = |name: &str| {
@@ -323,13 +330,12 @@ impl Device for SimDevice {
         let _state = self.enter("allocate")?;
         let in_use = self.allocated.now.load(Ordering::Acquire);
         if let Some(limit) = self.faults.memory_bytes
-            && in_use + bytes > limit
+            && in_use.saturating_add(bytes) > limit
         {
             let detail = format!("{bytes} bytes asked, {in_use} of {limit} in use");
             return Err(Error::Device { call: "allocate", code: 2, detail });
         }
-        let len =
-            usize::try_from(bytes).map_err(|_| Error::Invalid(format!("{bytes} bytes exceed the address space")))?;
+        let len = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes })?;
         let span = HostSpan::map(len)?;
         self.allocated.now.fetch_add(bytes, Ordering::AcqRel);
         self.allocated.peak.fetch_max(in_use + bytes, Ordering::AcqRel);
@@ -353,28 +359,32 @@ impl Device for SimDevice {
             return Err(Error::Device { call: "pin", code: 2, detail });
         }
         state.pinned.push((start, len));
-        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared) })))
+        Ok(Pin(Box::new(Registration { start, shared: Arc::clone(&self.shared), process: Process::current() })))
     }
 
     fn set_compute_stream(&self, _handle: u64) -> Result<()> {
         self.enter("set_compute_stream").map(|_| ())
     }
 
-    fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
+    unsafe fn copy_to_device(&self, stream: Stream, src: &HostSpan, dst: &DeviceMemory) -> Result<()> {
         let mut state = self.enter("copy_to_device")?;
         same_length("copy_to_device", src.len() as u64, dst.len)?;
         state.check_registration("copy_to_device", src)?;
         let (src, dst) = (src.clone(), dst.clone());
-        self.queue(&mut state, stream, dst.len, move |memory| memory.bytes_mut(&dst).copy_from_slice(host(&src)));
+        self.queue(&mut state, stream, dst.len, move |memory| {
+            memory.bytes_mut(&dst).copy_from_slice(&src.elements(0, dst.len))
+        });
         Ok(())
     }
 
-    fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
+    unsafe fn copy_to_host(&self, stream: Stream, src: &DeviceMemory, dst: &HostSpan) -> Result<()> {
         let mut state = self.enter("copy_to_host")?;
         same_length("copy_to_host", src.len, dst.len() as u64)?;
         state.check_registration("copy_to_host", dst)?;
         let (src, dst) = (src.clone(), dst.clone());
-        self.queue(&mut state, stream, src.len, move |memory| host_mut(&dst).copy_from_slice(memory.bytes(&src)));
+        self.queue(&mut state, stream, src.len, move |memory| {
+            dst.elements_mut(0, src.len).copy_from_slice(memory.bytes(&src))
+        });
         Ok(())
     }
 

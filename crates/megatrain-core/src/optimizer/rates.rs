@@ -1,6 +1,6 @@
 //! Updates to time the host optimizer with, for the planner's probe and for benchmarks.
 use super::{Pool, TensorUpdate, divide};
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
 use crate::error::Result;
 use crate::layout::{Dtype, TENSOR_ALIGN};
 use crate::store::arena::{Arena, ArenaOptions};
@@ -16,8 +16,9 @@ const PLANE_BYTES: u64 = 14;
 /// # Errors
 /// [`crate::Error::HostMemory`] when the system refuses the memory, [`crate::Error::Worker`] when a thread fails.
 pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpdate> {
-    let padded = numel.next_multiple_of(TENSOR_ALIGN);
-    let mut arena = Arena::new(padded * PLANE_BYTES, ArenaOptions { huge_pages: true, pool: Some(pool) })?;
+    let padded = numel.checked_next_multiple_of(TENSOR_ALIGN).unwrap_or(u64::MAX);
+    let mut arena =
+        Arena::new(padded.saturating_mul(PLANE_BYTES), ArenaOptions { huge_pages: true, pool: Some(pool) })?;
     let update = TensorUpdate {
         exp_avg: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),
         exp_avg_sq: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),
@@ -30,16 +31,16 @@ pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpda
     };
     divide(pool, &[numel], |s| {
         let cold = |i: usize| (s.start + i as u64) % 1000 < cold_per_mille;
-        for (i, w) in update.weights.elements::<u16>(s.start, s.len).iter_mut().enumerate() {
+        for (i, w) in update.weights.elements_mut::<u16>(s.start, s.len).iter_mut().enumerate() {
             *w = 0x3c00 + (i % 251) as u16;
         }
-        for (i, g) in update.grad.elements::<u16>(s.start, s.len).iter_mut().enumerate() {
+        for (i, g) in update.grad.elements_mut::<u16>(s.start, s.len).iter_mut().enumerate() {
             *g = if cold(i) { 0 } else { 0x3a00 + (i % 127) as u16 };
         }
-        for (i, m) in update.exp_avg.elements::<f32>(s.start, s.len).iter_mut().enumerate() {
+        for (i, m) in update.exp_avg.elements_mut::<f32>(s.start, s.len).iter_mut().enumerate() {
             *m = if cold(i) { f32::MIN_POSITIVE } else { 1e-3 };
         }
-        for (i, v) in update.exp_avg_sq.elements::<f32>(s.start, s.len).iter_mut().enumerate() {
+        for (i, v) in update.exp_avg_sq.elements_mut::<f32>(s.start, s.len).iter_mut().enumerate() {
             *v = if cold(i) { f32::MIN_POSITIVE } else { 1e-6 };
         }
     })?;
@@ -53,7 +54,9 @@ fn byte_len(numel: u64, size: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optimizer::{Adamw, Affinity, Isa};
+    use crate::adamw::Isa;
+    use crate::host::Affinity;
+    use crate::optimizer::Adamw;
 
     #[test]
     fn cold_elements_see_no_gradient_and_their_moments_settle_at_zero() {

@@ -1,9 +1,10 @@
-//! Where everything lies: the one computation of sizes and offsets that plan, schedule and engine share.
+//! The place of everything: the one computation of sizes and offsets that plan, schedule and engine share.
 use std::ops::Range;
 
-use super::{Activation, Place, Plan, Request, State, Totals, UpdateMode};
+use super::request::MOST_BUFFERS;
+use super::{Activation, Place, Plan, Request, State, Totals, UnitPlan, UnitRequest, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
-use crate::layout::{NORM_BLOCK, Precision, UNIT_ALIGN, UnitLayout};
+use crate::layout::{Precision, UNIT_ALIGN, UnitLayout};
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,8 +19,8 @@ pub enum Region {
     Stage,
     /// Residuals and moments of units whose state lives on the device.
     State,
-    /// Buffers for state that visits the device to be updated.
-    Visit,
+    /// Buffers for state that is copied to the device to be updated there.
+    StateBuffers,
     /// Tables and sums of the gradient norm.
     Norm,
 }
@@ -27,12 +28,12 @@ pub enum Region {
 impl Region {
     /// Every region.
     pub const ALL: [Self; 7] =
-        [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::Visit, Self::Norm];
+        [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::StateBuffers, Self::Norm];
 }
 
 /// A stretch of a device region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct DeviceRange {
     /// The region.
     pub region: Region,
     /// First byte.
@@ -41,26 +42,26 @@ pub struct Stretch {
     pub len: u64,
 }
 
-/// Device places of one unit whose state lives on the device, or of a part of one whose state visits it.
+/// Device places of one unit whose state lives on the device, or of a part of one whose state is copied there to be updated.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceState {
     /// Low halves of the masters; empty under fp32.
-    pub residual: Stretch,
+    pub residual: DeviceRange,
     /// First moments.
-    pub exp_avg: Stretch,
+    pub exp_avg: DeviceRange,
     /// Second moments.
-    pub exp_avg_sq: Stretch,
+    pub exp_avg_sq: DeviceRange,
 }
 
-/// A visiting buffer: where a part of a unit's state is while it is updated.
+/// A state buffer: where a part of a unit's state is while it is updated.
 #[derive(Clone, Copy, Debug)]
-pub struct VisitBuffer {
+pub struct StateBuffer {
     /// Its stretch of the trainable plane of the image.
-    pub weights: Stretch,
-    /// Its stretches of residual and moments.
+    pub weights: DeviceRange,
+    /// Its ranges of residual and moments.
     pub state: DeviceState,
     /// Its stretch of the gradient.
-    pub grad: Stretch,
+    pub grad: DeviceRange,
 }
 
 /// What the host keeps of one unit, in bytes.
@@ -80,15 +81,15 @@ pub struct NormPlace {
     /// Number of blocks.
     pub blocks: u64,
     /// Table of (first element, length) pairs of u64 on the device.
-    pub table: Stretch,
+    pub table: DeviceRange,
     /// One f64 a block on the device.
-    pub sums: Stretch,
+    pub sums: DeviceRange,
     /// The first of its sums in the host's list.
     pub first: u64,
 }
 
-/// A part of a unit's trainable plane that is landed, updated and sent by itself: whole blocks of the gradient norm,
-/// with the padding behind them.
+/// A part of a unit's trainable plane that is offloaded, updated and sent by itself: whole blocks of the gradient norm,
+/// with the padding after them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Its elements.
@@ -99,32 +100,33 @@ pub struct Part {
     pub image: Range<u64>,
 }
 
-/// Where everything lies.
+/// The place of everything.
 #[derive(Clone, Debug)]
 pub struct Placement {
     /// The units' layouts.
     pub layouts: Vec<UnitLayout>,
-    /// The parts of each unit, in order; one, but of a large embedding or head whose turn between two steps would
-    /// otherwise be the sum of landing, update and sending.
+    /// The parts of each unit, in order; one, but of a large embedding or head whose work between two steps would
+    /// otherwise be the sum of offload, update and sending.
     pub parts: Vec<Vec<Part>>,
-    /// The elements of each part in which a unit's state visits the device; none where the host updates it.
-    pub visits: Vec<Vec<Range<u64>>>,
-    /// The visiting buffers.
-    pub visit: Vec<VisitBuffer>,
+    /// The elements of each part in which a unit with its state on the host is updated on the device; empty where the host
+    /// updates it.
+    pub device_update_parts: Vec<Vec<Range<u64>>>,
+    /// The state buffers.
+    pub state_buffers: Vec<StateBuffer>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
-    pub own: Vec<Option<Stretch>>,
+    pub own: Vec<Option<DeviceRange>>,
     /// The slots.
-    pub slots: Vec<Stretch>,
+    pub slots: Vec<DeviceRange>,
     /// Gradient buffers: those of single units, then the shared ones.
-    pub grads: Vec<Stretch>,
+    pub grads: Vec<DeviceRange>,
     /// A unit's own gradient buffer, as an index into `grads`.
     pub own_grad: Vec<Option<u32>>,
     /// The shared gradient buffers, as indices into `grads`.
     pub shared_grads: Vec<u32>,
     /// A unit's fp32 sum over micro-batches; `None`: the sum is formed in its gradient buffer.
-    pub accumulator: Vec<Option<Stretch>>,
+    pub accumulator: Vec<Option<DeviceRange>>,
     /// Staging buffers.
-    pub stage: Vec<Stretch>,
+    pub stage: Vec<DeviceRange>,
     /// Residual and moments on the device.
     pub device_state: Vec<Option<DeviceState>>,
     /// Norm sums of units with trainable tensors.
@@ -150,7 +152,7 @@ pub struct Placement {
     /// Dtype in which gradients are sent.
     pub grad_precision: Precision,
     sizes: [u64; Region::ALL.len()],
-    carved: Vec<(String, Stretch)>,
+    carved: Vec<(String, DeviceRange)>,
     items: Vec<Item>,
 }
 
@@ -161,25 +163,44 @@ const PAGE: u64 = 4096;
 const WINDOW: u64 = 4 << 20;
 /// Blocks of the gradient norm (65,536 elements each) that a part has at least: the host updates them in a millisecond.
 const PART_BLOCKS: u64 = 64;
-/// The most elements of a part that visits the device: copied in a few milliseconds, which is how long weights that are
+/// The most elements of a part that is updated on the device: copied in a few milliseconds, which is how long weights that are
 /// needed sooner may have to wait for the link.
-const VISIT_ELEMENTS: u64 = 16 << 20;
-/// The most parts. The first part's landing and the last one's sending are all that does not overlap.
+const DEVICE_UPDATE_ELEMENTS: u64 = 16 << 20;
+/// The most parts. The first part's offload and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
+
+/// The exponent of the bytes that a tier can have: an exbibyte.
+const MOST_BYTES_LOG2: u32 = 60;
 
 struct Carver {
     sizes: [u64; Region::ALL.len()],
-    carved: Vec<(String, Stretch)>,
+    carved: Vec<(String, DeviceRange)>,
     items: Vec<Item>,
 }
 
+/// Sizes saturate while they are added up; a plan that comes near the end of the numbers is refused as a whole.
+fn aligned(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
+}
+
 impl Carver {
-    fn device(&mut self, region: Region, what: &str, bytes: u64) -> Stretch {
-        let len = bytes.next_multiple_of(ALIGN);
+    /// Refuses what cannot be counted with: beyond this, sums and offsets would wrap.
+    fn check(&self) -> Result<()> {
+        let totals = Plan::sum(&self.items);
+        let lines = self.items.iter().map(|item| (item.what.as_str(), item.bytes));
+        let sums = [("all of the device's memory", totals.device), ("all of the host's memory", totals.host)];
+        match lines.chain(sums).find(|&(_, bytes)| bytes >= 1 << MOST_BYTES_LOG2) {
+            None => Ok(()),
+            Some((what, bytes)) => Err(Error::TooLarge { what: what.to_owned(), bytes, log2: MOST_BYTES_LOG2 }),
+        }
+    }
+
+    fn device(&mut self, region: Region, what: &str, bytes: u64) -> DeviceRange {
+        let len = aligned(bytes);
         let offset = self.sizes[region as usize];
-        self.sizes[region as usize] += len;
+        self.sizes[region as usize] = offset.saturating_add(len);
         self.item(what, Tier::Device, len, false);
-        let stretch = Stretch { region, offset, len };
+        let stretch = DeviceRange { region, offset, len };
         self.carved.push((what.to_owned(), stretch));
         stretch
     }
@@ -189,7 +210,7 @@ impl Carver {
             return;
         }
         match self.items.iter_mut().find(|i| i.what == what && i.tier == tier && i.pinned == pinned) {
-            Some(item) => item.bytes += bytes,
+            Some(item) => item.bytes = item.bytes.saturating_add(bytes),
             None => self.items.push(Item { what: what.to_owned(), tier, bytes, pinned }),
         }
     }
@@ -199,17 +220,19 @@ impl Placement {
     /// Places what the choices of `plan` (everything but its items and totals) need.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a layout is impossible or the choices contradict the request.
+    /// [`Error`] when a layout is impossible or the choices contradict the request.
     pub fn new(request: &Request, plan: &Plan) -> Result<Self> {
         let layouts = request.layouts()?;
         let n = layouts.len();
         if plan.units.len() != n {
-            return Err(Error::Invalid(format!("the plan has {} units, the request {n}", plan.units.len())));
+            let (plan, request) = (plan.units.len().to_string(), n.to_string());
+            return Err(Error::PlanMismatch { what: "the number of units", plan, request });
         }
+        check_counts(request, plan)?;
         let mut p = Self {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
-            visits: (0..n).map(|unit| visits(request, plan, unit, &layouts[unit])).collect(),
-            visit: Vec::new(),
+            device_update_parts: (0..n).map(|unit| device_update_parts(request, plan, unit, &layouts[unit])).collect(),
+            state_buffers: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -240,10 +263,11 @@ impl Placement {
         p.place_accumulators(request, plan, &mut carver);
         p.place_staging(request, plan, &mut carver)?;
         p.place_device_state(plan, &mut carver);
-        p.place_visits(request, plan, &mut carver)?;
+        p.place_device_updates(request, plan, &mut carver)?;
         p.place_norm(&mut carver);
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
+        carver.check()?;
         p.sizes = carver.sizes;
         p.carved = carver.carved;
         p.items = carver.items;
@@ -263,7 +287,7 @@ impl Placement {
     }
 
     /// Every stretch of the device regions, with the name of its line.
-    pub(crate) fn carved(&self) -> &[(String, Stretch)] {
+    pub(crate) fn carved(&self) -> &[(String, DeviceRange)] {
         &self.carved
     }
 
@@ -279,9 +303,9 @@ impl Placement {
         self.layouts[unit].elements > 0
     }
 
-    /// Bytes of one part of a visiting unit: on its way to the device, with its gradient, and on its way back.
-    pub(crate) fn visit_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
-        let (elements, precision) = (&self.visits[unit][part], self.layouts[unit].precision);
+    /// Bytes copied for one part of a device update: to the device, with its gradient, and back.
+    pub(crate) fn device_update_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
+        let (elements, precision) = (&self.device_update_parts[unit][part], self.layouts[unit].precision);
         let state = precision.dtype().size() + if precision == Precision::Bf16 { 10 } else { 8 };
         let count = elements.end - elements.start;
         (count * (state + self.grad_precision.dtype().size()), count * state)
@@ -373,14 +397,12 @@ impl Placement {
 
     fn place_staging(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
         for unit in self.layers() {
-            self.staged[unit] = staged_bytes(request, plan, unit);
+            self.staged[unit] = staged_bytes(&request.units[unit], &plan.units[unit]);
         }
         let largest = self.staged.iter().copied().max().unwrap_or(0);
         if largest > 0 && (plan.stage_buffers < 2 || plan.stage_bytes < largest) {
-            return Err(Error::Invalid(format!(
-                "{} staging buffers of {} bytes cannot hold the {largest} bytes of a unit's activations",
-                plan.stage_buffers, plan.stage_bytes
-            )));
+            let (buffers, bytes) = (plan.stage_buffers, plan.stage_bytes);
+            return Err(Error::StagingTooSmall { buffers, bytes, needed: largest });
         }
         self.stage = (0..plan.stage_buffers)
             .map(|_| carver.device(Region::Stage, "staging buffers", plan.stage_bytes))
@@ -399,39 +421,33 @@ impl Placement {
         }
     }
 
-    fn place_visits(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
+    fn place_device_updates(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
         let last = self.layouts.len() - 1;
-        let visiting = (0..=last).find(|&unit| plan.units[unit].visits());
-        if let Some(unit) = visiting.filter(|_| plan.visit_buffers == 0 || request.requests.accumulate) {
-            let (name, buffers) = (&self.layouts[unit].name, plan.visit_buffers);
-            return Err(Error::Invalid(format!(
-                "unit {name} is updated on the device and its state lives on the host: that takes visiting buffers, of which there are {buffers}, and gradients that are not accumulated over passes"
-            )));
+        let away = (0..=last).find(|&unit| plan.units[unit].needs_device_update());
+        if let Some(unit) = away.filter(|_| plan.state_buffers == 0 || request.requests.accumulate) {
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.state_buffers });
         }
-        if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].visits()) {
-            let name = &self.layouts[unit].name;
-            return Err(Error::Invalid(format!(
-                "unit {name} is updated where its state lives: only layers visit the device"
-            )));
+        if let Some(unit) = [0, last].into_iter().find(|&unit| plan.units[unit].needs_device_update()) {
+            return Err(Error::DeviceUpdate { unit: self.layouts[unit].name.clone(), buffers: plan.state_buffers });
         }
-        let largest = self.visits.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
+        let largest = self.device_update_parts.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
         let precision = self.layouts[0].precision;
         let residual = if precision == Precision::Bf16 { 2 * largest } else { 0 };
         let (image, grad) = (precision.dtype().size() * largest, self.grad_precision.dtype().size() * largest);
-        let mut take = |bytes| carver.device(Region::Visit, "visiting buffers", bytes);
-        let mut buffer = || VisitBuffer {
+        let mut take = |bytes| carver.device(Region::StateBuffers, "device update buffers", bytes);
+        let mut buffer = || StateBuffer {
             weights: take(image),
             state: DeviceState { residual: take(residual), exp_avg: take(4 * largest), exp_avg_sq: take(4 * largest) },
             grad: take(grad),
         };
-        self.visit = (0..plan.visit_buffers).map(|_| buffer()).collect();
+        self.state_buffers = (0..plan.state_buffers).map(|_| buffer()).collect();
         Ok(())
     }
 
     fn place_norm(&mut self, carver: &mut Carver) {
         for unit in 0..self.layouts.len() {
             if self.trains(unit) {
-                let blocks = self.layouts[unit].trainable().map(|t| t.spec.numel().div_ceil(NORM_BLOCK)).sum::<u64>();
+                let blocks = self.layouts[unit].num_norm_blocks();
                 let table = carver.device(Region::Norm, "gradient norm", blocks * 16);
                 let sums = carver.device(Region::Norm, "gradient norm", blocks * 8);
                 self.norm[unit] = Some(NormPlace { blocks, table, sums, first: self.norm_blocks });
@@ -451,7 +467,7 @@ impl Placement {
                     moment: layout.moment_bytes(),
                 };
                 carver.item("weights", Tier::Host, state.image, true);
-                let copied = !self.visits[unit].is_empty();
+                let copied = !self.device_update_parts[unit].is_empty();
                 carver.item("weights: residual", Tier::Host, state.residual, copied);
                 carver.item("exp_avg", Tier::Host, state.moment, copied);
                 carver.item("exp_avg_sq", Tier::Host, state.moment, copied);
@@ -473,7 +489,7 @@ impl Placement {
             }
         }
         for unit in 0..=last {
-            let bytes = u64::from(plan.group) * self.staged[unit].next_multiple_of(PAGE);
+            let bytes = staged_on_host(self.staged[unit]).saturating_mul(plan.group.into());
             carver.item("activations", Tier::Host, bytes, true);
             if request.requests.accumulate && self.trains(unit) {
                 self.store[unit] = self.layouts[unit].moment_bytes();
@@ -488,7 +504,12 @@ impl Placement {
     #[must_use]
     pub fn norm_bytes(&self) -> u64 {
         // Each unit's sums arrive in one copy of whole 512-byte lines.
-        self.norm.iter().flatten().map(|n| n.sums.len).sum::<u64>().next_multiple_of(PAGE)
+        self.norm
+            .iter()
+            .flatten()
+            .fold(0, |sum: u64, n| sum.saturating_add(n.sums.len))
+            .checked_next_multiple_of(PAGE)
+            .unwrap_or(u64::MAX)
     }
 
     fn push_slab(&mut self, bytes: u64, carver: &mut Carver) -> u32 {
@@ -498,21 +519,37 @@ impl Placement {
     }
 }
 
+/// Refuses counts that no request leads to, so that a plan from a file cannot ask for what does not exist.
+fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
+    let most_units = request.units.len() as u64;
+    for (setting, value, least, most) in [
+        ("slots", plan.slots, 0, most_units),
+        ("slabs", plan.slabs, 0, most_units),
+        ("grad_buffers", plan.grad_buffers, 0, most_units),
+        ("stage_buffers", plan.stage_buffers, 0, MOST_BUFFERS.into()),
+        ("visit_buffers", plan.state_buffers, 0, MOST_BUFFERS.into()),
+        ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
+        ("group", plan.group, 1, plan.micro_batches.into()),
+    ] {
+        let value = u64::from(value);
+        if value < least || value > most {
+            let why = "a plan is made for one request";
+            return Err(Error::OutOfRange { setting, value, least, most: Some(most), why });
+        }
+    }
+    Ok(())
+}
+
 /// Cuts a unit. Only the ends have a place of their own for weights and gradient while their state is on the host.
 fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Part> {
-    let blocks = layout.norm_blocks();
-    let total = blocks.len() as u64;
+    let total = layout.num_norm_blocks();
     let end = unit == 0 || unit + 1 == request.units.len();
     let cut = end && total > 0 && plan.units[unit].state == State::Host && !request.requests.accumulate;
     let wanted = request.requests.parts.map_or_else(|| (total / PART_BLOCKS).min(MOST_PARTS), u64::from);
     let count = if cut { wanted.clamp(1, total) } else { 1 };
     let size = layout.precision.dtype().size();
     let first = |part: u64| total * part / count;
-    let element = |part: u64| match usize::try_from(first(part)) {
-        _ if part == 0 => 0,
-        Ok(block) if part < count => blocks[block].0,
-        _ => layout.elements,
-    };
+    let element = |part: u64| if part == 0 { 0 } else { layout.norm_block_start(first(part)) };
     let part = |i: u64| {
         let elements = element(i)..element(i + 1);
         let last = if i + 1 == count { layout.image_bytes } else { elements.end * size };
@@ -521,53 +558,68 @@ fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Ve
     (0..count).map(part).collect()
 }
 
-/// Cuts a unit that visits the device to be updated. No operation of the optimizer looks beyond one element, so that
-/// the cuts are free; they lie where both tensors and pages may begin.
-fn visits(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
-    if !plan.units[unit].visits() || layout.elements == 0 {
+/// Cuts a unit that is updated on the device with its state on the host. No operation of the optimizer looks beyond one element, so that
+/// the cuts are free; they are where both tensors and pages may begin.
+fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
+    if !plan.units[unit].needs_device_update() || layout.elements == 0 {
         return Vec::new();
     }
     let steps = layout.elements / UNIT_ALIGN;
-    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(VISIT_ELEMENTS), u64::from);
-    let count = wanted.clamp(1, steps);
-    let cut = |i: u64| steps * i / count * UNIT_ALIGN;
+    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(DEVICE_UPDATE_ELEMENTS), u64::from);
+    let count = wanted.clamp(1, steps.min(MOST_BUFFERS.into()));
+    // The first `steps % count` parts are one step longer; a product with `steps` could overflow.
+    let cut = |i: u64| (steps / count * i + i.min(steps % count)) * UNIT_ALIGN;
     (0..count).map(|i| cut(i)..cut(i + 1)).collect()
 }
 
 /// Bytes that one micro-batch of a unit leaves on the host between forward and backward.
-pub(super) fn staged_bytes(request: &Request, plan: &Plan, unit: usize) -> u64 {
-    let (unit, choice) = (&request.units[unit], &plan.units[unit]);
+pub(crate) fn staged_bytes(unit: &UnitRequest, choice: &UnitPlan) -> u64 {
     let kept = if choice.activation == Activation::Offload { offloaded_bytes(unit.kept_bytes) } else { 0 };
-    let input = if choice.input == Place::Host { unit.input_bytes.next_multiple_of(ALIGN) } else { 0 };
-    (kept + input).next_multiple_of(ALIGN)
+    let input = if choice.input == Place::Host { aligned(unit.input_bytes) } else { 0 };
+    aligned(kept.saturating_add(input))
 }
 
 /// Room for saved tensors packed one after the other, each on its own line.
 fn offloaded_bytes(kept: u64) -> u64 {
-    kept + 128 * ALIGN
+    kept.saturating_add(128 * ALIGN)
+}
+
+/// Staging on the host takes whole pages.
+pub(crate) fn staged_on_host(staged: u64) -> u64 {
+    staged.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
 }
 
 /// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
 fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     let group = u64::from(plan.group);
-    let last = request.units.len() - 1;
-    let mut kept = 0;
-    for unit in 1..last {
+    let (mut kept, mut inputs) = (0, 0);
+    for unit in 1..request.units.len() - 1 {
         let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
         if choice.activation == Activation::Keep {
-            kept += group * sizes.kept_bytes;
-            carver.item("kept activations (torch)", Tier::Device, group * sizes.kept_bytes, false);
+            kept = group.saturating_mul(sizes.kept_bytes).saturating_add(kept);
         } else if choice.input == Place::Device {
-            carver.item("layer inputs (torch)", Tier::Device, group * sizes.input_bytes, false);
+            inputs = group.saturating_mul(sizes.input_bytes).saturating_add(inputs);
         }
     }
+    for (what, bytes) in torch_lines(request, plan.group, kept, inputs) {
+        carver.item(what, Tier::Device, bytes, false);
+    }
+}
+
+/// The lines of torch's memory where the activations that are kept and the inputs that wait on the device have these
+/// sizes.
+pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64) -> [(&'static str, u64); 6] {
     // The last hidden states, and the gradients that replace them one by one.
-    carver.item("hidden states (torch)", Tier::Device, (group + 1) * request.units[last].input_bytes, false);
+    let hidden = (u64::from(group) + 1).saturating_mul(request.units[request.units.len() - 1].input_bytes);
     // What is needed late takes the place of what was kept.
     let workspace = request.workspace_bytes.max(request.late_workspace_bytes.saturating_sub(kept));
-    carver.item("workspace (torch)", Tier::Device, workspace, false);
-    let torch = |i: &&Item| i.what.ends_with("(torch)") && i.tier == Tier::Device;
-    let used: u64 = carver.items.iter().filter(torch).map(|i| i.bytes).sum();
-    carver.item("fragmentation (torch)", Tier::Device, (used as f64 * request.fragmentation) as u64, false);
-    carver.item("context and libraries (torch)", Tier::Device, request.context_bytes, false);
+    let used = kept.saturating_add(inputs).saturating_add(hidden).saturating_add(workspace);
+    [
+        ("kept activations (torch)", kept),
+        ("layer inputs (torch)", inputs),
+        ("hidden states (torch)", hidden),
+        ("workspace (torch)", workspace),
+        ("fragmentation (torch)", (used as f64 * request.fragmentation) as u64),
+        ("context and libraries (torch)", request.context_bytes),
+    ]
 }

@@ -19,6 +19,44 @@ pub enum UnitRole {
     Head,
 }
 
+impl UnitRole {
+    /// Its name on every surface.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::Layer => "layer",
+            Self::Head => "head",
+        }
+    }
+}
+
+/// Computations of one pass, forward, at most: beyond it, schedules take gigabytes.
+const MOST_COMPUTATIONS: u64 = 1 << 21;
+/// Buffers or parts of one kind, at most.
+pub(super) const MOST_BUFFERS: u32 = 1 << 12;
+/// Bytes of any one size in a request, at most.
+const MOST_BYTES: u64 = 1 << 56;
+
+fn at_most(setting: &'static str, value: u64, most: u64) -> Result<()> {
+    if value <= most {
+        return Ok(());
+    }
+    Err(Error::OutOfRange { setting, value, least: 0, most: Some(most), why: "no machine has as much" })
+}
+
+fn at_least(setting: &'static str, least: u64, value: u32, why: &'static str) -> Error {
+    Error::OutOfRange { setting, value: value.into(), least, most: None, why }
+}
+
+const fn exceeds(setting: &'static str, value: u32, count: usize, of: &'static str) -> Error {
+    Error::ExceedsModel { setting, value, count, of }
+}
+
+const fn contradicts(setting: &'static str, value: u32, other: &'static str) -> Error {
+    Error::Contradiction { setting, value, other }
+}
+
 /// When the weights change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -26,7 +64,7 @@ pub enum UpdateMode {
     /// Gradients wait until the norm of all is known.
     #[default]
     JustInTime,
-    /// Each unit as soon as its gradient has landed; no clipping.
+    /// Each unit as soon as its gradient has been offloaded; no clipping.
     Immediate,
 }
 
@@ -95,7 +133,7 @@ pub enum Auto {
 pub struct Requests {
     /// Device weight buffers for layers, at least 2.
     pub slots: Option<u32>,
-    /// Landing places for layers, immediate updates only.
+    /// Slabs that layers share, under immediate updates only.
     pub slabs: Option<u32>,
     /// Micro-batches a group; by default all of them.
     pub group: Option<u32>,
@@ -111,7 +149,7 @@ pub struct Requests {
     pub updates_on_device: Option<Count>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are landed, updated and sent, and in which the state of a layer visits
+    /// Parts in which the embedding and the head are offloaded, updated and sent, and in which a layer is updated on
     /// the device; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
@@ -212,6 +250,9 @@ pub struct Request {
     pub fragmentation: f64,
     /// What may be used.
     pub budget: Budget,
+    /// Whether device and host share one memory, as on the CPU: then both together may use no more than `budget.host`.
+    #[serde(default)]
+    pub shared_memory: bool,
     /// The kind of device.
     pub device: DeviceKind,
     /// Overrides.
@@ -222,13 +263,44 @@ pub struct Request {
     pub rates: Rates,
 }
 
+impl UnitRequest {
+    /// A unit whose activations have no size and whose computing takes no time; set those fields where they are known.
+    #[must_use]
+    pub fn new(name: impl Into<String>, role: UnitRole, tensors: Vec<TensorSpec>) -> Self {
+        Self { name: name.into(), role, tensors, kept_bytes: 0, input_bytes: 0, flops: 0.0 }
+    }
+}
+
 impl Request {
+    /// A request that leaves every choice to the planner: just-in-time updates, nothing tied, default rates, and none of
+    /// torch's memory counted. Other fields can be set afterwards.
+    #[must_use]
+    pub fn new(units: Vec<UnitRequest>, precision: Precision, micro_batches: u32, budget: Budget) -> Self {
+        Self {
+            units,
+            tied: false,
+            precision,
+            grad_precision: precision,
+            update: UpdateMode::default(),
+            micro_batches,
+            workspace_bytes: 0,
+            late_workspace_bytes: 0,
+            context_bytes: 0,
+            fragmentation: 0.0,
+            budget,
+            shared_memory: false,
+            device: DeviceKind::Cpu,
+            requests: Requests::default(),
+            rates: Rates::default(),
+        }
+    }
+
     /// Reads a request from JSON.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with what is wrong and where.
+    /// [`Error`] with what is wrong and where.
     pub fn from_json(text: &str) -> Result<Self> {
-        serde_json::from_str(text).map_err(|e| Error::Invalid(format!("plan request: {e}")))
+        serde_json::from_str(text).map_err(|source| Error::Json { what: "plan request", source })
     }
 
     /// The decoder layers: units 1 to this.
@@ -248,15 +320,11 @@ impl Request {
     /// Refuses a request that contradicts itself.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the key and its value.
+    /// [`Error`] naming the key and its value.
     pub fn check(&self) -> Result<()> {
-        let invalid = |text: String| Err(Error::Invalid(text));
         let layers = self.num_layers();
         if layers == 0 {
-            return invalid(format!(
-                "a model has embed, at least one layer and head; {} units were given",
-                self.units.len()
-            ));
+            return Err(Error::TooFewUnits { given: self.units.len() });
         }
         let mut names = HashSet::new();
         for (index, unit) in self.units.iter().enumerate() {
@@ -266,33 +334,41 @@ impl Request {
                 _ => UnitRole::Layer,
             };
             if unit.role != role {
-                return invalid(format!(
-                    "unit {index} ({}) must have the role {role:?}, not {:?}",
-                    unit.name, unit.role
-                ));
+                let (expected, got) = (role.name(), unit.role.name());
+                return Err(Error::WrongRole { index, unit: unit.name.clone(), expected, got });
             }
             if !names.insert(unit.name.as_str()) {
-                return invalid(format!("two units are called {}", unit.name));
+                return Err(Error::DuplicateUnit { unit: unit.name.clone() });
             }
             if !unit.flops.is_finite() || unit.flops < 0.0 {
-                return invalid(format!(
-                    "unit {}: flops is {}; it must be a finite number of operations",
-                    unit.name, unit.flops
-                ));
+                let what = format!("unit {}: flops", unit.name);
+                return Err(Error::WrongNumber { what, value: unit.flops, allowed: "finite and at least 0" });
             }
         }
         let trainable = |t: &TensorSpec| t.role == Role::Trainable;
         if !self.units.iter().any(|u| u.tensors.iter().any(trainable)) {
-            return invalid("no tensor is trainable: there is nothing to train".to_owned());
+            return Err(Error::NothingToTrain);
         }
         if self.micro_batches == 0 {
-            return invalid("micro_batches must be at least 1, not 0".to_owned());
+            return Err(at_least("micro_batches", 1, 0, ""));
+        }
+        let (micro_batches, units) = (self.micro_batches, self.units.len());
+        if u64::from(micro_batches).saturating_mul(units as u64) > MOST_COMPUTATIONS {
+            return Err(Error::TooManyOperations { micro_batches, units, most: MOST_COMPUTATIONS });
+        }
+        at_most("workspace_bytes", self.workspace_bytes, MOST_BYTES)?;
+        at_most("late_workspace_bytes", self.late_workspace_bytes, MOST_BYTES)?;
+        at_most("context_bytes", self.context_bytes, MOST_BYTES)?;
+        for unit in &self.units {
+            at_most("kept_bytes", unit.kept_bytes, MOST_BYTES)?;
+            at_most("input_bytes", unit.input_bytes, MOST_BYTES)?;
         }
         if !(0.0..=1.0).contains(&self.fragmentation) {
-            return invalid(format!("fragmentation is {}; it must be a share between 0 and 1", self.fragmentation));
+            let (what, value) = ("fragmentation".to_owned(), self.fragmentation);
+            return Err(Error::WrongNumber { what, value, allowed: "a share between 0 and 1" });
         }
         if self.precision == Precision::Fp32 && self.grad_precision == Precision::Bf16 {
-            return invalid("precision fp32 sends fp32 gradients; grad_precision bf16 needs precision bf16".to_owned());
+            return Err(Error::GradPrecision);
         }
         for (name, rate) in [
             ("h2d_gbs", self.rates.h2d_gbs),
@@ -302,89 +378,73 @@ impl Request {
             ("hbm_gbs", self.rates.hbm_gbs),
         ] {
             if !(rate.is_finite() && rate > 0.0) {
-                return invalid(format!("rates.{name} is {rate}; it must be a positive number"));
+                let what = format!("rates.{name}");
+                return Err(Error::WrongNumber { what, value: rate, allowed: "a positive number" });
             }
         }
         self.check_requests(layers)
     }
 
     fn check_requests(&self, layers: usize) -> Result<()> {
-        let invalid = |text: String| Err(Error::Invalid(text));
         let r = &self.requests;
-        if r.slots.is_some_and(|s| s < 2) {
-            return invalid(format!(
-                "plan.slots must be at least 2 (one computes, one loads), not {}",
-                r.slots.unwrap_or(0)
-            ));
+        if let Some(slots) = r.slots.filter(|&s| s < 2) {
+            return Err(at_least("plan.slots", 2, slots, "one computes, one loads"));
         }
-        if r.stage_buffers.is_some_and(|s| s < 2) {
-            return invalid("plan.stage_buffers must be at least 2 (one is filled while one is emptied)".to_owned());
+        if let Some(buffers) = r.stage_buffers.filter(|&s| s < 2) {
+            return Err(at_least("plan.stage_buffers", 2, buffers, "one is filled while one is emptied"));
         }
         if r.parts == Some(0) {
-            return invalid("plan.parts must be at least 1, not 0".to_owned());
+            return Err(at_least("plan.parts", 1, 0, ""));
         }
+        at_most("plan.parts", r.parts.unwrap_or(0).into(), MOST_BUFFERS.into())?;
+        at_most("plan.stage_buffers", r.stage_buffers.unwrap_or(0).into(), MOST_BUFFERS.into())?;
         if let Some(slabs) = r.slabs {
             if self.update == UpdateMode::JustInTime {
-                return invalid(format!(
-                    "plan.slabs = {slabs} needs train.update: immediate; just in time each gradient waits in a slab of its own"
-                ));
+                return Err(Error::SlabsJustInTime { slabs });
             }
             if slabs == 0 {
-                return invalid("plan.slabs must be at least 1, not 0".to_owned());
+                return Err(at_least("plan.slabs", 1, 0, ""));
             }
         }
         if let Some(group) = r.group
             && (group == 0 || group > self.micro_batches)
         {
-            return invalid(format!(
-                "plan.group must lie between 1 and micro_batches = {}, not {group}",
-                self.micro_batches
-            ));
+            return Err(Error::GroupOutOfRange { value: group, micro_batches: self.micro_batches });
         }
         if let Some(keep) = r.keep {
             if keep as usize > layers {
-                return invalid(format!("plan.keep = {keep} exceeds the {layers} layers of the model"));
+                return Err(exceeds("plan.keep", keep, layers, "layers"));
             }
             match r.activation {
                 Some(Activation::Keep) if keep as usize != layers => {
-                    return invalid(format!(
-                        "plan.keep = {keep} contradicts keeping the activations of all {layers} layers"
-                    ));
+                    return Err(contradicts("plan.keep", keep, "keeping the activations of all layers"));
                 }
                 Some(Activation::Recompute) if keep != 0 => {
-                    return invalid(format!("plan.keep = {keep} contradicts recomputing every layer"));
+                    return Err(contradicts("plan.keep", keep, "recomputing every layer"));
                 }
                 _ => {}
             }
         }
         if let Some(Count::Units(count)) = r.state_on_device {
             if count as usize > self.units.len() {
-                return invalid(format!(
-                    "plan.state_on_device = {count} exceeds the {} units of the model",
-                    self.units.len()
-                ));
+                return Err(exceeds("plan.state_on_device", count, self.units.len(), "units"));
             }
             if r.accumulate && count > 0 {
-                return invalid(format!(
-                    "plan.state_on_device = {count} contradicts accumulating gradients over passes, whose store is on the host"
-                ));
+                let other = "accumulating gradients over passes, whose store is on the host";
+                return Err(contradicts("plan.state_on_device", count, other));
             }
         }
         if let Some(Count::Units(count)) = r.updates_on_device {
             if count as usize > layers {
-                return invalid(format!("plan.updates_on_device = {count} exceeds the {layers} layers of the model"));
+                return Err(exceeds("plan.updates_on_device", count, layers, "layers"));
             }
             if r.accumulate && count > 0 {
-                return invalid(format!(
-                    "plan.updates_on_device = {count} contradicts accumulating gradients over passes, whose store only the host's optimizer reads"
-                ));
+                let other = "accumulating gradients over passes, whose store only the host's optimizer reads";
+                return Err(contradicts("plan.updates_on_device", count, other));
             }
         }
         if r.accumulate && self.update == UpdateMode::Immediate {
-            return invalid(
-                "immediate updates apply each gradient at once: several passes cannot be accumulated; use just_in_time"
-                    .to_owned(),
-            );
+            return Err(Error::ImmediateAccumulation);
         }
         Ok(())
     }

@@ -1,19 +1,19 @@
 //! Writes a pass down in program order.
 use std::collections::HashMap;
 
-use super::facts::UnitFacts;
 use super::hazards::Tracker;
+use super::inputs::UnitInputs;
 use super::slots::{Turn, assign};
-use super::{Facts, Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, Shape};
+use super::{Kind, Lane, NEXT_PASS, Op, Pass, Resident, Schedule, ScheduleInputs, Shape};
 use crate::error::{Error, Result};
 
-/// Shared slabs that go round: one lands, one is consumed, and two absorb the difference.
+/// Shared slabs that circulate: one is filled, one is consumed, and two absorb the difference.
 const CIRCULATING_SLABS: usize = 4;
-/// Behind whatever holds up backward, before all that may wait until the next forward.
+/// After whatever holds up backward, before all that may wait until the next forward.
 const EARLY: u32 = NEXT_PASS - 1;
 
 struct Builder<'a> {
-    facts: &'a Facts,
+    inputs: &'a ScheduleInputs,
     shape: Shape,
     resident: &'a [Resident],
     tracker: Tracker,
@@ -24,47 +24,54 @@ struct Builder<'a> {
     staged: u32,
     backed: usize,
     landed: usize,
-    /// Uses so far of visiting buffers, handed out in turn too: of those for what holds up a landing, and of the others.
-    visited: [u32; 2],
+    /// Uses so far of state buffers, handed out in turn too: of those for what holds up an offload, and of the others.
+    state_buffered: [u32; 2],
 }
 
 pub(super) fn build(
-    facts: &Facts,
+    inputs: &ScheduleInputs,
     shape: Shape,
     previous: Option<&Schedule>,
     resident: &[Resident],
 ) -> Result<Schedule> {
     let fits = match shape.pass {
         Pass::Write => shape.micro_batches == 0,
-        Pass::Train | Pass::Eval => (1..=facts.micro_batches).contains(&shape.micro_batches),
+        Pass::Train | Pass::Eval => (1..=inputs.micro_batches).contains(&shape.micro_batches),
     };
     if !fits {
-        return Err(Error::Invalid(format!(
-            "a pass of {} micro-batches was asked for; the plan has room for 1 to {}",
-            shape.micro_batches, facts.micro_batches
-        )));
+        return Err(Error::PassSize { asked: shape.micro_batches, most: inputs.micro_batches });
     }
-    let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(facts, p.shape, &p.ops));
+    let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(inputs, p.shape, &p.ops));
     let ops = Vec::new();
-    let mut builder =
-        Builder { facts, shape, resident, tracker, ops, computed: 0, staged: 0, backed: 0, landed: 0, visited: [0; 2] };
+    let mut builder = Builder {
+        inputs,
+        shape,
+        resident,
+        tracker,
+        ops,
+        computed: 0,
+        staged: 0,
+        backed: 0,
+        landed: 0,
+        state_buffered: [0; 2],
+    };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
 }
 
 impl Builder<'_> {
     fn pass(&mut self) {
-        let (layers, total) = (self.facts.head() - 1, self.shape.micro_batches);
+        let (layers, total) = (self.inputs.head() - 1, self.shape.micro_batches);
         let train = self.shape.pass == Pass::Train;
         if self.shape.writes {
             // In the order in which files hold the units, so that each is appended to.
-            for unit in 0..=self.facts.head() {
-                self.push(Kind::Write, unit, 0, Lane::Disk, unit, |_| {});
+            for unit in 0..=self.inputs.head() {
+                self.push(Kind::WriteCheckpoint, unit, 0, Lane::Disk, unit, |_| {});
             }
         }
         let groups: Vec<std::ops::Range<u32>> = (0..total)
-            .step_by(self.facts.group as usize)
-            .map(|start| start..(start + self.facts.group).min(total))
+            .step_by(self.inputs.group as usize)
+            .map(|start| start..(start + self.inputs.group).min(total))
             .collect();
         let mut turns = Vec::new();
         for _ in &groups {
@@ -73,7 +80,7 @@ impl Builder<'_> {
                 turns.extend((1..=layers).rev());
             }
         }
-        let mut turns = assign(self.facts, &turns, self.resident).into_iter();
+        let mut turns = assign(self.inputs, &turns, self.resident).into_iter();
         for group in groups {
             let last = group.end == total;
             self.forward(&group, &mut turns);
@@ -82,19 +89,19 @@ impl Builder<'_> {
             }
         }
         if train {
-            self.push(Kind::Verdict, 0, 0, Lane::Caller, 0, |_| {});
-            if self.facts.immediate {
+            self.push(Kind::ClipDecision, 0, 0, Lane::Caller, 0, |_| {});
+            if self.inputs.immediate {
                 self.reuse_slabs_first();
             } else {
-                for unit in 0..=self.facts.head() {
-                    self.update(unit, self.facts.unit(unit).own_slab);
+                for unit in 0..=self.inputs.head() {
+                    self.update(unit, self.inputs.unit(unit).own_slab);
                 }
             }
         }
     }
 
     fn forward(&mut self, group: &std::ops::Range<u32>, turns: &mut impl Iterator<Item = Option<Turn>>) {
-        let (head, train) = (self.facts.head(), self.shape.pass == Pass::Train);
+        let (head, train) = (self.inputs.head(), self.shape.pass == Pass::Train);
         self.load_own(0, group);
         for mb in group.clone() {
             self.compute(Kind::Embed, 0, mb, None);
@@ -108,35 +115,35 @@ impl Builder<'_> {
                     (op.slot, op.stage) = (turn.map(|t| t.slot), stage);
                 });
                 if stage.is_some() {
-                    self.push(Kind::Save, unit, mb, Lane::Download, self.computed, |op| op.stage = stage);
+                    self.push(Kind::OffloadActivation, unit, mb, Lane::Download, self.computed, |op| op.stage = stage);
                 }
                 self.computed += 1;
             }
         }
         self.load_own(head, group);
         for mb in group.clone() {
-            let grad = self.facts.unit(head).own_grad.filter(|_| train);
+            let grad = self.inputs.unit(head).own_grad.filter(|_| train);
             self.compute(Kind::Loss, head, mb, grad);
         }
     }
 
     fn backward(&mut self, group: &std::ops::Range<u32>, last: bool, turns: &mut impl Iterator<Item = Option<Turn>>) {
-        let head = self.facts.head();
+        let head = self.inputs.head();
         if last {
-            self.land(head, self.facts.unit(head).own_grad);
-            if self.facts.early {
+            self.offload_grad(head, self.inputs.unit(head).own_grad);
+            if self.inputs.early {
                 self.update_early();
             }
         }
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
             self.load(unit, turn);
-            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one turn.
+            // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {
                 let stage = self.next_stage(unit, true);
                 if stage.is_some() {
-                    self.push(Kind::Fetch, unit, mb, Lane::Upload, self.computed, |op| op.stage = stage);
+                    self.push(Kind::FetchActivation, unit, mb, Lane::Upload, self.computed, |op| op.stage = stage);
                 }
                 self.push(Kind::Backward, unit, mb, Lane::Compute, self.computed, |op| {
                     (op.slot, op.stage, op.grad) = (turn.map(|t| t.slot), stage, grad);
@@ -144,42 +151,42 @@ impl Builder<'_> {
                 self.computed += 1;
             }
             if last {
-                self.land(unit, grad);
+                self.offload_grad(unit, grad);
             }
         }
         for mb in group.clone() {
-            self.compute(Kind::EmbedBackward, 0, mb, self.facts.unit(0).own_grad);
+            self.compute(Kind::EmbedBackward, 0, mb, self.inputs.unit(0).own_grad);
         }
         if last {
-            self.land(0, self.facts.unit(0).own_grad);
+            self.offload_grad(0, self.inputs.unit(0).own_grad);
         }
     }
 
     fn grad_buffer(&mut self, unit: u32, last: bool) -> Option<u32> {
-        let facts = self.facts.unit(unit);
-        if !facts.trains || facts.own_grad.is_some() {
-            return facts.own_grad;
+        let inputs = self.inputs.unit(unit);
+        if !inputs.trains || inputs.own_grad.is_some() {
+            return inputs.own_grad;
         }
-        let buffers = &self.facts.shared_grads;
+        let buffers = &self.inputs.shared_grads;
         let grad = buffers[self.backed % buffers.len()];
         self.backed += usize::from(last);
         Some(grad)
     }
 
     fn next_stage(&mut self, unit: u32, train: bool) -> Option<u32> {
-        if !train || !self.facts.unit(unit).staged {
+        if !train || !self.inputs.unit(unit).staged {
             return None;
         }
-        let stage = self.staged % self.facts.stage_buffers;
+        let stage = self.staged % self.inputs.stage_buffers;
         self.staged += 1;
         Some(stage)
     }
 
     /// Embed and head keep their place all pass long, so that they are loaded once.
     fn load_own(&mut self, unit: u32, group: &std::ops::Range<u32>) {
-        let there = self.facts.unit(unit).on_device || self.resident.contains(&Resident { unit, slot: None });
+        let there = self.inputs.unit(unit).on_device || self.resident.contains(&Resident { unit, slot: None });
         if group.start == 0 && !there {
-            for part in 0..self.facts.unit(unit).parts {
+            for part in 0..self.inputs.unit(unit).parts {
                 self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| op.part = part);
             }
         }
@@ -196,37 +203,37 @@ impl Builder<'_> {
         self.computed += 1;
     }
 
-    fn land(&mut self, unit: u32, grad: Option<u32>) {
-        let facts = self.facts.unit(unit);
-        if !facts.trains {
+    fn offload_grad(&mut self, unit: u32, grad: Option<u32>) {
+        let inputs = self.inputs.unit(unit);
+        if !inputs.trains {
             return;
         }
-        let slab = match facts.own_slab {
-            None if !facts.on_device => Some(self.next_slab()),
+        let slab = match inputs.own_slab {
+            None if !inputs.on_device => Some(self.next_slab()),
             own => own,
         };
-        // What backward has just left behind is landed before anything that comes later.
-        for part in 0..facts.parts {
-            self.push(Kind::Land, unit, 0, Lane::Download, self.computed - 1, |op| {
+        // The gradient that backward has just finished is offloaded before anything that comes later.
+        for part in 0..inputs.parts {
+            self.push(Kind::OffloadGrad, unit, 0, Lane::Download, self.computed - 1, |op| {
                 (op.grad, op.slab, op.part) = (grad, slab, part);
             });
         }
-        if self.facts.accumulate {
-            self.push(Kind::Gather, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
+        if self.inputs.accumulate {
+            self.push(Kind::AccumulateGrad, unit, 0, Lane::Host, self.computed - 1, |op| op.slab = slab);
         }
-        if self.facts.immediate {
+        if self.inputs.immediate {
             self.update(unit, slab);
         }
     }
 
-    /// What the embedding's backward will not change: beneath the layers' backward, so that behind it only the rows that
-    /// were looked up are updated between this step and the next. A tied embedding's gradient is then the head's, which
-    /// is landed for that; otherwise those rows have none.
+    /// Updates the embedding rows that this step did not look up while the layers run backward, so that only looked-up
+    /// rows are left for the gap between steps. With a tied embedding their gradient is the head's, which is offloaded
+    /// for that; otherwise they have none.
     fn update_early(&mut self) {
-        let UnitFacts { own_grad: grad, own_slab: slab, parts, .. } = *self.facts.unit(0);
-        if self.facts.tied {
+        let UnitInputs { own_grad: grad, own_slab: slab, parts, .. } = *self.inputs.unit(0);
+        if self.inputs.tied {
             for part in 0..parts {
-                self.push(Kind::Land, 0, 0, Lane::Download, EARLY, |op| {
+                self.push(Kind::OffloadGrad, 0, 0, Lane::Download, EARLY, |op| {
                     (op.grad, op.slab, op.part, op.early) = (grad, slab, part, true);
                 });
             }
@@ -238,11 +245,11 @@ impl Builder<'_> {
         }
     }
 
-    /// A shared slab. A few go round; the others are each used once, by the layers that land first, which are the last
-    /// ones that the next forward needs: so their updates can wait until the host would be idle, beneath that forward,
-    /// without holding up a landing.
+    /// A shared slab. A few circulate; the others are each used once, by the layers that are offloaded first, which are the last
+    /// ones that the next forward needs: so their updates can wait until the host would be idle, during that forward,
+    /// without holding up an offload.
     fn next_slab(&mut self) -> u32 {
-        let (slabs, waiting) = (&self.facts.shared_slabs, self.waiting_slabs().len());
+        let (slabs, waiting) = (&self.inputs.shared_slabs, self.waiting_slabs().len());
         let turn = self.landed;
         let slab =
             if turn < waiting { slabs[turn] } else { slabs[waiting + (turn - waiting) % (slabs.len() - waiting)] };
@@ -252,22 +259,22 @@ impl Builder<'_> {
 
     /// Those that are each used once.
     fn waiting_slabs(&self) -> &[u32] {
-        let slabs = &self.facts.shared_slabs;
+        let slabs = &self.inputs.shared_slabs;
         &slabs[..slabs.len().saturating_sub(CIRCULATING_SLABS)]
     }
 
     fn update(&mut self, unit: u32, slab: Option<u32>) {
-        let facts = self.facts.unit(unit);
-        if !facts.trains {
+        let inputs = self.inputs.unit(unit);
+        if !inputs.trains {
             return;
         }
-        if facts.visits > 0 {
-            self.visit(unit, slab);
+        if inputs.device_update_parts > 0 {
+            self.device_update(unit, slab);
             return;
         }
-        let (lane, grad) = if facts.on_device { (Lane::Update, facts.own_grad) } else { (Lane::Host, None) };
-        let slab = slab.filter(|_| !self.facts.accumulate);
-        for part in 0..facts.parts {
+        let (lane, grad) = if inputs.on_device { (Lane::Update, inputs.own_grad) } else { (Lane::Host, None) };
+        let slab = slab.filter(|_| !self.inputs.accumulate);
+        for part in 0..inputs.parts {
             self.push(Kind::Update, unit, 0, lane, self.next_turn(unit), |op| {
                 (op.grad, op.slab, op.part) = (grad, slab, part);
             });
@@ -276,41 +283,43 @@ impl Builder<'_> {
 
     /// Updates on the device a unit whose state lives on the host, part by part. Under immediate updates, gradients that
     /// wait in slabs of their own have half of the buffers to themselves: they give the link work while nothing holds up
-    /// a landing, and never stand before what does.
-    fn visit(&mut self, unit: u32, slab: Option<u32>) {
+    /// an offload, and are never queued before what does.
+    fn device_update(&mut self, unit: u32, slab: Option<u32>) {
         let priority = self.next_turn(unit);
-        let all = self.facts.visit_buffers;
-        let urgent = if self.facts.immediate { all.div_ceil(2) } else { all };
+        let all = self.inputs.state_buffers;
+        let urgent = if self.inputs.immediate { all.div_ceil(2) } else { all };
         let waits = urgent < all && slab.is_some_and(|slab| self.waiting_slabs().contains(&slab));
         let (first, count) = if waits { (urgent, all - urgent) } else { (0, urgent) };
-        for part in 0..self.facts.unit(unit).visits {
-            let turn = &mut self.visited[usize::from(waits)];
+        for part in 0..self.inputs.unit(unit).device_update_parts {
+            let turn = &mut self.state_buffered[usize::from(waits)];
             let buffer = Some(first + *turn % count);
             *turn += 1;
-            self.push(Kind::Bring, unit, 0, Lane::Upload, priority, |op| {
-                (op.slab, op.part, op.visit) = (slab, part, buffer);
+            self.push(Kind::FetchState, unit, 0, Lane::Upload, priority, |op| {
+                (op.slab, op.part, op.state_buffer) = (slab, part, buffer);
             });
-            self.push(Kind::Update, unit, 0, Lane::Update, priority, |op| (op.part, op.visit) = (part, buffer));
-            // Not among the downloads: there it would stand behind landings that wait for their backward.
-            self.push(Kind::Return, unit, 0, Lane::Update, priority, |op| (op.part, op.visit) = (part, buffer));
+            self.push(Kind::Update, unit, 0, Lane::Update, priority, |op| (op.part, op.state_buffer) = (part, buffer));
+            // Not on the download lane: there it would be queued after offloads that wait for their backward.
+            self.push(Kind::WriteBackState, unit, 0, Lane::Update, priority, |op| {
+                (op.part, op.state_buffer) = (part, buffer)
+            });
         }
     }
 
     /// The priority number of an update: that of the load for the next forward, which meets the units in this order;
     /// see also `reuse_slabs_first`.
     fn next_turn(&self, unit: u32) -> u32 {
-        NEXT_PASS + unit * self.facts.group.min(self.shape.micro_batches)
+        NEXT_PASS + unit * self.inputs.group.min(self.shape.micro_batches)
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of
-    /// landing: otherwise the gradient that landed first would wait longest, and hold up every landing behind it.
+    /// offload: otherwise the gradient that was offloaded first would wait longest, and hold up every offload after it.
     fn reuse_slabs_first(&mut self) {
-        let landings = || self.ops.iter().filter(|op| op.kind == Kind::Land && !op.early);
+        let landings = || self.ops.iter().filter(|op| op.kind == Kind::OffloadGrad && !op.early);
         let slabs: HashMap<u32, u32> = landings().filter_map(|op| Some((op.unit, op.slab?))).collect();
         let last: HashMap<u32, u32> = landings().filter_map(|op| Some((op.slab?, op.id))).collect();
         for op in self.ops.iter_mut().filter(|op| !op.early) {
             let again = slabs.get(&op.unit).is_some_and(|slab| last[slab] > op.id);
-            if again && matches!(op.kind, Kind::Bring | Kind::Update | Kind::Return) {
+            if again && matches!(op.kind, Kind::FetchState | Kind::Update | Kind::WriteBackState) {
                 op.priority = op.id;
             }
         }
@@ -318,24 +327,10 @@ impl Builder<'_> {
 
     fn push(&mut self, kind: Kind, unit: u32, micro_batch: u32, lane: Lane, priority: u32, fill: impl FnOnce(&mut Op)) {
         let id = u32::try_from(self.ops.len()).expect("fewer operations than 2^32");
-        let mut op = Op {
-            id,
-            kind,
-            unit,
-            micro_batch,
-            part: 0,
-            early: false,
-            lane,
-            priority,
-            slot: None,
-            grad: None,
-            slab: None,
-            stage: None,
-            visit: None,
-            deps: Vec::new(),
-        };
+        let mut op = Op::new(id, kind, unit, lane);
+        (op.micro_batch, op.priority) = (micro_batch, priority);
         fill(&mut op);
-        op.deps = self.tracker.depend(self.facts, self.shape, &op);
+        op.deps = self.tracker.depend(self.inputs, self.shape, &op);
         self.ops.push(op);
     }
 }

@@ -1,7 +1,7 @@
 //! What each operation reads and writes, and the dependencies that follow from it.
 use std::collections::HashMap;
 
-use super::{Dep, Edge, Facts, Kind, Lane, Op, Pass, Shape};
+use super::{Dep, Edge, Kind, Lane, Op, Pass, ScheduleInputs, Shape};
 
 /// Something that operations share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,12 +14,12 @@ pub(super) enum Resource {
     Slot(u32),
     /// A gradient buffer.
     Grad(u32),
-    /// A part of a landing place.
+    /// A part of a slab.
     Slab(u32, u32),
     /// A staging buffer.
     Stage(u32),
-    /// A visiting buffer.
-    Visit(u32),
+    /// A state buffers.
+    StateBuffer(u32),
     /// A unit's place on the host for one micro-batch's activations.
     Area(u32, u32),
     /// The norm sums of a part of a unit on the host.
@@ -31,13 +31,13 @@ pub(super) enum Resource {
     /// The loss, which the caller has found to be finite.
     Loss,
     /// The caller's decision.
-    Verdict,
+    ClipDecision,
     /// The files of a checkpoint, which end with a unit.
     Files,
 }
 
-/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a visiting buffer, a unit
-/// and what [`visitor`] says.
+/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a state buffer, a unit
+/// and what [`buffer_content`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     /// Reads what was written for this unit and micro-batch.
@@ -49,19 +49,19 @@ pub(super) enum Access {
 }
 
 /// Whether the micro-batch's backward writes the unit's gradient buffer: where sums are formed apart, only the last.
-fn writes_grad(facts: &Facts, shape: Shape, unit: u32, micro_batch: u32) -> bool {
-    facts.unit(unit).trains && (!facts.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
+fn writes_grad(inputs: &ScheduleInputs, shape: Shape, unit: u32, micro_batch: u32) -> bool {
+    inputs.unit(unit).trains && (!inputs.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
 }
 
-/// What a visiting buffer holds of a unit: which part, and whether that has been updated.
-const fn visitor(part: u32, updated: bool) -> u32 {
+/// What a state buffer holds of a unit: which part, and whether that has been updated.
+const fn buffer_content(part: u32, updated: bool) -> u32 {
     2 * part + updated as u32
 }
 
 /// Everything that an operation touches.
-pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, Access)> {
+pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(Resource, Access)> {
     let (unit, mb) = (op.unit, op.micro_batch);
-    let parts = |u: u32| 0..facts.unit(u).parts;
+    let parts = |u: u32| 0..inputs.unit(u).parts;
     let mut list = Vec::with_capacity(4);
     let reads_weights = |list: &mut Vec<_>, u: u32| match op.slot {
         Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(u, 0))),
@@ -69,16 +69,20 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
     };
     let sum = |list: &mut Vec<_>, u: u32, grad: Option<u32>, first: bool| {
         if let Some(grad) = grad
-            && writes_grad(facts, shape, u, mb)
+            && writes_grad(inputs, shape, u, mb)
         {
-            let fresh = facts.unit(u).sums_apart || (first && mb == 0);
+            let fresh = inputs.unit(u).sums_apart || (first && mb == 0);
             list.push((Resource::Grad(grad), if fresh { Access::Write(u, mb) } else { Access::Add(u, mb) }));
         }
     };
     match op.kind {
         Kind::Load => {
             // The whole of a unit is sent, whatever the parts in which it is updated.
-            let images = if facts.unit(unit).visits > 0 { 0..facts.unit(unit).visits } else { op.part..op.part + 1 };
+            let images = if inputs.unit(unit).device_update_parts > 0 {
+                0..inputs.unit(unit).device_update_parts
+            } else {
+                op.part..op.part + 1
+            };
             list.extend(images.map(|part| (Resource::Image(unit, part), Access::Read(unit, 0))));
             let place = op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot);
             list.push((place, Access::Write(unit, 0)));
@@ -92,15 +96,15 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
         }
         Kind::Loss => {
             reads_weights(&mut list, unit);
-            if facts.tied {
+            if inputs.tied {
                 reads_weights(&mut list, 0);
             }
             if shape.pass == Pass::Train {
                 sum(&mut list, unit, op.grad, true);
-                if facts.tied && facts.unit(0).trains && (!facts.unit(0).sums_apart || facts.early) {
-                    sum(&mut list, 0, facts.unit(0).own_grad, true);
+                if inputs.tied && inputs.unit(0).trains && (!inputs.unit(0).sums_apart || inputs.early) {
+                    sum(&mut list, 0, inputs.unit(0).own_grad, true);
                 }
-                if facts.early && !facts.tied {
+                if inputs.early && !inputs.tied {
                     list.push((Resource::Loss, Access::Write(unit, mb)));
                 }
             }
@@ -115,78 +119,84 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
         Kind::EmbedBackward => {
             reads_weights(&mut list, unit);
             // A tied embedding's sum was begun by the loss.
-            sum(&mut list, unit, op.grad, !facts.tied);
+            sum(&mut list, unit, op.grad, !inputs.tied);
         }
-        Kind::Save => {
+        Kind::OffloadActivation => {
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Read(unit, mb)));
-            list.push((Resource::Area(unit, mb % facts.group), Access::Write(unit, mb)));
+            list.push((Resource::Area(unit, mb % inputs.group), Access::Write(unit, mb)));
         }
-        Kind::Fetch => {
-            list.push((Resource::Area(unit, mb % facts.group), Access::Read(unit, mb)));
+        Kind::FetchActivation => {
+            list.push((Resource::Area(unit, mb % inputs.group), Access::Read(unit, mb)));
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Write(unit, mb)));
         }
-        Kind::Land => {
+        Kind::OffloadGrad => {
             if let Some(grad) = op.grad {
                 list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
             }
             if let Some(slab) = op.slab {
                 list.push((Resource::Slab(slab, op.part), Access::Write(unit, 0)));
             }
-            // The norm is that of the whole gradient, and so comes with what lands last.
+            // The norm is that of the whole gradient, and so comes with the last offload.
             if !op.early {
                 list.push((Resource::Sums(unit, op.part), Access::Write(unit, 0)));
             }
         }
-        Kind::Gather => {
+        Kind::AccumulateGrad => {
             list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
             list.push((Resource::Store(unit), Access::Write(unit, 0)));
             list.push((Resource::Sums(unit, 0), Access::Add(unit, 0)));
         }
-        Kind::Verdict => {
-            let trained = (0..=facts.head()).filter(|&u| facts.unit(u).trains);
+        Kind::ClipDecision => {
+            let trained = (0..=inputs.head()).filter(|&u| inputs.unit(u).trains);
             let sums = trained.flat_map(|u| parts(u).map(move |part| (Resource::Sums(u, part), Access::Read(u, 0))));
             list.extend(sums);
-            list.push((Resource::Verdict, Access::Write(0, 0)));
+            list.push((Resource::ClipDecision, Access::Write(0, 0)));
         }
-        Kind::Bring => {
-            list.push(decided(facts, unit));
+        Kind::FetchState => {
+            list.push(decided(inputs, unit));
             list.push((Resource::Image(unit, op.part), Access::Read(unit, 0)));
             list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
-            list.push((Resource::Visit(op.visit.unwrap_or(0)), Access::Write(unit, visitor(op.part, false))));
+            list.push((
+                Resource::StateBuffer(op.state_buffer.unwrap_or(0)),
+                Access::Write(unit, buffer_content(op.part, false)),
+            ));
         }
-        Kind::Return => {
-            list.push((Resource::Visit(op.visit.unwrap_or(0)), Access::Read(unit, visitor(op.part, true))));
+        Kind::WriteBackState => {
+            list.push((
+                Resource::StateBuffer(op.state_buffer.unwrap_or(0)),
+                Access::Read(unit, buffer_content(op.part, true)),
+            ));
             list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
         }
-        Kind::Update if facts.unit(unit).visits > 0 => {
-            list.push(decided(facts, unit));
-            let buffer = Resource::Visit(op.visit.unwrap_or(0));
-            list.push((buffer, Access::Read(unit, visitor(op.part, false))));
-            list.push((buffer, Access::Write(unit, visitor(op.part, true))));
+        Kind::Update if inputs.unit(unit).device_update_parts > 0 => {
+            list.push(decided(inputs, unit));
+            let buffer = Resource::StateBuffer(op.state_buffer.unwrap_or(0));
+            list.push((buffer, Access::Read(unit, buffer_content(op.part, false))));
+            list.push((buffer, Access::Write(unit, buffer_content(op.part, true))));
             list.push((Resource::Count(unit), Access::Write(unit, 0)));
         }
         Kind::Update => {
             if op.early {
-                if !facts.tied {
-                    list.push((Resource::Loss, Access::Read(facts.head(), shape.micro_batches - 1)));
+                if !inputs.tied {
+                    list.push((Resource::Loss, Access::Read(inputs.head(), shape.micro_batches - 1)));
                 }
-            } else if facts.immediate {
+            } else if inputs.immediate {
                 list.push((Resource::Sums(unit, op.part), Access::Read(unit, 0)));
             } else {
-                list.push((Resource::Verdict, Access::Read(0, 0)));
+                list.push((Resource::ClipDecision, Access::Read(0, 0)));
             }
-            if facts.accumulate {
+            if inputs.accumulate {
                 list.push((Resource::Store(unit), Access::Read(unit, 0)));
             } else if let Some(slab) = op.slab {
                 // Without a tied head's gradient, zeros are put there to update by.
-                let zeros = op.early && !facts.tied;
+                let zeros = op.early && !inputs.tied;
                 let access = if zeros { Access::Write(unit, 0) } else { Access::Read(unit, 0) };
                 list.push((Resource::Slab(slab, op.part), access));
             }
-            if facts.unit(unit).parts > 1 || (unit == 0 && facts.early) {
+            if inputs.unit(unit).parts > 1 || (unit == 0 && inputs.early) {
                 list.push((Resource::Count(unit), Access::Write(unit, 0)));
             }
-            if facts.unit(unit).on_device {
+            if inputs.unit(unit).on_device {
                 if let Some(grad) = op.grad {
                     list.push((Resource::Grad(grad), Access::Read(unit, shape.micro_batches - 1)));
                 }
@@ -195,13 +205,13 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
                 list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
             }
         }
-        Kind::Write => {
-            let on_device = facts.unit(unit).on_device;
+        Kind::WriteCheckpoint => {
+            let on_device = inputs.unit(unit).on_device;
             let place = |part| if on_device { Resource::Own(unit, part) } else { Resource::Image(unit, part) };
-            let held = if on_device { facts.unit(unit).parts } else { facts.unit(unit).updates() };
+            let held = if on_device { inputs.unit(unit).parts } else { inputs.unit(unit).update_parts() };
             list.extend((0..held).map(|part| (place(part), Access::Read(unit, 0))));
-            // Of state that visits the device the next update begins, and counts, before it changes what the host holds.
-            if facts.unit(unit).visits > 0 {
+            // Of state that is updated on the device the next update begins, and counts, before it changes what the host holds.
+            if inputs.unit(unit).device_update_parts > 0 {
                 list.push((Resource::Count(unit), Access::Read(unit, 0)));
             }
             if unit > 0 {
@@ -213,20 +223,20 @@ pub(super) fn accesses(facts: &Facts, shape: Shape, op: &Op) -> Vec<(Resource, A
     list
 }
 
-/// What an update of a whole unit waits for, or the bringing of its state: the verdict; without one, the sums by which
+/// What an update of a whole unit waits for, or fetching its state: the clip decision; without one, the sums by which
 /// a gradient is seen to be finite.
-fn decided(facts: &Facts, unit: u32) -> (Resource, Access) {
-    if facts.immediate {
+fn decided(inputs: &ScheduleInputs, unit: u32) -> (Resource, Access) {
+    if inputs.immediate {
         (Resource::Sums(unit, 0), Access::Read(unit, 0))
     } else {
-        (Resource::Verdict, Access::Read(0, 0))
+        (Resource::ClipDecision, Access::Read(0, 0))
     }
 }
 
 /// The kind of edge that leads from an operation on one lane to one on another: events order work on the device; as
 /// soon as the host takes part at either end it must know that the earlier one is over. A device update starts only
 /// after the host has seen the sums of the gradient, so what it waits for of others has to be over as well. So has what a
-/// copy one way waits for of copies the other way: waiting on its stream it would hold up all copies behind it there.
+/// copy one way waits for of copies the other way: waiting on its stream it would hold up all copies after it there.
 pub(super) fn edge(from: Lane, to: Lane) -> Edge {
     let known = match to {
         Lane::Update => from != Lane::Update,
@@ -260,17 +270,17 @@ pub(super) struct Tracker {
 
 impl Tracker {
     /// A tracker that has seen the pass before.
-    pub(super) fn after(facts: &Facts, shape: Shape, ops: &[Op]) -> Self {
+    pub(super) fn after(inputs: &ScheduleInputs, shape: Shape, ops: &[Op]) -> Self {
         let mut tracker = Self::default();
         for op in ops {
-            tracker.touch(op, &accesses(facts, shape, op), true);
+            tracker.touch(op, &accesses(inputs, shape, op), true);
         }
         tracker
     }
 
     /// The dependencies of `op`, which is next in program order; it is then part of what later ones depend on.
-    pub(super) fn depend(&mut self, facts: &Facts, shape: Shape, op: &Op) -> Vec<Dep> {
-        let list = accesses(facts, shape, op);
+    pub(super) fn depend(&mut self, inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<Dep> {
+        let list = accesses(inputs, shape, op);
         let mut before: Vec<Touch> = Vec::new();
         if op.lane == Lane::Compute {
             before.extend(self.last_compute);

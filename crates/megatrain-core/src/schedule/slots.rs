@@ -1,26 +1,26 @@
 //! Which slot holds which layer when: decided ahead, since the whole pass is known.
 use std::collections::HashMap;
 
-use super::{Facts, Resident};
+use super::{Resident, ScheduleInputs};
 
-/// A layer's turn: the slot that holds it, and whether it must be loaded first.
+/// A layer's use in a pass: the slot that holds it, and whether it must be loaded first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Turn {
     pub(super) slot: u32,
     pub(super) load: bool,
 }
 
-/// Assigns slots to `turns` (layers in the order in which a pass visits them). The layer whose next turn is farthest
-/// makes room (Belady's rule, which loads least); among layers without a next turn, the one whose last turn is longest
+/// Assigns slots to `turns` (layers in the order in which a pass computes them). The layer whose next turn is farthest
+/// makes room (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: it loads least); among layers without a next turn, the one whose last turn is longest
 /// ago, since its slot is free first. `resident` layers are in their slots already.
-pub(super) fn assign(facts: &Facts, turns: &[u32], resident: &[Resident]) -> Vec<Option<Turn>> {
+pub(super) fn assign(inputs: &ScheduleInputs, turns: &[u32], resident: &[Resident]) -> Vec<Option<Turn>> {
     let mut next: Vec<usize> = vec![usize::MAX; turns.len()];
     let mut seen: HashMap<u32, usize> = HashMap::new();
     for (i, unit) in turns.iter().enumerate().rev() {
         next[i] = seen.insert(*unit, i).unwrap_or(usize::MAX);
     }
     // (unit, its next turn, its last turn)
-    let mut slots: Vec<Option<(u32, usize, usize)>> = vec![None; facts.slots as usize];
+    let mut slots: Vec<Option<(u32, usize, usize)>> = vec![None; inputs.slots as usize];
     for held in resident {
         if let Some(slot) = held.slot {
             slots[slot as usize] = Some((held.unit, seen.get(&held.unit).copied().unwrap_or(usize::MAX), 0));
@@ -30,7 +30,7 @@ pub(super) fn assign(facts: &Facts, turns: &[u32], resident: &[Resident]) -> Vec
         .iter()
         .enumerate()
         .map(|(i, &unit)| {
-            if facts.unit(unit).own_place {
+            if inputs.unit(unit).own_place {
                 return None;
             }
             let held = slots.iter().position(|s| s.is_some_and(|(u, ..)| u == unit));

@@ -1,7 +1,7 @@
 //! Files written from one end to the other through an aligned buffer, past the page cache where the file system allows.
 //!
 //! Direct writes want a buffer, a length and a place in the file that are multiples of the disk's block. So what has
-//! been gathered is written in whole blocks, the rest stays at the front of the buffer, and the last block is filled up
+//! been collected is written in whole blocks, the rest stays at the front of the buffer, and the last block is filled up
 //! and cut off again by the file's length. Where a file system refuses direct writes, the same calls go through its
 //! cache.
 use std::fs::{File, OpenOptions};
@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 
 use crc32fast::Hasher;
 
-use super::arena::HostSpan;
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 
 /// A multiple of every disk's block.
 const BLOCK: usize = 4096;
 
-/// Where the bytes of files are gathered: page-aligned memory, used for one file after the other.
+/// Collects the bytes of files in page-aligned memory, used for one file after the other.
 pub(crate) struct Buffer {
     span: HostSpan,
     filled: usize,
@@ -41,7 +41,7 @@ impl Buffer {
 pub(crate) struct Writer {
     file: File,
     path: PathBuf,
-    /// Bytes that all files of the checkpoint take together, for the words of an error.
+    /// Bytes that all files of the checkpoint take together, for error messages.
     needed: u64,
     direct: bool,
     offset: u64,
@@ -70,10 +70,10 @@ impl Writer {
     }
 
     /// Appends `bytes` bytes, which `read(start, out)` fills in piece by piece; pieces begin and end at multiples of
-    /// `element` bytes. `written` hears of every byte that is on its way to the disk, and may end it by an error.
+    /// `element` bytes. `written` is called with the number of bytes after each write, and may stop it with an error.
     ///
     /// # Errors
-    /// [`Error::Storage`], and whatever the closures answer.
+    /// [`Error::Storage`], and whatever the closures return.
     pub(crate) fn append(
         &mut self,
         buffer: &mut Buffer,
@@ -86,8 +86,9 @@ impl Writer {
         while done < bytes {
             let most = buffer.room() - buffer.room() % element;
             let len = usize::try_from(bytes - done).map_or(most, |left| left.min(most));
-            let mut place = buffer.span.elements::<u8>(buffer.filled as u64, len as u64);
+            let mut place = buffer.span.elements_mut::<u8>(buffer.filled as u64, len as u64);
             read(done, &mut place)?;
+            drop(place);
             buffer.filled += len;
             done += len as u64;
             if buffer.room() < BLOCK {
@@ -97,10 +98,10 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes whole blocks and moves the rest to the front; answers how many bytes were written.
+    /// Writes whole blocks and moves the rest to the front; returns how many bytes were written.
     fn write_blocks(&mut self, buffer: &mut Buffer) -> Result<u64> {
         let whole = buffer.filled - buffer.filled % BLOCK;
-        let mut bytes = buffer.span.elements::<u8>(0, buffer.filled as u64);
+        let mut bytes = buffer.span.elements_mut::<u8>(0, buffer.filled as u64);
         self.sums.add(&bytes[..whole]);
         self.write(&bytes[..whole])?;
         bytes.copy_within(whole.., 0);
@@ -137,7 +138,7 @@ impl Writer {
         let size = self.offset + buffer.filled as u64;
         if buffer.filled > 0 {
             last += buffer.filled as u64;
-            let mut block = buffer.span.elements::<u8>(0, BLOCK as u64);
+            let mut block = buffer.span.elements_mut::<u8>(0, BLOCK as u64);
             block[buffer.filled..].fill(0);
             self.sums.add(&block[..buffer.filled]);
             buffer.filled = 0;

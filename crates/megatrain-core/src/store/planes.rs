@@ -1,16 +1,15 @@
 //! One unit's planes on the host, and the way of values into and out of them.
 use std::str::FromStr;
 
-use super::arena::{HostSpan, Plain};
-use crate::device::AdamwScalars;
+use crate::adamw::kernels;
 use crate::error::{Error, Result};
+use crate::host::span::{HostSpan, Plain};
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
-use crate::optimizer::{TensorUpdate, kernel};
 
-/// Elements converted at a time, so that what lies in between stays in the first cache.
+/// Elements converted at a time, so that intermediate values stay in the first-level cache.
 const BLOCK: usize = 2048;
 
-/// What of a tensor is meant.
+/// A plane of a tensor's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Plane {
     /// The fp32 weights, put together from both halves where they are split.
@@ -46,9 +45,7 @@ impl FromStr for Plane {
         [Self::Master, Self::Weights, Self::Residual, Self::ExpAvg, Self::ExpAvgSq]
             .into_iter()
             .find(|plane| plane.name() == name)
-            .ok_or_else(|| {
-                Error::Invalid(format!("{name:?} is no plane: master, weights, residual, exp_avg, exp_avg_sq"))
-            })
+            .ok_or_else(|| Error::UnknownPlane { name: name.to_owned() })
     }
 }
 
@@ -83,41 +80,12 @@ impl UnitPlanes {
         })
     }
 
-    /// The AdamW update of one trainable tensor by its part of the unit's gradient plane `grad`.
-    ///
-    /// # Panics
-    /// When the spans are not those of the layout, or `tensor` is no trainable tensor of it.
-    #[must_use]
-    pub fn update(
-        &self,
-        layout: &UnitLayout,
-        tensor: usize,
-        grad: &HostSpan,
-        grad_dtype: Dtype,
-        scalars: AdamwScalars,
-    ) -> TensorUpdate {
-        let tensor = &layout.tensors[tensor];
-        assert_eq!(tensor.spec.role, Role::Trainable, "{} is frozen", tensor.spec.name);
-        let (first, numel) = (tensor.element, tensor.spec.numel());
-        let part = |span: &HostSpan, size: u64| slice(span, first * size, numel * size);
-        TensorUpdate {
-            weights: part(&self.image, layout.precision.dtype().size()),
-            residual: self.residual.as_ref().map(|span| part(span, 2)),
-            exp_avg: part(&self.exp_avg, 4),
-            exp_avg_sq: part(&self.exp_avg_sq, 4),
-            grad: part(grad, grad_dtype.size()),
-            grad_dtype,
-            numel,
-            scalars,
-        }
-    }
-
     /// Writes elements of a tensor from `start` on. `Master` takes bf16, fp16, fp32 and fp64 and converts; the other
     /// planes take their own dtype (of the trainable plane the precision's, of a frozen tensor its own, `I16` for the
     /// residual, fp32 for moments) and keep it bit for bit. Nothing is written when the values are refused.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
+    /// [`Error`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
     /// and the first value of a master or a moment that is not finite in fp32.
     pub fn write(
         &self,
@@ -141,7 +109,7 @@ impl UnitPlanes {
         }
         let (span, own) = self.raw(layout, tensor, plane)?;
         if own != dtype {
-            return Err(wrong_dtype(tensor, plane, name(own), dtype));
+            return Err(wrong_dtype(tensor, plane, own.name(), dtype));
         }
         if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
             check_finite(tensor, plane, start, dtype, source)?;
@@ -154,7 +122,7 @@ impl UnitPlanes {
     /// plane's own dtype.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the tensor, for a plane that it does not have or a range that leaves it.
+    /// [`Error`], naming the tensor, for a plane that it does not have or a range that leaves it.
     pub fn read(&self, layout: &UnitLayout, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
         let tensor = find(layout, tensor)?;
         if plane == Plane::Master {
@@ -170,7 +138,7 @@ impl UnitPlanes {
             let mut values = [0f32; BLOCK];
             for ((hi, lo), out) in hi.chunks(BLOCK).zip(lo.chunks(BLOCK)).zip(out.chunks_mut(BLOCK * 4)) {
                 let values = &mut values[..hi.len()];
-                kernel::join_master(hi, lo, values);
+                kernels::join_master(hi, lo, values);
                 for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
                     *out = value.to_ne_bytes();
                 }
@@ -197,9 +165,8 @@ impl UnitPlanes {
         trainable(tensor, plane)?;
         match plane {
             Plane::Residual => {
-                let residual = self.residual.as_ref().ok_or_else(|| {
-                    Error::Invalid(format!("{} has no residual: its weights are whole in fp32", tensor.spec.name))
-                })?;
+                let none = || Error::NoResidual { tensor: tensor.spec.name.clone() };
+                let residual = self.residual.as_ref().ok_or_else(none)?;
                 Ok((in_plane(residual, 2), Dtype::I16))
             }
             Plane::ExpAvg => Ok((in_plane(&self.exp_avg, 4), Dtype::F32)),
@@ -215,11 +182,11 @@ impl UnitPlanes {
             let len = values.len() as u64;
             match (&self.residual, layout.precision) {
                 (Some(residual), Precision::Bf16) => {
-                    let mut hi = self.image.elements::<u16>(at, len);
-                    let mut lo = residual.elements::<u16>(at, len);
-                    kernel::split_master(values, &mut hi, &mut lo);
+                    let mut hi = self.image.elements_mut::<u16>(at, len);
+                    let mut lo = residual.elements_mut::<u16>(at, len);
+                    kernels::split_master(values, &mut hi, &mut lo);
                 }
-                _ => self.image.elements::<f32>(at, len).copy_from_slice(values),
+                _ => self.image.elements_mut::<f32>(at, len).copy_from_slice(values),
             }
             at += len;
             true
@@ -227,65 +194,40 @@ impl UnitPlanes {
     }
 }
 
-fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
+pub(crate) fn slice(span: &HostSpan, offset: u64, len: u64) -> HostSpan {
     let fits = "a layout's offsets lie inside its spans";
     span.slice(usize::try_from(offset).expect(fits), usize::try_from(len).expect(fits))
 }
 
 fn find(layout: &UnitLayout, tensor: usize) -> Result<&TensorLayout> {
-    layout.tensors.get(tensor).ok_or_else(|| {
-        Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", layout.name, layout.tensors.len()))
-    })
+    let unknown = || Error::UnknownTensor { unit: layout.name.clone(), index: tensor, tensors: layout.tensors.len() };
+    layout.tensors.get(tensor).ok_or_else(unknown)
 }
 
 fn trainable(tensor: &TensorLayout, plane: Plane) -> Result<()> {
     match tensor.spec.role {
         Role::Trainable => Ok(()),
-        Role::Frozen => Err(Error::Invalid(format!(
-            "{} is frozen and has no {}: its values are the plane weights, as {}",
-            tensor.spec.name,
-            plane.name(),
-            name(tensor.spec.dtype)
-        ))),
+        Role::Frozen => {
+            Err(Error::Frozen { tensor: tensor.spec.name.clone(), what: plane.name(), dtype: tensor.spec.dtype.name() })
+        }
     }
 }
 
-fn name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::F16 => "f16",
-        Dtype::F32 => "f32",
-        Dtype::F64 => "f64",
-        Dtype::I64 => "i64",
-        Dtype::I32 => "i32",
-        Dtype::I16 => "i16",
-        Dtype::I8 => "i8",
-        Dtype::U8 => "u8",
-        Dtype::Bool => "bool",
-    }
-}
-
-fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &str, got: Dtype) -> Error {
-    let plane = plane.name();
-    Error::Invalid(format!("{}: {plane} takes {wanted}, not {}", tensor.spec.name, name(got)))
+fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &'static str, got: Dtype) -> Error {
+    let what = format!("{}: {}", tensor.spec.name, plane.name());
+    Error::WrongDtype { what, expected: wanted, got: got.name() }
 }
 
 /// How many whole elements `bytes` are, all of them inside the tensor.
 fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
     let (bytes, size, numel) = (bytes as u64, dtype.size(), tensor.spec.numel());
     if !bytes.is_multiple_of(size) {
-        return Err(Error::Invalid(format!(
-            "{}: {bytes} bytes are no whole number of {} elements",
-            tensor.spec.name,
-            name(dtype)
-        )));
+        let tensor = tensor.spec.name.clone();
+        return Err(Error::PartialElement { tensor, bytes: bytes as usize, dtype: dtype.name() });
     }
     let len = bytes / size;
     if start.checked_add(len).is_none_or(|end| end > numel) {
-        return Err(Error::Invalid(format!(
-            "{}: elements {start}..{start}+{len} leave a tensor of {numel} elements",
-            tensor.spec.name
-        )));
+        return Err(Error::OutOfBounds { tensor: tensor.spec.name.clone(), start, len, numel });
     }
     Ok(len)
 }
@@ -294,18 +236,15 @@ fn check_finite(tensor: &TensorLayout, plane: Plane, start: u64, dtype: Dtype, s
     let mut at = start;
     let mut bad = None;
     widened(dtype, source, |values| {
-        if let Some(i) = kernel::first_non_finite(values) {
+        if let Some(i) = kernels::first_non_finite(values) {
             bad = Some((at + i as u64, values[i]));
         }
         at += values.len() as u64;
         bad.is_none()
     });
     bad.map_or(Ok(()), |(index, value)| {
-        Err(Error::Invalid(format!(
-            "{}: element {index} of {} is {value} in fp32; values must be finite",
-            tensor.spec.name,
-            plane.name()
-        )))
+        let (tensor, plane) = (tensor.spec.name.clone(), plane.name());
+        Err(Error::NotFinite { tensor, plane, index, value })
     })
 }
 
@@ -315,15 +254,15 @@ fn widened(dtype: Dtype, source: &[u8], mut take: impl FnMut(&[f32]) -> bool) {
     match dtype {
         Dtype::F32 => blocks(source, f32::from_ne_bytes, |block: &[f32]| take(block)),
         Dtype::Bf16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
-            kernel::bf16_to_f32(block, &mut values[..block.len()]);
+            kernels::bf16_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         Dtype::F16 => blocks(source, u16::from_ne_bytes, |block: &[u16]| {
-            kernel::f16_to_f32(block, &mut values[..block.len()]);
+            kernels::f16_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         Dtype::F64 => blocks(source, f64::from_ne_bytes, |block: &[f64]| {
-            kernel::f64_to_f32(block, &mut values[..block.len()]);
+            kernels::f64_to_f32(block, &mut values[..block.len()]);
             take(&values[..block.len()])
         }),
         other => unreachable!("callers admit floating-point dtypes only, not {other:?}"),

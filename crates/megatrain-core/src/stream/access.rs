@@ -5,16 +5,16 @@ use std::task::Poll;
 use std::time::Duration;
 
 use super::Engine;
-use super::shared::Shared;
+use super::state::Shared;
+use crate::adamw::kernels;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
+use crate::host::HostSpan;
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
-use crate::optimizer::kernel;
-use crate::plan::Stretch;
-use crate::store::arena::HostSpan;
+use crate::plan::DeviceRange;
 use crate::store::{Plane, UnitPlanes};
 
-/// What of a tensor is meant: a plane of its state, or the gradient that last landed.
+/// A plane of a tensor's state, or its gradient of the last training pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PlaneName {
     /// A plane of the store.
@@ -39,7 +39,7 @@ impl Engine {
     /// moments and gradient, the plane's own dtype otherwise.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor when there is no such plane or range, or no gradient.
+    /// [`Error`] naming the tensor when there is no such plane or range, or no gradient.
     pub fn read(&self, unit: usize, tensor: usize, plane: PlaneName, start: u64, out: &mut [u8]) -> Result<()> {
         self.drained()?;
         match plane {
@@ -59,7 +59,7 @@ impl Engine {
     /// fp64, the others their own dtype.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor when there is no such plane or range, the dtype is another one, or a value
+    /// [`Error`] naming the tensor when there is no such plane or range, the dtype is another one, or a value
     /// is not finite. Nothing is written then to state on the host; on the device, chunks before it have been.
     pub fn write(
         &self,
@@ -72,12 +72,10 @@ impl Engine {
     ) -> Result<()> {
         self.drained()?;
         let PlaneName::State(plane) = plane else {
-            return Err(Error::Invalid("a gradient is computed, not written".to_owned()));
+            return Err(Error::GradientReadOnly);
         };
         if self.shared.lock().computing() {
-            return Err(Error::Invalid(
-                "a pass is under way: its weights are written before it or after it".to_owned(),
-            ));
+            return Err(Error::PassUnderWay { remedy: "write its weights before it or after it" });
         }
         if !self.shared.on_device(unit) {
             // Whatever of it is on the device must be sent again.
@@ -94,7 +92,7 @@ impl Engine {
     /// How often a tensor has been updated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn step_count(&self, unit: usize, tensor: usize) -> Result<u64> {
         self.drained()?;
         self.shared.memory.store.step_count(unit, tensor)
@@ -103,7 +101,7 @@ impl Engine {
     /// Sets how often a tensor has been updated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor.
+    /// [`Error`] when there is no such tensor.
     pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
         self.drained()?;
         self.shared.memory.store.set_step_count(unit, tensor, count)
@@ -120,7 +118,7 @@ struct Window<'a> {
     shared: &'a Shared,
     planes: UnitPlanes,
     layout: UnitLayout,
-    /// Where the part lies in the caller's bytes.
+    /// The part's range of the caller's bytes.
     bytes: std::ops::Range<usize>,
     pairs: Vec<(HostSpan, DeviceMemory)>,
 }
@@ -128,14 +126,17 @@ struct Window<'a> {
 impl Window<'_> {
     fn copy_out(&self) -> Result<()> {
         for (span, memory) in &self.pairs {
-            self.shared.device.copy_to_host(Stream::Download, memory, span)?;
+            // SAFETY: the spans are parts of the transfer window, which whoever made this has to himself, and which is
+            // waited for below.
+            unsafe { self.shared.device.copy_to_host(Stream::Download, memory, span) }?;
         }
         self.shared.device.synchronize(&self.shared.device.record(Stream::Download)?)
     }
 
     fn copy_in(&self) -> Result<()> {
         for (span, memory) in &self.pairs {
-            self.shared.device.copy_to_device(Stream::Upload, span, memory)?;
+            // SAFETY: as in `copy_out`.
+            unsafe { self.shared.device.copy_to_device(Stream::Upload, span, memory) }?;
         }
         self.shared.device.synchronize(&self.shared.device.record(Stream::Upload)?)
     }
@@ -153,9 +154,12 @@ impl Shared {
         let dtype = match plane {
             Plane::Weights if frozen => tensor.spec.dtype,
             Plane::Weights => layout.precision.dtype(),
-            _ if frozen => return Err(Error::Invalid(format!("{name} is frozen and has no {}", plane.name()))),
+            _ if frozen => {
+                let dtype = tensor.spec.dtype.name();
+                return Err(Error::Frozen { tensor: name.clone(), what: plane.name(), dtype });
+            }
             Plane::Residual if layout.precision == Precision::Fp32 => {
-                return Err(Error::Invalid(format!("{name} has no residual: its weights are whole in fp32")));
+                return Err(Error::NoResidual { tensor: name.clone() });
             }
             Plane::Residual => Dtype::I16,
             Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq => Dtype::F32,
@@ -194,7 +198,8 @@ impl Shared {
         let mut done = 0;
         for out in out.chunks_mut(self.memory.window.len()) {
             let (span, len) = (self.memory.window.slice(0, out.len()), out.len() as u64);
-            self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span)?;
+            // SAFETY: the window is ours while its lock is held, and the copy is waited for at once.
+            unsafe { self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span) }?;
             self.device.synchronize(&self.device.record(Stream::Download)?)?;
             span.copy_to(out);
             done += len;
@@ -204,12 +209,10 @@ impl Shared {
 
     fn find(&self, unit: usize, tensor: usize) -> Result<(&UnitLayout, &TensorLayout)> {
         let layouts = &self.placement.layouts;
-        let layout = layouts
-            .get(unit)
-            .ok_or_else(|| Error::Invalid(format!("there are {} units, none of index {unit}", layouts.len())))?;
-        let tensor = layout.tensors.get(tensor).ok_or_else(|| {
-            Error::Invalid(format!("unit {} has {} tensors, none of index {tensor}", layout.name, layout.tensors.len()))
-        })?;
+        let layout = layouts.get(unit).ok_or(Error::UnknownUnit { index: unit, units: layouts.len() })?;
+        let unknown =
+            || Error::UnknownTensor { unit: layout.name.clone(), index: tensor, tensors: layout.tensors.len() };
+        let tensor = layout.tensors.get(tensor).ok_or_else(unknown)?;
         Ok((layout, tensor))
     }
 
@@ -224,14 +227,8 @@ impl Shared {
         mut work: impl FnMut(&Window<'_>) -> Result<()>,
     ) -> Result<()> {
         let (layout, tensor) = self.find(unit, tensor)?;
-        let (size, numel) = (dtype.size(), tensor.spec.numel());
-        let len = bytes as u64 / size;
-        if !(bytes as u64).is_multiple_of(size) || start.checked_add(len).is_none_or(|end| end > numel) {
-            let name = &tensor.spec.name;
-            return Err(Error::Invalid(format!(
-                "{name}: {bytes} bytes from element {start} on leave its {numel} elements"
-            )));
-        }
+        let size = dtype.size();
+        let len = whole_elements(tensor, start, bytes, dtype)?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         // At most 16 bytes an element (a frozen fp64 tensor takes 8, split planes 12), in whole lines.
@@ -271,11 +268,11 @@ impl Shared {
         let mut pairs = Vec::new();
         let trainable = tensor.spec.role == Role::Trainable;
         let element = if trainable { unit.precision.dtype().size() } else { tensor.spec.dtype.size() };
-        let on_device = |stretch: Stretch, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
+        let on_device = |stretch: DeviceRange, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
         let whole = carve(layout.image_bytes.max(count * element));
         let weights = whole.slice(0, usize::try_from(count * element).expect("inside the window"));
         pairs.push((weights, on_device(image, tensor.byte + first * element, count * element)));
-        let mut moment = |stretch: Stretch, size: u64| {
+        let mut moment = |stretch: DeviceRange, size: u64| {
             if !trainable {
                 return carve(0);
             }
@@ -293,25 +290,21 @@ impl Shared {
         Ok(Window { shared: self, planes, layout, bytes: 0..0, pairs })
     }
 
-    /// The gradient that landed last: in the store where passes are gathered, in its slab, or still on the device.
+    /// The last gradient: in the store where passes are accumulated, in its slab, or still on the device.
     fn read_gradient(&self, unit: usize, tensor: usize, start: u64, out: &mut [u8]) -> Result<()> {
         let (layout, found) = self.find(unit, tensor)?;
-        let (name, numel, len) = (&found.spec.name, found.spec.numel(), out.len() as u64 / 4);
+        let (name, len) = (&found.spec.name, out.len() as u64 / 4);
         if found.spec.role == Role::Frozen {
-            return Err(Error::Invalid(format!("{name} is frozen and has no gradient")));
+            let dtype = found.spec.dtype.name();
+            return Err(Error::Frozen { tensor: name.clone(), what: "gradient", dtype });
         }
-        if !out.len().is_multiple_of(4) || start.checked_add(len).is_none_or(|end| end > numel) {
-            let bytes = out.len();
-            return Err(Error::Invalid(format!(
-                "{name}: {bytes} bytes of fp32 from element {start} on leave its {numel} elements"
-            )));
-        }
+        whole_elements(found, start, out.len(), Dtype::F32)?;
         debug_assert!(layout.elements > 0, "a trainable tensor has elements");
-        let (span, dtype) = self.landed_gradient(unit, name)?;
+        let (span, dtype) = self.offloaded_gradient(unit, name)?;
         let first = found.element + start;
         let mut values = vec![0f32; usize::try_from(len).expect("as long as the caller's bytes")];
         if dtype == Dtype::Bf16 {
-            kernel::bf16_to_f32(&span.elements::<u16>(first, len), &mut values);
+            kernels::bf16_to_f32(&span.elements::<u16>(first, len), &mut values);
         } else {
             values.copy_from_slice(&span.elements::<f32>(first, len));
         }
@@ -321,15 +314,15 @@ impl Shared {
         Ok(())
     }
 
-    fn landed_gradient(&self, unit: usize, name: &str) -> Result<(HostSpan, Dtype)> {
+    fn offloaded_gradient(&self, unit: usize, name: &str) -> Result<(HostSpan, Dtype)> {
         let core = self.enter()?;
         if !core.trained {
-            return Err(Error::Invalid(format!("{name} has no gradient: no training pass has been computed")));
+            return Err(Error::NoGradientYet { tensor: name.to_owned() });
         }
         drop(core);
         let dtype = self.placement.grad_precision.dtype();
-        if self.facts.accumulate {
-            return Ok((self.memory.gathered[unit].clone(), Dtype::F32));
+        if self.inputs.accumulate {
+            return Ok((self.memory.accumulated[unit].clone(), Dtype::F32));
         }
         if let Some(slab) = self.placement.own_slab[unit] {
             return Ok((self.slab(slab, unit), dtype));
@@ -338,12 +331,23 @@ impl Shared {
             let bytes = self.placement.grad_bytes(unit);
             let span = HostSpan::map(usize::try_from(bytes).expect("a region's length"))?;
             let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, bytes);
-            self.device.copy_to_host(Stream::Download, &grad, &span)?;
+            // SAFETY: the span is this function's own, and the copy is waited for at once.
+            unsafe { self.device.copy_to_host(Stream::Download, &grad, &span) }?;
             self.device.synchronize(&self.device.record(Stream::Download)?)?;
             return Ok((span, dtype));
         }
-        Err(Error::Invalid(format!(
-            "the gradient of {name} is gone: with immediate updates layers share their landing places"
-        )))
+        Err(Error::GradientGone { tensor: name.to_owned() })
     }
+}
+
+/// How many whole elements `bytes` are, all of them inside the tensor.
+fn whole_elements(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
+    let (len, numel) = (bytes as u64 / dtype.size(), tensor.spec.numel());
+    if !(bytes as u64).is_multiple_of(dtype.size()) {
+        return Err(Error::PartialElement { tensor: tensor.spec.name.clone(), bytes, dtype: dtype.name() });
+    }
+    if start.checked_add(len).is_none_or(|end| end > numel) {
+        return Err(Error::OutOfBounds { tensor: tensor.spec.name.clone(), start, len, numel });
+    }
+    Ok(len)
 }

@@ -1,15 +1,16 @@
-//! The caller's side of a pass: which operation to compute next, and where its bytes lie.
+//! The caller's side of a pass: which operation to compute next, and the offsets of its buffers.
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::lanes::guarded;
-use super::progress::Id;
-use super::shared::{Deadline, Shared, Token};
+use super::execute::span_of;
+use super::state::{Deadline, Shared, Token};
+use super::workers::guarded;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
 use crate::plan::{Activation, Place};
+use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Op, Pass, Shape};
 
 /// What to compute.
@@ -40,6 +41,7 @@ impl Phase {
 
 /// What the caller must compute next. Offsets are bytes into the regions of the same name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ComputeOp {
     /// Names it to [`super::Engine::finish`].
     pub id: u64,
@@ -66,7 +68,7 @@ pub struct ComputeOp {
     /// Region `grads`: the embed unit's transfer buffer, in phase `loss` of a tied model.
     pub tied_grad: Option<u64>,
     /// Whether `tied_accumulator`, which no further `loss` adds to, is to be rounded into `tied_grad`: the rows that the
-    /// step does not look up are landed from there before the embedding's backward.
+    /// step does not look up are offloaded from there before the embedding's backward.
     pub round_tied: bool,
     /// What becomes of the unit's activations.
     pub activation: Activation,
@@ -80,9 +82,9 @@ impl Shared {
     pub(super) fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         let deadline = Deadline::after(limit);
         let core = self.enter()?;
-        let current = core.current.as_ref().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_ref().ok_or(Error::NoPass)?;
         if let Some((held, ..)) = current.held {
-            return Err(Error::Invalid(format!("operation {} was handed out and has not been finished", held.op)));
+            return Err(Error::NotFinished { id: held.op.into() });
         }
         let Some(&index) = current.computes.get(current.finished) else { return Ok(Poll::Ready(None)) };
         let (id, shape) = (Id { pass: current.number, op: index }, current.shape);
@@ -117,7 +119,7 @@ impl Shared {
         &self,
         op: &Op,
         shape: Shape,
-        awaited: &[super::progress::Awaited<Token>],
+        awaited: &[crate::schedule::progress::Awaited<Token>],
     ) -> Result<Option<crate::device::Event>> {
         let host = self.device.compute_is_host();
         for other in awaited.iter().filter(|a| a.lane != Lane::Compute && !a.complete) {
@@ -133,7 +135,7 @@ impl Shared {
         if host { Ok(None) } else { self.device.record(Stream::Compute).map(Some) }
     }
 
-    /// Fills with NaN what the operation is about to write afresh; tells whether there was anything.
+    /// Fills with NaN what the operation is about to write afresh; returns whether there was anything.
     fn poison_compute(&self, op: &Op, shape: Shape) -> Result<bool> {
         let mut stale: Vec<DeviceMemory> = Vec::new();
         if shape.pass == Pass::Train {
@@ -185,10 +187,10 @@ impl Shared {
         Ok(!stale.is_empty())
     }
 
-    /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it lands early.
+    /// Whether the loss leaves the head's part of a tied gradient in the transfer buffer, where it is offloaded early.
     fn rounds_tied(&self, op: &Op, shape: Shape) -> bool {
         let last = shape.pass == Pass::Train && op.micro_batch + 1 == shape.micro_batches;
-        op.kind == Kind::Loss && last && self.tied && self.facts.early && self.placement.accumulator[0].is_some()
+        op.kind == Kind::Loss && last && self.tied && self.inputs.early && self.placement.accumulator[0].is_some()
     }
 
     fn describe(&self, op: &Op, shape: Shape) -> ComputeOp {
@@ -228,14 +230,15 @@ impl Shared {
 
     pub(super) fn finish(&self, id: u64) -> Result<()> {
         let mut core = self.enter()?;
-        let current = core.current.as_mut().ok_or_else(|| Error::Invalid("no pass has begun".to_owned()))?;
+        let current = core.current.as_mut().ok_or(Error::NoPass)?;
         let Some((held, start, began)) = current.held.take_if(|(held, ..)| u64::from(held.op) == id) else {
-            return Err(Error::Invalid(format!("operation {id} was not handed out, or has been finished already")));
+            return Err(Error::NotHandedOut { id });
         };
         let op = core.progress.op(held);
         if self.device.compute_is_host() {
             core.counters.busy(Lane::Compute, began.elapsed().as_secs_f64());
-            self.trace.host(&op, &self.placement.layouts[op.unit as usize].name, began, Instant::now());
+            let unit = &self.placement.layouts[op.unit as usize].name;
+            self.trace.host(span_of(&op, unit), began, Instant::now());
             core.progress.complete(held);
         } else {
             drop(core);

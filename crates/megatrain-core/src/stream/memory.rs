@@ -3,32 +3,33 @@ use std::sync::{Arc, Mutex};
 
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::error::{Error, Item, Result, Tier};
-use crate::optimizer::Pool;
-use crate::plan::{Placement, Region, Stretch};
-use crate::store::arena::{Arena, ArenaOptions, HostSpan, PAGE};
+use crate::host::Pool;
+use crate::host::span::{HostSpan, PAGE};
+use crate::plan::{DeviceRange, Placement, Region};
+use crate::store::arena::{Arena, ArenaOptions};
 use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 
 /// Device regions and host spans, as a placement asks for them.
 pub(crate) struct Memory {
     /// Weights, residuals and moments on the host.
     pub(crate) store: Store,
-    /// Landing places of gradients.
+    /// Slabs of gradients.
     pub(crate) slabs: Vec<HostSpan>,
     /// Staged activations of each unit, those of a group's micro-batches one after the other.
     pub(crate) areas: Vec<HostSpan>,
-    /// fp32 gradients gathered over passes, by unit.
-    pub(crate) gathered: Vec<HostSpan>,
+    /// fp32 gradients accumulated over passes, by unit.
+    pub(crate) accumulated: Vec<HostSpan>,
     /// Norm sums, by unit.
     pub(crate) sums: Vec<HostSpan>,
     /// The window through which state on the device is read and written.
     pub(crate) window: HostSpan,
     /// Held while the window is in use: checkpoints read and write planes from several threads.
     pub(crate) window_use: Mutex<()>,
-    /// What could not be had as asked, a sentence each.
+    /// Requests that could not be honoured, one sentence per request.
     pub(crate) warnings: Vec<String>,
     regions: Vec<DeviceMemory>,
-    landing: Arena,
-    gathering: Arena,
+    transfers: Arena,
+    accumulation: Arena,
 }
 
 fn fits(bytes: u64) -> usize {
@@ -41,13 +42,14 @@ impl Memory {
         let regions =
             Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
         let on_host: Vec<bool> = placement.host_state.iter().map(Option::is_some).collect();
-        let visiting: Vec<usize> = (0..on_host.len()).filter(|&unit| !placement.visits[unit].is_empty()).collect();
+        let registered: Vec<usize> =
+            (0..on_host.len()).filter(|&unit| !placement.device_update_parts[unit].is_empty()).collect();
         let options = StoreOptions {
             huge_pages,
             pool: Some(pool),
             device: Some(device),
             registration_bytes: REGISTRATION_BYTES,
-            visiting: &visiting,
+            registered_state: &registered,
         };
         let store = Store::new(&placement.layouts, &on_host, options)?;
 
@@ -60,15 +62,15 @@ impl Memory {
             + units.clone().map(area_bytes).sum::<u64>()
             + placement.norm_bytes()
             + placement.window;
-        let mut landing = Arena::new(bytes, arena)?;
-        let slabs = placement.slabs.iter().map(|&b| landing.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
-        let areas = units.clone().map(|u| landing.carve(area_bytes(u), PAGE)).collect::<Result<Vec<_>>>()?;
-        let window = landing.carve(placement.window, PAGE)?;
-        let all_sums = landing.carve(placement.norm_bytes(), PAGE)?;
+        let mut transfers = Arena::new(bytes, arena)?;
+        let slabs = placement.slabs.iter().map(|&b| transfers.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+        let areas = units.clone().map(|u| transfers.carve(area_bytes(u), PAGE)).collect::<Result<Vec<_>>>()?;
+        let window = transfers.carve(placement.window, PAGE)?;
+        let all_sums = transfers.carve(placement.norm_bytes(), PAGE)?;
         let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).cloned().collect();
         pieces.extend([window.clone(), all_sums.clone()]);
         let mut pinning = store.pinning().clone();
-        pinning.absorb(landing.register(device, &pieces, REGISTRATION_BYTES));
+        pinning.absorb(transfers.register(device, &pieces, REGISTRATION_BYTES));
 
         let mut offset = 0;
         let sums = placement.norm.iter().map(|norm| {
@@ -77,11 +79,11 @@ impl Memory {
             all_sums.slice(offset - len, len)
         });
         let sums = sums.collect();
-        let mut gathering = Arena::new(placement.store.iter().sum(), arena)?;
-        let gathered = placement.store.iter().map(|&b| gathering.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+        let mut accumulation = Arena::new(placement.store.iter().sum(), arena)?;
+        let accumulated = placement.store.iter().map(|&b| accumulation.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
 
         let mut warnings = store.warnings();
-        warnings.extend(landing.notes().iter().chain(gathering.notes()).cloned());
+        warnings.extend(transfers.notes().iter().chain(accumulation.notes()).cloned());
         warnings.sort();
         warnings.dedup();
         warnings.extend(pinning.warning());
@@ -89,14 +91,14 @@ impl Memory {
             store,
             slabs,
             areas,
-            gathered,
+            accumulated,
             sums,
             window,
             window_use: Mutex::default(),
             warnings,
             regions,
-            landing,
-            gathering,
+            transfers,
+            accumulation,
         };
         memory.write_norm_tables(placement, device)?;
         Ok(memory)
@@ -108,7 +110,7 @@ impl Memory {
     }
 
     /// A stretch of a device region.
-    pub(crate) fn at(&self, stretch: Stretch) -> DeviceMemory {
+    pub(crate) fn at(&self, stretch: DeviceRange) -> DeviceMemory {
         self.region(stretch.region).slice(stretch.offset, stretch.len)
     }
 
@@ -134,9 +136,9 @@ impl Memory {
             add(what, Tier::Device, self.at(*stretch).len, false);
         }
         let total = |spans: &[HostSpan]| spans.iter().map(|s| s.len() as u64).sum::<u64>();
-        for (unit, visits) in placement.visits.iter().enumerate() {
+        for (unit, parts) in placement.device_update_parts.iter().enumerate() {
             let Some(planes) = self.store.planes(unit) else { continue };
-            let copied = !visits.is_empty();
+            let copied = !parts.is_empty();
             add("weights", Tier::Host, planes.image.len() as u64, true);
             add("weights: residual", Tier::Host, total(planes.residual.as_slice()), copied);
             add("exp_avg", Tier::Host, planes.exp_avg.len() as u64, copied);
@@ -144,16 +146,16 @@ impl Memory {
         }
         add("gradient slabs", Tier::Host, total(&self.slabs), true);
         add("activations", Tier::Host, total(&self.areas), true);
-        add("gradient store", Tier::Host, total(&self.gathered), false);
+        add("gradient store", Tier::Host, total(&self.accumulated), false);
         let carved = total(&self.slabs) + total(&self.areas) + self.window.len() as u64;
-        add("gradient norm", Tier::Host, self.landing.bytes() - carved, true);
+        add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
         items
     }
 
     /// Bytes of all host mappings.
     pub(crate) fn mapped_bytes(&self) -> u64 {
-        self.store.mapped_bytes() + self.landing.bytes() + self.gathering.bytes()
+        self.store.mapped_bytes() + self.transfers.bytes() + self.accumulation.bytes()
     }
 
     /// The tables of the gradient norm, sent once.
@@ -164,7 +166,9 @@ impl Memory {
                 layout.norm_blocks().iter().flat_map(|&(first, len)| [first, len]).flat_map(u64::to_ne_bytes).collect();
             let span = HostSpan::map(table.len())?;
             span.copy_from(&table);
-            device.copy_to_device(Stream::Upload, &span, &self.at(norm.table).slice(0, table.len() as u64))?;
+            let memory = self.at(norm.table).slice(0, table.len() as u64);
+            // SAFETY: the span is this function's own, which waits for the copy below.
+            unsafe { device.copy_to_device(Stream::Upload, &span, &memory) }?;
             // The span is unmapped when it goes, so the copy must be over.
             device.synchronize(&device.record(Stream::Upload)?)?;
         }

@@ -1,15 +1,16 @@
-//! Where passes begin and end: begin, the verdict, abandon, drain.
+//! Where passes begin and end: begin, the clip decision, abandon, drain.
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use super::progress::Id;
-use super::shared::{Core, Current, Deadline, Decision, Shared};
+use super::schedules::{Key, Prepared};
+use super::state::{Current, Deadline, Decision, EngineState, Shared};
 use super::{Begin, Group, Outcome};
+use crate::adamw::clip::{clip_coefficient, global_norm};
 use crate::error::{Error, Result};
 use crate::layout::Role;
-use crate::optimizer::clip::{clip_coefficient, global_norm};
-use crate::schedule::{Kind, Lane, Pass, Shape};
+use crate::schedule::progress::Id;
+use crate::schedule::{Kind, Pass, Shape};
 
 /// Returns early with `Pending`, like `?` does with an error.
 macro_rules! ready {
@@ -24,37 +25,58 @@ macro_rules! ready {
 impl Shared {
     pub(super) fn begin(&self, begin: &Begin, limit: Duration) -> Result<Poll<()>> {
         let deadline = Deadline::after(limit);
-        let core = self.enter()?;
-        self.may_begin(&core, begin)?;
-        let waits_for_all = core.undecided.is_some();
-        let (mut core, ()) = ready!(self.wait_until(core, deadline, |core| {
-            core.progress.retire();
-            let ready = if waits_for_all { core.is_drained() } else { core.progress.alive() < 2 };
-            ready.then_some(())
-        })?);
+        let mut made: Option<(Key, Arc<Prepared>)> = None;
+        loop {
+            let core = self.enter()?;
+            self.may_begin(&core, begin)?;
+            let waits_for_all = core.undecided.is_some();
+            let (core, ()) = ready!(self.wait_until(core, deadline, |core| {
+                core.progress.retire();
+                let ready = if waits_for_all { core.is_drained() } else { core.progress.alive() < 2 };
+                ready.then_some(())
+            })?);
+            // A pass follows the newest one, unless that one's gradients wait; then nothing is known about what is on the
+            // device.
+            let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
+            let writes = core.saving.as_ref().is_some_and(|s| s.pass.is_none());
+            let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches, writes };
+            let resident = if previous.is_some() { core.resident.clone() } else { Vec::new() };
+            let key = (shape, resident, previous.as_ref().map(|p| (p.shape, p.resident.clone())));
+            if let Some((_, prepared)) = made.take_if(|(for_key, _)| *for_key == key) {
+                return self.begin_prepared(core, begin, shape, &prepared).map(Poll::Ready);
+            }
+            // The lanes go on meanwhile. Should another call change what the pass follows, it is made again.
+            drop(core);
+            let prepared = self.schedule(&key, previous.as_deref())?;
+            made = Some((key, prepared));
+        }
+    }
+
+    fn begin_prepared(
+        &self,
+        mut core: std::sync::MutexGuard<'_, EngineState>,
+        begin: &Begin,
+        shape: Shape,
+        prepared: &Prepared,
+    ) -> Result<()> {
+        self.device.set_compute_stream(begin.compute_stream)?;
         if let Some(undecided) = core.undecided {
-            // The pass whose gradients wait is kept aside; an evaluation after it leaves nothing behind, and gradients
-            // that are added to have been gathered.
+            // The pass whose gradients wait is kept; an evaluation after it leaves nothing behind, and gradients that are
+            // added to have been accumulated.
             if core.progress.newest().is_some_and(|(number, _)| number != undecided) {
                 core.drop_newest();
             }
             if begin.pass == Pass::Train {
                 core.drop_newest();
                 core.undecided = None;
-                core.gathered = true;
+                core.accumulated = true;
             }
         } else if begin.pass == Pass::Train {
-            core.gathered = false;
+            core.accumulated = false;
         }
-        let writes = core.saving.as_ref().is_some_and(|s| s.pass.is_none());
-        let shape = Shape { pass: begin.pass, micro_batches: begin.micro_batches, writes };
-        let previous = core.progress.newest().map(|(_, schedule)| schedule).filter(|_| core.undecided.is_none());
-        let schedule = self.schedule(&mut core, shape, previous.as_deref())?;
-        self.device.set_compute_stream(begin.compute_stream)?;
-        core.resident = schedule.leaves(&self.facts);
-        let computes = schedule.ops.iter().filter(|op| op.lane == Lane::Compute).map(|op| op.id).collect();
-        let number = core.progress.begin(schedule);
-        if let Some(saving) = core.saving.as_mut().filter(|_| writes) {
+        core.resident.clone_from(&prepared.leaves);
+        let number = core.progress.begin(Arc::clone(&prepared.schedule));
+        if let Some(saving) = core.saving.as_mut().filter(|_| shape.writes) {
             saving.pass = Some(number);
         }
         if begin.pass == Pass::Train {
@@ -66,49 +88,38 @@ impl Shared {
                 core.decisions.insert(number, decision);
             }
         }
-        let Core { decisions, progress, .. } = &mut *core;
+        let EngineState { decisions, progress, .. } = &mut *core;
         decisions.retain(|&pass, _| progress.is_alive(pass));
         core.counters.pass_begun(begin.pass == Pass::Train);
-        core.current = Some(Current { number, shape, computes: Arc::new(computes), finished: 0, held: None });
+        let computes = Arc::clone(&prepared.computes);
+        core.current = Some(Current { number, shape, computes, finished: 0, held: None });
         drop(core);
         self.notify();
-        Ok(Poll::Ready(()))
+        Ok(())
     }
 
-    fn may_begin(&self, core: &Core, begin: &Begin) -> Result<()> {
-        let invalid = |text: &str| Err(Error::Invalid(text.to_owned()));
+    fn may_begin(&self, core: &EngineState, begin: &Begin) -> Result<()> {
         if core.computing() {
-            return invalid("a pass is under way: compute all of it, or abandon it, before another one begins");
+            return Err(Error::PassUnderWay { remedy: "compute all of it, or abandon it, before another one begins" });
         }
         if begin.pass != Pass::Train {
             return Ok(());
         }
         begin.rows.iter().try_for_each(|rows| rows.check(&self.placement.layouts[0]))?;
         match (core.undecided, begin.accumulate) {
-            (Some(_), false) => {
-                return invalid(
-                    "gradients of the last pass were neither applied nor abandoned; apply them, or accumulate",
-                );
-            }
-            (None, true) => {
-                return invalid("there are no gradients to accumulate to: the last pass was applied or abandoned");
-            }
-            (_, true) if self.immediate => {
-                return invalid("immediate updates apply each gradient at once: passes cannot be accumulated");
-            }
-            (_, true) if !self.facts.accumulate => {
-                return invalid("the plan has no store for gradients of several passes; plan with requests.accumulate");
-            }
+            (Some(_), false) => return Err(Error::GradientsWait),
+            (None, true) => return Err(Error::NothingToAccumulate),
+            (_, true) if self.immediate => return Err(Error::ImmediateAccumulation),
+            (_, true) if !self.inputs.accumulate => return Err(Error::NoGradientStore),
             _ => {}
         }
         match &begin.groups {
             Some(groups) if self.immediate => self.check_groups(groups),
-            None if self.immediate => {
-                invalid("immediate updates need the hyper-parameters of every group when a pass begins")
-            }
-            Some(_) => {
-                invalid("just-in-time updates take their hyper-parameters when gradients are applied, not before")
-            }
+            None if self.immediate => Err(Error::GroupsAtWrongTime { when: "immediate", given: "when a pass begins" }),
+            Some(_) => Err(Error::GroupsAtWrongTime {
+                when: "just-in-time",
+                given: "when gradients are applied, not when a pass begins",
+            }),
             None => Ok(()),
         }
     }
@@ -117,35 +128,31 @@ impl Shared {
         for tensor in self.placement.layouts.iter().flat_map(|l| &l.tensors).filter(|t| t.spec.role == Role::Trainable)
         {
             if tensor.spec.group as usize >= groups.len() {
-                let (name, group, given) = (&tensor.spec.name, tensor.spec.group, groups.len());
-                return Err(Error::Invalid(format!(
-                    "{name} belongs to parameter group {group}; {given} groups were given"
-                )));
+                let (tensor, group) = (tensor.spec.name.clone(), tensor.spec.group);
+                return Err(Error::MissingGroup { tensor, group, given: groups.len() });
             }
         }
         for group in groups {
             // Refused here, where nothing has changed yet, rather than in the middle of the updates.
             let (betas, decay) = ((group.beta1, group.beta2), group.weight_decay);
-            crate::device::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
+            crate::adamw::AdamwScalars::new(group.lr, betas, group.eps, decay, 1, 1.0)?;
         }
         Ok(())
     }
 
-    /// Waits until every gradient of the undecided pass has landed.
-    fn landed<'a>(
+    /// Waits until every gradient of the undecided pass has been offloaded.
+    fn gradients_offloaded<'a>(
         &'a self,
-        core: std::sync::MutexGuard<'a, Core>,
+        core: std::sync::MutexGuard<'a, EngineState>,
         deadline: Deadline,
-    ) -> Result<Poll<(std::sync::MutexGuard<'a, Core>, Id)>> {
-        let number = core.undecided.ok_or_else(|| {
-            Error::Invalid("no gradients wait: no training pass has begun since the last one was applied".to_owned())
-        })?;
+    ) -> Result<Poll<(std::sync::MutexGuard<'a, EngineState>, Id)>> {
+        let number = core.undecided.ok_or(Error::NothingToApply)?;
         if core.computing() {
-            return Err(Error::Invalid("a pass is under way: compute all of it first".to_owned()));
+            return Err(Error::PassUnderWay { remedy: "compute all of it first" });
         }
         let schedule = core.progress.schedule(number);
-        let verdict = schedule.ops.iter().find(|op| op.kind == Kind::Verdict).map(|op| op.id);
-        let id = Id { pass: number, op: verdict.expect("a training pass has a verdict") };
+        let decision = schedule.ops.iter().find(|op| op.kind == Kind::ClipDecision).map(|op| op.id);
+        let id = Id { pass: number, op: decision.expect("a training pass has a clip decision") };
         self.wait_until(core, deadline, move |core| core.progress.op_is_ready(id).then_some(id))
     }
 
@@ -159,7 +166,7 @@ impl Shared {
     }
 
     pub(super) fn gradient_norm(&self, limit: Duration) -> Result<Poll<f64>> {
-        let (core, _) = ready!(self.landed(self.enter()?, Deadline::after(limit))?);
+        let (core, _) = ready!(self.gradients_offloaded(self.enter()?, Deadline::after(limit))?);
         drop(core);
         Ok(Poll::Ready(self.norm()))
     }
@@ -167,12 +174,11 @@ impl Shared {
     pub(super) fn apply(&self, groups: &[Group], max_norm: Option<f64>, limit: Duration) -> Result<Poll<Outcome>> {
         if let Some(max_norm) = max_norm {
             if self.immediate {
-                return Err(Error::Invalid(format!(
-                    "max_grad_norm = {max_norm}: immediate updates cannot be clipped by the norm of all gradients"
-                )));
+                return Err(Error::ImmediateClipping { max_norm });
             }
             if !(max_norm.is_finite() && max_norm >= 0.0) {
-                return Err(Error::Invalid(format!("max_grad_norm must be finite and at least 0, not {max_norm}")));
+                let what = "max_grad_norm".to_owned();
+                return Err(Error::WrongNumber { what, value: max_norm, allowed: "finite and at least 0" });
             }
         }
         if !self.immediate {
@@ -181,7 +187,7 @@ impl Shared {
         let deadline = Deadline::after(limit);
         let core = self.enter()?;
         let evaluated = core.undecided.is_some() && core.progress.newest().map(|(n, _)| n) != core.undecided;
-        let (core, verdict) = ready!(self.landed(core, deadline)?);
+        let (core, waiting) = ready!(self.gradients_offloaded(core, deadline)?);
         let (mut core, ()) =
             ready!(self.wait_until(core, deadline, |core| (!evaluated || core.is_drained()).then_some(()))?);
         if evaluated {
@@ -196,12 +202,12 @@ impl Shared {
         };
         if !self.immediate {
             let decision = Decision { groups: groups.to_vec(), rows: None, grad_scale: clip, skip: skipped };
-            core.decisions.insert(verdict.pass, decision);
+            core.decisions.insert(waiting.pass, decision);
         }
-        core.progress.take_op(verdict);
-        core.progress.complete(verdict);
+        core.progress.take_op(waiting);
+        core.progress.complete(waiting);
         core.undecided = None;
-        core.gathered = false;
+        core.accumulated = false;
         core.counters.applied();
         drop(core);
         self.notify();
@@ -219,7 +225,12 @@ impl Shared {
         core.progress.halt(newest);
         let training = core.undecided == Some(newest);
         if self.immediate && training && core.updates_begun {
-            let op = schedule.ops.iter().find(|op| op.kind == Kind::Verdict).cloned().expect("training has a verdict");
+            let op = schedule
+                .ops
+                .iter()
+                .find(|op| op.kind == Kind::ClipDecision)
+                .cloned()
+                .expect("training has a clip decision");
             drop(core);
             return Err(
                 self.fail(&op, "the pass was abandoned after some units had been updated, which cannot be undone")

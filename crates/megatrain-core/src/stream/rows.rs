@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::layout::{Role, UnitLayout};
-use crate::optimizer::Stretch;
+use crate::optimizer::ElementRange;
 
 /// The rows of an embedding table that a step looks up, in all its micro-batches. The others get no gradient from the
 /// embedding's backward, so that they can be updated before it.
@@ -17,24 +17,20 @@ pub struct Rows {
 
 impl Rows {
     /// # Errors
-    /// [`Error::Invalid`] when `embed` has no such table or the rows are not distinct, ascending and inside it.
+    /// [`Error`] when `embed` has no such table or the rows are not distinct, ascending and inside it.
     pub(super) fn check(&self, embed: &UnitLayout) -> Result<()> {
         let table =
             embed.tensors.get(self.tensor).filter(|t| t.spec.role == Role::Trainable && t.spec.shape.len() == 2);
         let Some(table) = table else {
-            return Err(Error::Invalid(format!("tensor {} of unit {} is no trained table", self.tensor, embed.name)));
+            return Err(Error::NotATable { tensor: self.tensor, unit: embed.name.clone() });
         };
         let (name, rows) = (&table.spec.name, table.spec.shape[0]);
         if let Some(pair) = self.rows.windows(2).find(|pair| pair[0] >= pair[1]) {
             let (first, second) = (pair[0], pair[1]);
-            return Err(Error::Invalid(format!(
-                "rows of {name} must be distinct and ascending; {second} follows {first}"
-            )));
+            return Err(Error::RowOrder { table: name.clone(), first, second });
         }
         match self.rows.last() {
-            Some(&last) if last >= rows => {
-                Err(Error::Invalid(format!("row {last} was looked up in {name}, which has {rows} rows")))
-            }
+            Some(&last) if last >= rows => Err(Error::UnknownRow { table: name.clone(), row: last, rows }),
             _ => Ok(()),
         }
     }
@@ -51,8 +47,8 @@ pub(super) enum Share<'a> {
     Late(Option<&'a Rows>),
 }
 
-/// The stretches of `layout`'s trainable tensors inside `part` (elements of the plane) that belong to `share`.
-pub(super) fn stretches(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>) -> Vec<Stretch> {
+/// The ranges of `layout`'s trainable tensors inside `part` (elements of the plane) that belong to `share`.
+pub(super) fn element_ranges(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>) -> Vec<ElementRange> {
     let mut list = Vec::new();
     for (tensor, placed) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
         let end = placed.element + placed.spec.numel();
@@ -60,7 +56,7 @@ pub(super) fn stretches(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>
             ..part.end.clamp(placed.element, end) - placed.element;
         let mut push = |range: Range<u64>| {
             if !range.is_empty() {
-                list.push(Stretch { tensor, start: range.start, len: range.end - range.start });
+                list.push(ElementRange { tensor, start: range.start, len: range.end - range.start });
             }
         };
         match share {
@@ -138,7 +134,7 @@ mod tests {
             for end in edges {
                 let mut found = 0;
                 for share in [Share::Early(rows), Share::Late(rows)] {
-                    for s in stretches(&layout, &(start..end), share) {
+                    for s in element_ranges(&layout, &(start..end), share) {
                         found += s.len;
                         for element in s.start..s.start + s.len {
                             seen[s.tensor][usize::try_from(element).unwrap()] += 1;
@@ -147,7 +143,7 @@ mod tests {
                         }
                     }
                 }
-                let all: u64 = stretches(&layout, &(start..end), Share::All).iter().map(|s| s.len).sum();
+                let all: u64 = element_ranges(&layout, &(start..end), Share::All).iter().map(|s| s.len).sum();
                 prop_assert_eq!(found, all);
                 start = end;
             }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use super::shared::{Deadline, Shared};
+use super::state::{Deadline, Shared};
 use super::{Begin, Engine};
 use crate::error::{Error, Result};
 use crate::schedule::{Op, Pass};
@@ -38,6 +38,7 @@ pub struct SaveFile {
 
 /// What was saved.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Saved {
     /// CRC32 per chunk of each file.
     pub sums: Vec<(PathBuf, Vec<u32>)>,
@@ -99,7 +100,7 @@ impl Save {
     /// The engine closes: what is not complete will not be.
     pub(super) fn close(&self) {
         if !self.complete.load(Ordering::Acquire) {
-            self.fail(Error::Invalid("the engine was closed before everything had been saved".to_owned()));
+            self.fail(Error::ClosedWhileSaving);
         }
     }
 
@@ -112,28 +113,28 @@ impl Save {
         match lock(&self.failure).take() {
             Some(error) => Err(error),
             None if self.complete.load(Ordering::Acquire) => Ok(std::mem::take(&mut *lock(&self.saved))),
-            None => Err(Error::Invalid("the save was given up".to_owned())),
+            None => Err(Error::SaveCancelled),
         }
     }
 }
 
 impl Engine {
     /// Asks for all of the model's state in `files`, as the passes so far have left it; the next pass carries it there,
-    /// or [`Engine::finish_save`]. `needed` is what all files take, for the words of an error.
+    /// or [`Engine::finish_save`]. `needed` is what all files take, for error messages.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while a pass or another save is under way, and for files that name no plane of the model's or
+    /// [`Error`] while a pass or another save is under way, and for files that name no plane of the model's or
     /// whose units do not ascend.
     pub fn begin_save(&self, files: Vec<SaveFile>, chunk_bytes: u64, needed: u64) -> Result<()> {
         let shared = &self.shared;
         let mut lines: Vec<Line> = Vec::new();
         for file in files {
-            let path = file.path.display();
+            let wrong = |rule| Err(Error::SaveFile { path: file.path.clone(), rule });
             if chunk_bytes == 0 || file.plane == Plane::Master {
-                return Err(Error::Invalid(format!("{path}: a file holds chunks of a plane that is stored as it is")));
+                return wrong("a file holds chunks of a plane that is stored as it is");
             }
             if !file.tensors.is_sorted_by_key(|tensor| tensor.0) {
-                return Err(Error::Invalid(format!("{path}: units are written in ascending order")));
+                return wrong("units are written in ascending order");
             }
             for &(unit, tensor) in &file.tensors {
                 shared.plane_of(unit, tensor, file.plane)?;
@@ -159,10 +160,10 @@ impl Engine {
         };
         let mut core = shared.enter()?;
         if core.computing() {
-            return Err(Error::Invalid("a pass is under way: a save begins before it or after it".to_owned()));
+            return Err(Error::PassUnderWay { remedy: "begin a save before it or after it" });
         }
         if core.saving.is_some() {
-            return Err(Error::Invalid("a save is under way: finish it, or give it up, before another".to_owned()));
+            return Err(Error::SaveUnderWay);
         }
         core.saving = Some(Saving { save: Arc::new(save), pass: None });
         Ok(())
@@ -171,7 +172,7 @@ impl Engine {
     /// Bytes written so far, and whether the save is over, well or not.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when none was begun, [`Error::Broken`].
+    /// [`Error`] when none was begun, [`Error::Broken`].
     pub fn save_progress(&self) -> Result<(u64, bool)> {
         let core = self.shared.lock();
         let Some(Saving { save, .. }) = &core.saving else { return Err(none_begun()) };
@@ -184,7 +185,7 @@ impl Engine {
     /// Waits until everything is on the disk.
     ///
     /// # Errors
-    /// [`Error::Storage`] when a file could not be written, [`Error::Invalid`] when no save was begun or a pass is under
+    /// [`Error::Storage`] when a file could not be written, [`Error`] when no save was begun or a pass is under
     /// way that does not carry it, [`Error::Broken`].
     pub fn finish_save(&self, limit: Duration) -> Result<Poll<Saved>> {
         let deadline = Deadline::after(limit);
@@ -217,13 +218,13 @@ impl Engine {
 }
 
 fn none_begun() -> Error {
-    Error::Invalid("no save has begun".to_owned())
+    Error::NoSave
 }
 
 impl Begin {
     /// A pass that only writes.
     pub(super) fn write() -> Self {
-        Self { pass: Pass::Write, micro_batches: 0, compute_stream: 0, groups: None, rows: None, accumulate: false }
+        Self::new(Pass::Write, 0)
     }
 }
 
@@ -264,7 +265,7 @@ impl Shared {
             joined.collect()
         });
         results.into_iter().collect::<Result<()>>()?;
-        if op.unit == self.facts.head() && !save.stopped.load(Ordering::Acquire) {
+        if op.unit == self.inputs.head() && !save.stopped.load(Ordering::Acquire) {
             save.complete.store(true, Ordering::Release);
         }
         Ok(())
@@ -281,7 +282,7 @@ impl Shared {
             let written = |bytes: u64| {
                 save.written.fetch_add(bytes, Ordering::AcqRel);
                 let stopped = save.stopped.load(Ordering::Acquire);
-                if stopped { Err(Error::Invalid("the save has ended".to_owned())) } else { Ok(()) }
+                if stopped { Err(Error::SaveCancelled) } else { Ok(()) }
             };
             let mut writer = match open.take() {
                 Some(writer) => writer,

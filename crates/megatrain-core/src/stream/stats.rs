@@ -4,14 +4,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::shared::Shared;
+use super::state::Shared;
 use crate::error::Result;
 use crate::plan::Placement;
 use crate::schedule::{Kind, Lane, Op};
 
 /// Figures from one decision to the next: a step's computing and copies, with the updates of the step before, which run
-/// beneath it. After an evaluation: those of the evaluation.
+/// during it. After an evaluation: those of the evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Stats {
     /// Wall-clock seconds.
     pub seconds: f64,
@@ -26,7 +27,7 @@ pub struct Stats {
     /// Seconds for which the caller waited for an operation's inputs.
     pub waited_s: f64,
     /// Seconds in which the caller queued operations on a device that had come to the end of all before them. A device
-    /// that is kept busy is behind its caller; here it waited for launches, which the compute lane counts as busy.
+    /// that is kept busy lags its caller; here it waited for launches, which the compute lane counts as busy.
     pub launching_s: f64,
     /// The lane that was busy longest; `launching` where that is compute, and most of it is `launching_s`.
     pub bound: String,
@@ -42,7 +43,7 @@ pub(super) struct Counters {
     waited: Duration,
     launching: Duration,
     last: Stats,
-    /// Whether a training pass is being counted, which ends with its verdict and not with its last computation.
+    /// Whether a training pass is being counted, which ends with its clip decision and not with its last computation.
     deciding: bool,
 }
 
@@ -80,14 +81,14 @@ impl Counters {
         let part = || &placement.parts[unit][op.part as usize];
         match op.kind {
             Kind::Load => self.to_device += part().image.end - part().image.start,
-            Kind::Fetch => self.to_device += placement.staged[unit],
-            Kind::Save => self.to_host += placement.staged[unit],
-            Kind::Land if op.slab.is_some() => {
+            Kind::FetchActivation => self.to_device += placement.staged[unit],
+            Kind::OffloadActivation => self.to_host += placement.staged[unit],
+            Kind::OffloadGrad if op.slab.is_some() => {
                 let elements = part().elements.end - part().elements.start;
                 self.to_host += elements * placement.grad_precision.dtype().size();
             }
-            Kind::Bring => self.to_device += placement.visit_bytes(unit, op.part as usize).0,
-            Kind::Return => self.to_host += placement.visit_bytes(unit, op.part as usize).1,
+            Kind::FetchState => self.to_device += placement.device_update_bytes(unit, op.part as usize).0,
+            Kind::WriteBackState => self.to_host += placement.device_update_bytes(unit, op.part as usize).1,
             // The last part speaks for all.
             Kind::Update
                 if op.lane == Lane::Host && !op.early && op.part as usize + 1 == placement.parts[unit].len() =>

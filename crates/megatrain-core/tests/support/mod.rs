@@ -10,7 +10,7 @@ use megatrain_core::device::{Device, DeviceMemory, Stream};
 use megatrain_core::error::Result;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{
-    Activation, Budget, Count, DeviceKind, Place, Rates, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode,
+    Activation, Budget, Count, Place, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode,
 };
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
@@ -49,30 +49,17 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
     let mut units = vec![unit("embed", UnitRole::Embed, 1001)];
     units.extend((0..layers).map(|i| unit(&format!("layers.{i}"), UnitRole::Layer, 701 + 13 * i as u64)));
     units.push(unit("head", UnitRole::Head, 333));
-    Request {
-        units,
-        tied: false,
-        precision: Precision::Fp32,
-        grad_precision: Precision::Fp32,
-        update: UpdateMode::JustInTime,
-        micro_batches,
-        workspace_bytes: 0,
-        late_workspace_bytes: 0,
-        context_bytes: 0,
-        fragmentation: 0.0,
-        budget: Budget { device: 1 << 30, host: 1 << 30 },
-        device: DeviceKind::Cpu,
-        requests: Requests { keep: Some(0), slots: Some(2), ..Requests::default() },
-        rates: Rates::default(),
-    }
+    let budget = Budget { device: 1 << 30, host: 1 << 30 };
+    let requests = Requests { keep: Some(0), slots: Some(2), ..Requests::default() };
+    Request { requests, ..Request::new(units, Precision::Fp32, micro_batches, budget) }
 }
 
 /// Any request that a plan can be made for: the whole product of what may be asked for.
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let visits = (0u32..7, 0u32..4);
-    (counts, choices, 0u32..4, visits).prop_map(|(counts, choices, frozen, (visiting, parts))| {
+    let device_updates = (0u32..7, 0u32..4);
+    (counts, choices, 0u32..4, device_updates).prop_map(|(counts, choices, frozen, (device_updates, parts))| {
         let (layers, micro_batches, slots, group, stage, slabs) = counts;
         let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
         let mut request = request(layers, micro_batches);
@@ -88,7 +75,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         r.slabs = immediate.then_some(slabs);
         r.accumulate = accumulate && !immediate;
         r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
-        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { visiting.min(layers as u32) }));
+        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
         r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);
         r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
@@ -129,7 +116,7 @@ pub struct Toy {
 
 fn bf16(value: f32) -> u16 {
     let mut out = [0u16];
-    megatrain_core::optimizer::kernel::f32_to_bf16(&[value], &mut out);
+    megatrain_core::adamw::kernels::f32_to_bf16(&[value], &mut out);
     out[0]
 }
 

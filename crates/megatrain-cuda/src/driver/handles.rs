@@ -2,14 +2,14 @@
 //!
 //! Copies are queued and run later. What keeps them sound: pageable host memory is done with when the call returns (the
 //! driver stages it); registered host memory is kept by its [`Registration`], which waits for the device before it lets
-//! go; and freeing device memory waits for the device. Who may read or write which bytes meanwhile is decided by the
-//! schedule, as for every [`HostSpan`].
+//! go; and freeing device memory waits for the device. Who may read or write which host bytes meanwhile is what callers of
+//! the two copies promise.
 use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
 use megatrain_core::device::DeviceMemory;
-use megatrain_core::store::arena::HostSpan;
+use megatrain_core::host::HostSpan;
 
 use super::{Bound, Context};
 use crate::error::{CudaError, NOT_READY, check};
@@ -63,7 +63,9 @@ impl Drop for OwnedStream {
 
 /// What is queued on a stream.
 impl Context {
-    pub(crate) fn copy_to_device(
+    /// # Safety
+    /// As for [`megatrain_core::device::Device::copy_to_device`].
+    pub(crate) unsafe fn copy_to_device(
         &self,
         stream: StreamHandle,
         src: &HostSpan,
@@ -71,21 +73,23 @@ impl Context {
     ) -> Result<(), CudaError> {
         let _bound = self.bind()?;
         // SAFETY: the span's bytes are mapped while it lives, and for as long as a queued copy reads them (module doc);
-        // the caller has compared the lengths.
+        // the caller has compared the lengths, and promises that nobody writes them meanwhile.
         let code = unsafe {
             (self.api.cuMemcpyHtoDAsync_v2)(dst.address, src.address().cast::<c_void>(), src.len(), stream.raw())
         };
         check("cuMemcpyHtoDAsync_v2", code)
     }
 
-    pub(crate) fn copy_to_host(
+    /// # Safety
+    /// As for [`megatrain_core::device::Device::copy_to_host`].
+    pub(crate) unsafe fn copy_to_host(
         &self,
         stream: StreamHandle,
         src: &DeviceMemory,
         dst: &HostSpan,
     ) -> Result<(), CudaError> {
         let _bound = self.bind()?;
-        // SAFETY: as above, with the bytes written instead of read.
+        // SAFETY: as above, with the bytes written instead of read, so that nobody reads them either.
         let code = unsafe {
             (self.api.cuMemcpyDtoHAsync_v2)(dst.address().cast::<c_void>(), src.address, dst.len(), stream.raw())
         };
@@ -152,7 +156,7 @@ impl RawEvent {
         check("cuEventRecord", unsafe { (self.context.api.cuEventRecord)(self.handle, stream.raw()) })
     }
 
-    /// Whether it has passed. Only "not ready" is "not yet": any other answer is an error.
+    /// Whether it has passed. Only "not ready" is "not yet": any other code is an error.
     pub(crate) fn query(&self) -> Result<bool, CudaError> {
         let _bound = self.context.bind()?;
         // SAFETY: the event lives.

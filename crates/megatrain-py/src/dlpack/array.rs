@@ -158,7 +158,7 @@ impl Array {
         if tensor.device.kind != CPU && tensor.device.kind != CUDA_HOST {
             let place = device_name(tensor.device);
             return Err(PyValueError::new_err(format!(
-                "{name}: the array lies on {place}; one in host memory is needed (tensor.cpu())"
+                "{name}: the array is on {place}; one in host memory is needed (tensor.cpu())"
             )));
         }
         let element = Element::from_dlpack(tensor.dtype).ok_or_else(|| {
@@ -274,7 +274,7 @@ fn request_capsule<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<Boun
         // Before the producer is made to synchronise a stream for nothing.
         let place = device_name(DlDevice { kind: device.0, id: device.1 });
         return Err(PyValueError::new_err(format!(
-            "{name}: the array lies on {place}; one in host memory is needed (tensor.cpu())"
+            "{name}: the array is on {place}; one in host memory is needed (tensor.cpu())"
         )));
     }
     let keywords = PyDict::new(py);

@@ -1,7 +1,7 @@
 //! AdamW over byte copies of one parameter's planes, for the simulated device.
-use crate::device::AdamwScalars;
+use crate::adamw::AdamwScalars;
+use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::layout::Dtype;
-use crate::optimizer::kernel::{self, Isa, Values, Weights};
 
 /// The planes of one parameter, bytes in the machine's order.
 pub(super) struct Planes {
@@ -29,9 +29,9 @@ fn put<T: Copy, const N: usize>(bytes: &mut [u8], values: &[T], to_bytes: impl F
 pub(super) fn block_sum(bytes: &[u8], dtype: Dtype) -> f64 {
     let isa = Isa::best();
     if dtype == Dtype::Bf16 {
-        kernel::sum_squares(isa, Values::Bf16(&halves(bytes)))
+        kernels::sum_squares(isa, Values::Bf16(&halves(bytes)))
     } else {
-        kernel::sum_squares(isa, Values::F32(&floats(bytes)))
+        kernels::sum_squares(isa, Values::F32(&floats(bytes)))
     }
 }
 
@@ -45,13 +45,13 @@ impl Planes {
             Some(residual) => {
                 let (mut hi, mut lo) = (halves(&self.weights), halves(residual));
                 let weights = Weights::Split { hi: &mut hi, lo: &mut lo };
-                kernel::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, grad, scalars);
+                kernels::adamw(isa, weights, &mut exp_avg, &mut exp_avg_sq, grad, scalars);
                 put(&mut self.weights, &hi, u16::to_ne_bytes);
                 put(residual, &lo, u16::to_ne_bytes);
             }
             None => {
                 let mut full = floats(&self.weights);
-                kernel::adamw(isa, Weights::Full(&mut full), &mut exp_avg, &mut exp_avg_sq, grad, scalars);
+                kernels::adamw(isa, Weights::Full(&mut full), &mut exp_avg, &mut exp_avg_sq, grad, scalars);
                 put(&mut self.weights, &full, f32::to_ne_bytes);
             }
         }

@@ -1,0 +1,44 @@
+//! The global gradient norm and the clip coefficient, as `torch.nn.utils.clip_grad_norm_` defines them.
+use super::kernels::ieee;
+
+/// Added to the norm in the denominator, as `torch.nn.utils.clip_grad_norm_` does.
+const CLIP_EPS: f64 = 1e-6;
+
+/// The norm of all gradients from the sums of squares of their blocks, given in parameter order. The blocks are fixed by
+/// the parameters alone (`UnitLayout::norm_blocks`) and are added one after the other, so the norm does not depend on
+/// threads, placement, or how parameters are grouped into units. Not finite when a gradient is not.
+#[must_use]
+pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
+    ieee(|| partials.into_iter().fold(0.0, |sum, partial| sum + partial).sqrt())
+}
+
+/// What every gradient is multiplied with: min(1, `max_norm` / (`norm` + 1e-6)), rounded once to fp32. The norm must be
+/// finite; the step is skipped otherwise.
+#[must_use]
+pub fn clip_coefficient(norm: f64, max_norm: f64) -> f32 {
+    #[expect(clippy::cast_possible_truncation, reason = "rounded once, here")]
+    let coefficient = ieee(|| (max_norm / (norm + CLIP_EPS)).min(1.0) as f32);
+    coefficient
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_norm_is_the_root_of_the_sum_in_order() {
+        assert_eq!(global_norm([9.0, 16.0]), 5.0);
+        assert_eq!(global_norm([]), 0.0);
+        assert!(global_norm([1.0, f64::NAN]).is_nan());
+        assert_eq!(global_norm([1.0, f64::INFINITY]), f64::INFINITY);
+    }
+
+    #[test]
+    fn the_coefficient_is_that_of_pytorch() {
+        assert_eq!(clip_coefficient(50.0, 1.0), (1.0 / (50.0 + 1e-6)) as f32);
+        assert_eq!(clip_coefficient(0.5, 1.0), 1.0);
+        assert_eq!(clip_coefficient(0.0, 0.0), 0.0);
+        // At the limit the coefficient is just below one, as in PyTorch.
+        assert!(clip_coefficient(1.0, 1.0) < 1.0);
+    }
+}

@@ -1,0 +1,28 @@
+//! What fits, and where everything goes: [`plan`] turns a [`Request`] into a [`Plan`] without allocating anything.
+//!
+//! A plan is a point in a small space (`space`): how many units have their optimizer state on the device, how many
+//! layers keep their activations, how many others are updated on the device, how many buffers there are, and where
+//! layer inputs wait. The points that are compared follow from the model and the rates, never from the budgets, and
+//! of those that fit the one with the shortest simulated step is taken (`search`). So whatever is chosen under a small
+//! budget is a candidate under a larger one, and more memory never makes a plan slower. A request is refused only when
+//! no point fits, with the sum of the point that misses by least.
+//!
+//! Every choice can be asked for in [`crate::plan::Requests`]; one that cannot be honoured is refused by name.
+use crate::error::Result;
+use crate::plan::{Plan, Request};
+
+mod point;
+mod search;
+mod space;
+
+/// Plans a request.
+///
+/// # Errors
+/// [`crate::Error`] for a request that contradicts itself; [`crate::Error::DoesNotFit`] or
+/// [`crate::Error::SharedMemory`] with the sum.
+pub fn plan(request: &Request) -> Result<Plan> {
+    request.check()?;
+    let mut plan = search::fastest(request)?;
+    plan.estimate = crate::estimate::forecast(request, &plan)?;
+    Ok(plan)
+}

@@ -1,0 +1,117 @@
+//! One point of the space, and the plan that it stands for.
+use crate::error::{Error, Result};
+use crate::layout::Role;
+use crate::plan::{
+    Activation, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode, staged_bytes,
+};
+
+/// The numbers that decide a plan. Buffers that layers with state on the host share are
+/// at most as many as there are such layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Point {
+    /// Units whose state lives on the device, in the order of [`state_order`].
+    pub(super) state: usize,
+    /// Layers whose state lives on the host and that are updated on the device.
+    pub(super) device_updates: u32,
+    /// Layers, the last ones, whose activations are kept.
+    pub(super) keep: usize,
+    /// Where the inputs of the other layers wait.
+    pub(super) inputs: Place,
+    /// Device weight buffers.
+    pub(super) slots: u32,
+    /// Shared landing places, immediate updates only.
+    pub(super) slabs: u32,
+    /// Device gradient buffers that layers share.
+    pub(super) grad_buffers: u32,
+    /// Staging buffers, where anything is staged.
+    pub(super) stage_buffers: u32,
+}
+
+impl Point {
+    /// The plan, with its sum and without a forecast, and where everything lies under it.
+    ///
+    /// # Errors
+    /// As for [`Placement::new`].
+    pub(super) fn plan(&self, request: &Request) -> Result<(Plan, Placement)> {
+        let layers = request.num_layers();
+        let on_device: Vec<usize> = state_order(request).take(self.state).collect();
+        let offloads = request.requests.activation == Some(Activation::Offload);
+        let other = if offloads { Activation::Offload } else { Activation::Recompute };
+        let unit = |index: usize| {
+            let layer = (1..=layers).contains(&index);
+            let kept = !layer || index > layers - self.keep;
+            UnitPlan {
+                name: request.units[index].name.clone(),
+                state: if on_device.contains(&index) { State::Device } else { State::Host },
+                activation: if kept { Activation::Keep } else { other },
+                // A kept layer holds its input among what it keeps; embed and head have none that waits.
+                input: if kept { Place::Device } else { self.inputs },
+                update: if on_device.contains(&index) { Place::Device } else { Place::Host },
+            }
+        };
+        let units: Vec<UnitPlan> = (0..request.units.len()).map(unit).collect();
+        let hosted = units[1..=layers].iter().filter(|unit| unit.state == State::Host).count();
+        let hosted = u32::try_from(hosted).map_err(|_| Error::TooMany {
+            what: "layers",
+            count: hosted as u64,
+            most: u32::MAX.into(),
+        })?;
+        let mut plan = Plan {
+            units,
+            slots: self.slots.min(hosted),
+            slabs: match request.update {
+                UpdateMode::JustInTime => hosted,
+                UpdateMode::Immediate => self.slabs.min(hosted),
+            },
+            grad_buffers: self.grad_buffers.min(hosted),
+            stage_buffers: 0,
+            stage_bytes: 0,
+            state_buffers: 0,
+            group: request.requests.group.unwrap_or(request.micro_batches),
+            micro_batches: request.micro_batches,
+            items: Vec::new(),
+            totals: Totals::default(),
+            estimate: Forecast::default(),
+        };
+        // Evenly spread, so that the host's optimizer and the link meet the next forward side by side.
+        for unit in updated_on_device(&hosted_layers(request, self.state), self.device_updates) {
+            plan.units[unit].update = Place::Device;
+            plan.state_buffers = state_buffers(request);
+        }
+        plan.stage_bytes =
+            (1..=layers).map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+        plan.stage_buffers = if plan.stage_bytes > 0 { self.stage_buffers } else { 0 };
+        let placement = Placement::new(request, &plan)?;
+        plan.items = placement.items().to_vec();
+        plan.totals = placement.totals();
+        Ok((plan, placement))
+    }
+}
+
+/// Units in the order in which their state goes to the device: embed and head have their weights and gradients there
+/// anyway, so the same bytes buy more parameters; then layers in the order in which the next forward needs them.
+pub(super) fn state_order(request: &Request) -> impl Iterator<Item = usize> {
+    let last = request.units.len() - 1;
+    std::iter::once(0).chain(std::iter::once(last)).chain(1..last)
+}
+
+/// Layers that train and of whose state, with the first `state` units on the device, the host is the home.
+pub(super) fn hosted_layers(request: &Request, state: usize) -> Vec<usize> {
+    let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role == Role::Trainable && t.numel() > 0);
+    let mut layers: Vec<usize> =
+        state_order(request).skip(state).filter(|u| (1..=request.num_layers()).contains(u)).filter(trains).collect();
+    layers.sort_unstable();
+    layers
+}
+
+/// One state buffer is filled, one is emptied, and one absorbs the difference; immediate updates need two pairs (see
+/// `schedule/build.rs`).
+fn state_buffers(request: &Request) -> u32 {
+    if request.update == UpdateMode::Immediate { 4 } else { 3 }
+}
+
+/// Which of the `hosted` layers are updated on the device when `count` are, or all where there are fewer.
+pub(super) fn updated_on_device(hosted: &[usize], count: u32) -> impl Iterator<Item = usize> {
+    let count = (count as usize).min(hosted.len());
+    (0..count).map(move |i| hosted[(2 * i + 1) * hosted.len() / (2 * count)])
+}

@@ -1,0 +1,447 @@
+//! The points that are compared, each with its memory and with the least seconds that its step can take.
+//!
+//! Which points there are follows from the model, the rates and what was asked for, and never from the budgets: see
+//! [`crate::planner`].
+use super::point::{Point, hosted_layers};
+use crate::error::Result;
+use crate::estimate::{allowance, simulated_micro_batches, update_bytes};
+use crate::plan::{
+    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, UnitPlan, UnitRequest, UpdateMode,
+    staged_bytes, staged_on_host, torch_lines,
+};
+
+/// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
+/// the next gradient while the link lags or leads by a few layers.
+const SLABS: u32 = 6;
+/// One slot computes, one loads, and one is full already when the link is late.
+const SLOTS: u32 = 3;
+/// One staging buffer is filled, one is emptied, and one absorbs the difference.
+const STAGE_BUFFERS: u32 = 3;
+/// One gradient buffer is filled by backward while the other one lands.
+const GRAD_BUFFERS: u32 = 2;
+/// The least that a schedule can be made with, at the cost of waiting.
+const LEAST_SLOTS: u32 = 2;
+const LEAST_STAGE_BUFFERS: u32 = 2;
+const LEAST_GRAD_BUFFERS: u32 = 1;
+/// Values of one number that are compared: all where there are no more, else evenly spaced ones.
+const VALUES: usize = 20;
+/// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
+const DEVICE_UPDATES: u32 = 8;
+/// Up to this number of slots every number is compared, beyond it every further half as many again.
+const EACH_SLOT: u32 = 12;
+
+/// A point with what decides between points.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    pub(super) point: Point,
+    /// Bytes on the device.
+    pub(super) device: u64,
+    /// Bytes on the host without any shared landing place, and bytes of one.
+    pub(super) host: u64,
+    pub(super) slab: u64,
+    /// No step under this plan is shorter, in seconds.
+    pub(super) least_s: f64,
+}
+
+/// Sizes and seconds of a model from which those of every point are sums.
+pub(super) struct Space<'a> {
+    request: &'a Request,
+    rates: Rates,
+    group: u32,
+    /// By the number of layers that are not kept: the first ones.
+    first_layers: Vec<FirstLayers>,
+    /// By the number of layers that are kept: bytes that the last ones keep.
+    kept: Vec<u64>,
+}
+
+/// Sums over the first layers of a model, which are those that are not kept.
+#[derive(Clone, Copy, Default)]
+struct FirstLayers {
+    /// Bytes of their inputs.
+    inputs: u64,
+    /// Bytes of a staging buffer, by whether their inputs wait on the host.
+    stage: [u64; 2],
+    /// Bytes that they leave on the host, and bytes that cross the link each way for that in a step.
+    staged: [u64; 2],
+    crossing: [u64; 2],
+    /// Seconds of their forward, all micro-batches together.
+    forward_s: f64,
+}
+
+/// What depends on nothing but where units are updated.
+struct Base {
+    /// Bytes on the device without slots, shared gradient buffers and what torch allocates; on the host without shared
+    /// landing places and what is staged.
+    device: u64,
+    host: u64,
+    slot: u64,
+    slab: u64,
+    grad_buffer: u64,
+    /// Layers whose state lives on the host.
+    hosted: u32,
+    /// Bytes of the smallest of their images.
+    smallest: u64,
+    /// Bytes that every step loads: of embed and head, and of layers that train.
+    loaded_ends: u64,
+    loaded_layers: u64,
+    /// Bytes of gradients that land on the host.
+    landed: u64,
+    /// Parameters that the host updates, and that the device does.
+    on_host: u64,
+    on_device: u64,
+    /// Bytes of state that is fetched to be updated on the device, and written back.
+    fetched: u64,
+    written: u64,
+}
+
+impl<'a> Space<'a> {
+    pub(super) fn new(request: &'a Request) -> Result<Self> {
+        let layers = request.num_layers();
+        let rates = request.rates.sustained();
+        let group = request.requests.group.unwrap_or(request.micro_batches);
+        let offloads = request.requests.activation == Some(Activation::Offload);
+        let activation = if offloads { Activation::Offload } else { Activation::Recompute };
+        let mut first_layers = vec![FirstLayers::default()];
+        for unit in 1..=layers {
+            let mut sums = first_layers[unit - 1];
+            let sizes = &request.units[unit];
+            sums.inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(sums.inputs);
+            sums.forward_s += f64::from(request.micro_batches) * sizes.flops / (rates.matmul_tflops * 1e12);
+            for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
+                let name = sizes.name.clone();
+                let choice = UnitPlan { name, state: State::Host, activation, input, update: Place::Host };
+                let staged = staged_bytes(sizes, &choice);
+                let crossing = u64::from(request.micro_batches).saturating_mul(staged);
+                sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
+                sums.stage[index] = sums.stage[index].max(staged);
+                let waiting = u64::from(group).saturating_mul(staged_on_host(staged));
+                sums.staged[index] = sums.staged[index].saturating_add(waiting);
+            }
+            first_layers.push(sums);
+        }
+        let mut kept = vec![0];
+        for count in 1..=layers {
+            let own = u64::from(group).saturating_mul(request.units[layers + 1 - count].kept_bytes);
+            kept.push(own.saturating_add(kept[count - 1]));
+        }
+        Ok(Self { request, rates, group, first_layers, kept })
+    }
+
+    /// Every point that is compared.
+    pub(super) fn candidates(&self) -> Result<Vec<Candidate>> {
+        let units = self.request.units.len();
+        let every = match self.request.requests.state_on_device {
+            Some(Count::Units(count)) => vec![count as usize],
+            None | Some(Count::Auto(Auto::Auto)) if self.places_state() => (0..=units).collect(),
+            _ => vec![0],
+        };
+        // Of embed and head it always pays to know; of layers, evenly spaced numbers are enough.
+        let compared: Vec<usize> = if every.len() > VALUES {
+            [0, 1, 2].into_iter().chain(spaced(2, units).skip(1)).collect()
+        } else {
+            every.clone()
+        };
+        let mut found = Vec::new();
+        for &state in &every {
+            let base = self.base(state, self.asked_device_updates())?;
+            self.add_leanest(&mut found, state, &base);
+            if !compared.contains(&state) {
+                continue;
+            }
+            self.add_all(&mut found, state, self.asked_device_updates(), &base, None);
+            if self.places_updates() {
+                let hosted = hosted_layers(self.request, state).len() as u32;
+                let mut counts: Vec<u32> = (1..=DEVICE_UPDATES).map(|share| hosted * share / DEVICE_UPDATES).collect();
+                counts.dedup();
+                for device_updates in counts.into_iter().filter(|&count| count > 0) {
+                    self.add_all(&mut found, state, device_updates, &self.base(state, device_updates)?, Some(&base));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn asked_device_updates(&self) -> u32 {
+        match self.request.requests.updates_on_device {
+            Some(Count::Units(count)) => count,
+            _ => 0,
+        }
+    }
+
+    /// Whether the plan may move state to the device. Without a card of its own, the device's memory is the host's:
+    /// moving state there frees nothing. Sums over passes are formed where the host's optimizer reads them.
+    fn places_state(&self) -> bool {
+        self.request.device == DeviceKind::Cuda && !self.request.requests.accumulate
+    }
+
+    /// Whether the plan decides which layers with their state on the host are updated on the device.
+    fn places_updates(&self) -> bool {
+        let free = matches!(self.request.requests.updates_on_device, None | Some(Count::Auto(Auto::Auto)));
+        free && self.places_state()
+    }
+
+    /// Numbers of kept layers. Nothing is known about a layer whose activations have no size, so nothing can be promised
+    /// about keeping them.
+    fn keeps(&self) -> Vec<usize> {
+        let (r, layers) = (&self.request.requests, self.request.num_layers());
+        match (r.keep, r.activation) {
+            (Some(keep), _) => vec![keep as usize],
+            (None, Some(Activation::Keep)) => vec![layers],
+            (None, Some(_)) => vec![0],
+            (None, None) => {
+                let sized = |unit: &&UnitRequest| unit.kept_bytes > 0;
+                spaced(0, self.request.units[1..=layers].iter().rev().take_while(sized).count()).collect()
+            }
+        }
+    }
+
+    fn inputs(&self) -> Vec<Place> {
+        self.request.requests.inputs.map_or_else(|| vec![Place::Device, Place::Host], |place| vec![place])
+    }
+
+    /// The points that need least memory: what is left where none with buffers to spare fits.
+    fn add_leanest(&self, found: &mut Vec<Candidate>, state: usize, base: &Base) {
+        let r = &self.request.requests;
+        for inputs in self.inputs() {
+            for grad_buffers in [GRAD_BUFFERS, LEAST_GRAD_BUFFERS] {
+                let lean = |keep: usize| {
+                    let point = Point {
+                        state,
+                        device_updates: self.asked_device_updates(),
+                        keep,
+                        inputs,
+                        slots: r.slots.unwrap_or(LEAST_SLOTS),
+                        slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
+                        grad_buffers,
+                        stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
+                    };
+                    self.candidate(point, base)
+                };
+                // Torch may need more at the end of backward where little is kept: none is not always the least.
+                found.extend(self.keeps().into_iter().map(lean).min_by_key(|lean| lean.device));
+            }
+        }
+    }
+
+    /// Every number of kept layers with every number of slots. Updates on the device that leave the bound of
+    /// a step as it is `without` them are left out.
+    fn add_all(
+        &self,
+        found: &mut Vec<Candidate>,
+        state: usize,
+        device_updates: u32,
+        base: &Base,
+        without: Option<&Base>,
+    ) {
+        let r = &self.request.requests;
+        let point = Point {
+            state,
+            device_updates,
+            keep: 0,
+            inputs: Place::Device,
+            slots: 0,
+            slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
+            grad_buffers: GRAD_BUFFERS,
+            stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
+        };
+        for slots in r.slots.map_or_else(|| slot_counts(base.hosted), |slots| vec![slots]) {
+            for keep in self.keeps() {
+                for inputs in self.inputs() {
+                    let candidate = self.candidate(Point { keep, inputs, slots, ..point }, base);
+                    if without.is_none_or(|base| candidate.least_s < self.least_s(&candidate.point, base)) {
+                        found.push(candidate);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Under immediate updates the gradients that wait when backward ends are all that the host has to do until the
+    /// next backward: as many as a forward takes, or the host idles meanwhile.
+    fn waiting_slabs(&self) -> u32 {
+        let (layers, rates) = (&self.request.units[1..=self.request.num_layers()], &self.rates);
+        let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
+        for unit in layers {
+            let compute = f64::from(self.group) * unit.flops / (rates.matmul_tflops * 1e12);
+            let numel = unit.tensors.iter().map(|t| t.numel()).sum::<u64>() as f64;
+            let load = numel * self.request.precision.dtype().size() as f64 / (rates.h2d_gbs * 1e9);
+            forward += load.max(compute);
+            backward += load.max(2.0 * compute);
+            update += numel / (rates.adamw_gparams * 1e9);
+        }
+        if update <= backward {
+            return SLABS;
+        }
+        // Of those that wait, the host consumes some while backward fills them; beside them, a few circulate.
+        let waiting = (forward / update * layers.len() as f64) / (1.0 - backward / update);
+        waiting.ceil().min(layers.len() as f64) as u32 + SLABS
+    }
+
+    fn candidate(&self, point: Point, base: &Base) -> Candidate {
+        let first = &self.first_layers[self.request.num_layers() - point.keep];
+        let index = usize::from(point.inputs == Place::Host);
+        let slots = u64::from(point.slots.min(base.hosted)).saturating_mul(base.slot);
+        let grads = u64::from(point.grad_buffers.min(base.hosted)).saturating_mul(base.grad_buffer);
+        let stage = u64::from(point.stage_buffers).saturating_mul(first.stage[index]);
+        let inputs = if point.inputs == Place::Device { first.inputs } else { 0 };
+        let torch = torch_bytes(self.request, self.group, self.kept[point.keep], inputs);
+        Candidate {
+            point,
+            device: total([base.device, slots, grads, stage, torch]),
+            host: total([base.host, first.staged[index]]),
+            slab: base.slab,
+            least_s: self.least_s(&point, base),
+        }
+    }
+
+    /// What a step takes at least: its busiest lane; and forward and backward, each as long as its computing, what has to
+    /// be loaded meanwhile and what has to be staged. Where updates wait for the norm, they and the loads that follow them
+    /// lie between one backward and the next, like the forward.
+    fn least_s(&self, point: &Point, base: &Base) -> f64 {
+        let (request, rates) = (self.request, &self.rates);
+        let layers = request.num_layers();
+        let recomputed = layers - point.keep;
+        let first = &self.first_layers[recomputed];
+        let index = usize::from(point.inputs == Place::Host);
+        let crossing = first.crossing[index] as f64;
+        let upload_s = |bytes: f64| bytes / (rates.h2d_gbs * 1e9);
+        let download_s = |bytes: f64| bytes / (rates.d2h_gbs * 1e9);
+        let forward_s = |first: usize| self.first_layers[first].forward_s;
+
+        let offloads = request.requests.activation == Some(Activation::Offload);
+        let again_s = |first: usize| if offloads { 0.0 } else { forward_s(first.min(recomputed)) };
+        let (forward, backward) = (forward_s(layers), 2.0 * forward_s(layers) + again_s(layers));
+        // Those whose state lives on the host are the last ones. As many as there are slots may be loaded before their
+        // turn comes, and one may be under way.
+        let resident = point.state.saturating_sub(2);
+        let hosted_forward = forward - forward_s(resident);
+        let hosted_backward = 2.0 * hosted_forward + again_s(layers) - again_s(resident);
+        let smallest = base.smallest as f64;
+        let loads = upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
+        // What is staged and not yet taken away is in the staging buffers.
+        let simulated = simulated_micro_batches(request.micro_batches, self.group);
+        let buffer = first.stage[index] as f64 * f64::from(request.micro_batches) / f64::from(simulated);
+        let staged = (crossing - f64::from(point.stage_buffers) * buffer).max(0.0);
+        let waits = |computed: f64, needed: f64| (needed - computed).max(0.0);
+        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
+        let loss =
+            3.0 * f64::from(request.micro_batches) * request.units[layers + 1].flops / (rates.matmul_tflops * 1e12);
+        let backward = loss
+            + backward
+            + waits(hosted_backward, loads).max(waits(2.0 * forward_s(recomputed) + again_s(layers), upload_s(staged)));
+
+        let both = 2.0 / rates.both_ways;
+        let (fetched, written) = (base.fetched as f64, base.written as f64);
+        let fetch = both * upload_s(fetched);
+        let loaded = base.loaded_ends as f64 + base.loaded_layers as f64;
+        let again = f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
+        let upload = upload_s(loaded + again + crossing) + fetch;
+        let download = download_s(base.landed as f64 + crossing);
+        let update_bytes = update_bytes(request.precision) as f64;
+        let on_device = update_bytes * base.on_device as f64 / (rates.hbm_gbs * 1e9) + both * download_s(written);
+
+        let immediate = request.update == UpdateMode::Immediate;
+        let beside = fetched + written + loaded + if immediate { base.landed as f64 + 2.0 * crossing } else { 0.0 };
+        let on_host = base.on_host as f64;
+        let slowed = 1.0 + rates.link_cost * beside / (update_bytes * on_host).max(1.0);
+        let host = slowed * on_host / (rates.adamw_gparams * 1e9);
+
+        let longest = |times: [f64; 4]| times.into_iter().fold(0.0, f64::max);
+        let lanes = longest([upload, download, host, on_device]);
+        let after_norm = [forward, host, upload_s(base.loaded_layers as f64) + fetch, on_device];
+        let passes = backward + if immediate { forward } else { longest(after_norm) };
+        lanes.max(passes) * allowance(base.fetched > 0, crossing > 0.0)
+    }
+
+    fn base(&self, state: usize, device_updates: u32) -> Result<Base> {
+        let request = self.request;
+        let point = Point {
+            state,
+            device_updates,
+            keep: 0,
+            inputs: Place::Device,
+            slots: LEAST_SLOTS,
+            slabs: 1,
+            grad_buffers: LEAST_GRAD_BUFFERS,
+            stage_buffers: LEAST_STAGE_BUFFERS,
+        };
+        let (plan, placement) = point.plan(request)?;
+        let layers = 1..=request.num_layers();
+        let image = |u: usize| placement.layouts[u].image_bytes;
+        let hosted = |u: &usize| plan.units[*u].state == State::Host;
+        let slot = placement.slots.first().map_or(0, |slot| slot.len);
+        let slab = placement.shared_slabs.first().map_or(0, |&slab| placement.slabs[slab as usize]);
+        let grad_buffer = placement.shared_grads.first().map_or(0, |&buffer| placement.grads[buffer as usize].len);
+        let first = &self.first_layers[request.num_layers()];
+        let torch = torch_bytes(request, self.group, 0, first.inputs);
+        let stage = u64::from(plan.stage_buffers).saturating_mul(plan.stage_bytes);
+        let ends = [0, request.units.len() - 1];
+        let trainable = |u: usize| placement.layouts[u].num_trainable();
+        let updated = |place: Place| {
+            let at = |u: &usize| plan.units[*u].update == place;
+            (0..request.units.len()).filter(at).map(trainable).sum::<u64>()
+        };
+        let (fetched, written) = device_update_bytes(&placement);
+        Ok(Base {
+            device: plan.totals.device.saturating_sub(total([
+                u64::from(plan.slots).saturating_mul(slot),
+                (placement.shared_grads.len() as u64).saturating_mul(grad_buffer),
+                torch,
+                stage,
+            ])),
+            host: plan
+                .totals
+                .host
+                .saturating_sub(total([(placement.shared_slabs.len() as u64).saturating_mul(slab), first.staged[0]])),
+            slot,
+            slab,
+            grad_buffer,
+            hosted: layers.clone().filter(hosted).count() as u32,
+            smallest: layers.clone().filter(hosted).map(image).min().unwrap_or(0),
+            loaded_ends: ends.into_iter().filter(hosted).filter(|&u| placement.trains(u)).map(image).sum(),
+            loaded_layers: layers.filter(hosted).filter(|&u| placement.trains(u)).map(image).sum(),
+            landed: (0..request.units.len()).filter(hosted).map(|u| placement.grad_bytes(u)).sum(),
+            on_host: updated(Place::Host),
+            on_device: updated(Place::Device),
+            fetched,
+            written,
+        })
+    }
+}
+
+/// Bytes fetched to the device, and written back, for updates there of units whose state lives on the host.
+fn device_update_bytes(placement: &Placement) -> (u64, u64) {
+    let parts = |unit: usize| (0..placement.device_update_parts[unit].len()).map(move |part| (unit, part));
+    let all = (0..placement.device_update_parts.len())
+        .flat_map(parts)
+        .map(|(unit, part)| placement.device_update_bytes(unit, part));
+    all.fold((0, 0), |sums, bytes| (sums.0 + bytes.0, sums.1 + bytes.1))
+}
+
+/// A sum that stays at the largest number where it would be larger.
+fn total<const N: usize>(terms: [u64; N]) -> u64 {
+    terms.into_iter().fold(0, u64::saturating_add)
+}
+
+/// What torch allocates on the device.
+fn torch_bytes(request: &Request, group: u32, kept: u64, inputs: u64) -> u64 {
+    total(torch_lines(request, group, kept, inputs).map(|line| line.1))
+}
+
+/// All whole numbers from `least` to `most`, or evenly spaced ones where those are many.
+fn spaced(least: usize, most: usize) -> impl Iterator<Item = usize> {
+    let steps = (most - least).min(VALUES);
+    (0..=steps).map(move |i| least + ((most - least) * i).checked_div(steps).unwrap_or(0))
+}
+
+/// Numbers of slots that are compared, for so many layers with state on the host.
+fn slot_counts(hosted: u32) -> Vec<u32> {
+    let mut counts = vec![];
+    let mut count = SLOTS;
+    while count < hosted {
+        counts.push(count);
+        count = if count < EACH_SLOT { count + 1 } else { count + count / 2 };
+    }
+    counts.push(hosted);
+    counts
+}

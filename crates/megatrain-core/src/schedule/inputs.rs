@@ -1,0 +1,117 @@
+//! What a schedule depends on, and no more: counts and flags of a plan.
+use crate::error::Result;
+use crate::plan::{Placement, Plan, Request, State, UpdateMode};
+
+/// The part of a plan that decides order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ScheduleInputs {
+    /// Unit by unit.
+    pub units: Vec<UnitInputs>,
+    /// Device weight buffers.
+    pub slots: u32,
+    /// Shared gradient buffers, as indices into the placement's.
+    pub shared_grads: Vec<u32>,
+    /// Shared slabs.
+    pub shared_slabs: Vec<u32>,
+    /// Staging buffers.
+    pub stage_buffers: u32,
+    /// State buffers.
+    pub state_buffers: u32,
+    /// Micro-batches a group.
+    pub group: u32,
+    /// Micro-batches at most.
+    pub micro_batches: u32,
+    /// Whether each unit is updated as soon as its gradient has been offloaded.
+    pub immediate: bool,
+    /// Whether the head uses the embedding's weight.
+    pub tied: bool,
+    /// Whether gradients are accumulated in an fp32 store.
+    pub accumulate: bool,
+    /// Whether the embedding's rows that a step does not look up are updated while its layers run backward.
+    pub early: bool,
+}
+
+/// One unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnitInputs {
+    /// Whether it has anything to train.
+    pub trains: bool,
+    /// Whether its state lives on the device.
+    pub on_device: bool,
+    /// Whether it has a place of its own on the device.
+    pub own_place: bool,
+    /// Parts in which it is offloaded, updated and sent.
+    pub parts: u32,
+    /// Parts in which it is updated on the device while its state lives on the host; 0 where the host updates it.
+    pub device_update_parts: u32,
+    /// Its own gradient buffer.
+    pub own_grad: Option<u32>,
+    /// Its own slab.
+    pub own_slab: Option<u32>,
+    /// Whether its sum over micro-batches has a place of its own, so that only the last one writes the gradient buffer.
+    pub sums_apart: bool,
+    /// Whether activations or inputs go to the host.
+    pub staged: bool,
+}
+
+impl ScheduleInputs {
+    /// The inputs of a plan.
+    ///
+    /// # Errors
+    /// As for [`Placement::new`].
+    pub fn new(request: &Request, plan: &Plan) -> Result<Self> {
+        Ok(Self::from_placement(request, plan, &Placement::new(request, plan)?))
+    }
+
+    /// The inputs of a plan that has been placed.
+    #[must_use]
+    pub fn from_placement(request: &Request, plan: &Plan, placement: &Placement) -> Self {
+        let unit = |u: usize| UnitInputs {
+            trains: placement.trains(u),
+            on_device: plan.units[u].state == State::Device,
+            own_place: placement.own[u].is_some(),
+            parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
+            device_update_parts: u32::try_from(placement.device_update_parts[u].len()).expect("fewer parts than 2^32"),
+            own_grad: placement.own_grad[u],
+            own_slab: placement.own_slab[u],
+            sums_apart: placement.accumulator[u].is_some(),
+            staged: placement.staged[u] > 0,
+        };
+        Self {
+            units: (0..plan.units.len()).map(unit).collect(),
+            slots: plan.slots,
+            shared_grads: placement.shared_grads.clone(),
+            shared_slabs: placement.shared_slabs.clone(),
+            stage_buffers: plan.stage_buffers,
+            state_buffers: plan.state_buffers,
+            group: plan.group,
+            micro_batches: plan.micro_batches,
+            immediate: request.update == UpdateMode::Immediate,
+            tied: request.tied,
+            accumulate: request.requests.accumulate,
+            early: request.update == UpdateMode::Immediate && placement.trains(0) && plan.units[0].state == State::Host,
+        }
+    }
+
+    /// Index of the head.
+    #[must_use]
+    pub fn head(&self) -> u32 {
+        u32::try_from(self.units.len() - 1).expect("fewer units than 2^32")
+    }
+
+    pub(crate) fn unit(&self, unit: u32) -> &UnitInputs {
+        &self.units[unit as usize]
+    }
+}
+
+impl UnitInputs {
+    /// Parts in which it is updated.
+    pub(super) fn update_parts(&self) -> u32 {
+        if self.device_update_parts > 0 { self.device_update_parts } else { self.parts }
+    }
+
+    /// Whether it is updated on the device, wherever its state lives.
+    pub(super) fn updated_on_device(&self) -> bool {
+        self.on_device || self.device_update_parts > 0
+    }
+}

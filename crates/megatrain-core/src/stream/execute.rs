@@ -1,0 +1,318 @@
+//! What a lane does for one operation.
+use std::ops::Range;
+
+use super::rows::{Share, element_ranges};
+use super::save::Save;
+use super::state::{Decision, Shared, Token};
+use super::workers::stream;
+use crate::adamw::{AdamwScalars, kernels};
+use crate::device::{DeviceAdamw, DeviceMemory, Event, Stream};
+use crate::error::{Error, Result};
+use crate::host::HostSpan;
+use crate::layout::{Dtype, Role, TensorLayout};
+use crate::optimizer::{TensorSum, TensorUpdate};
+use crate::plan::{DeviceRange, Part, StateBuffer};
+use crate::schedule::progress::Awaited;
+use crate::schedule::{Kind, Op};
+use crate::trace::SpanOf;
+
+/// How far an operation has come.
+pub(super) enum Done {
+    /// Queued on its stream.
+    Queued(Token),
+    /// Over.
+    Over,
+}
+
+impl Shared {
+    pub(super) fn execute(
+        &self,
+        op: &Op,
+        awaited: &[Awaited<Token>],
+        decision: Option<&Decision>,
+        save: Option<&Save>,
+    ) -> Result<Done> {
+        let Some(stream) = stream(op.lane) else {
+            match op.kind {
+                Kind::AccumulateGrad => self.accumulate_grad(op)?,
+                Kind::Update => self.update_on_host(op, decision)?,
+                // (A save that was given up is no longer there.)
+                Kind::WriteCheckpoint => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
+                _ => {}
+            }
+            return Ok(Done::Over);
+        };
+        for other in awaited.iter().filter(|a| a.lane != op.lane && !a.complete) {
+            self.device.wait(stream, &other.token.end)?;
+        }
+        let start = Some(self.device.record(stream)?);
+        match op.kind {
+            Kind::Load => self.load(op)?,
+            Kind::OffloadActivation => self.offload_activation(op)?,
+            Kind::FetchActivation => self.fetch_activation(op)?,
+            Kind::OffloadGrad => self.offload_grad(op)?,
+            Kind::FetchState => self.fetch_state(op, decision)?,
+            Kind::Update => self.update_on_device(op, decision)?,
+            Kind::WriteBackState => self.write_back_state(op, decision)?,
+            _ => {}
+        }
+        Ok(Done::Queued(Token { start, end: self.device.record(stream)? }))
+    }
+
+    fn load(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let place = op.slot.map_or(self.placement.own[unit], |slot| Some(self.placement.slots[slot as usize]));
+        let place = self.memory.at(place.expect("a unit without a slot has a place of its own"));
+        let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are loaded");
+        let part = &self.placement.parts[unit][op.part as usize].image;
+        let place = place.slice(part.start, part.end - part.start);
+        if self.options.poison {
+            self.device.fill(Stream::Upload, &place, 0xff)?;
+        }
+        // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
+        // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
+        unsafe { self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place) }
+    }
+
+    fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
+        let stage = op.stage.expect("what is saved or fetched passes through a staging buffer");
+        let area = self.memory.area(op.unit as usize, op.micro_batch, &self.placement);
+        let buffer = self.memory.at(self.placement.stage[stage as usize]);
+        (buffer.slice(0, area.len() as u64), area)
+    }
+
+    fn offload_activation(&self, op: &Op) -> Result<()> {
+        let (buffer, area) = self.stage(op);
+        // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
+        unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
+    }
+
+    fn fetch_activation(&self, op: &Op) -> Result<()> {
+        let (buffer, area) = self.stage(op);
+        if self.options.poison {
+            self.device.fill(Stream::Upload, &buffer, 0xff)?;
+        }
+        // SAFETY: as for `save`.
+        unsafe { self.device.copy_to_device(Stream::Upload, &area, &buffer) }
+    }
+
+    pub(super) fn grad_dtype(&self) -> Dtype {
+        self.placement.grad_precision.dtype()
+    }
+
+    fn offload_grad(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let grad = op.grad.expect("what is offloaded has a gradient buffer");
+        let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, self.placement.grad_bytes(unit));
+        let dtype = self.grad_dtype();
+        let Part { elements, blocks, .. } = &self.placement.parts[unit][op.part as usize];
+        let slab = op.slab.map(|slab| within(&self.slab(slab, unit), elements, dtype.size()));
+        let norm = self.placement.norm[unit].as_ref().expect("what is offloaded is trained");
+        let count = blocks.end - blocks.start;
+        let table = self.memory.at(norm.table).slice(blocks.start * 16, count * 16);
+        let sums = self.memory.at(norm.sums).slice(blocks.start * 8, count * 8);
+        let host_sums = within(&self.memory.sums[unit], blocks, 8);
+        if self.options.poison {
+            // Nobody reads a slab before its gradient has been offloaded, nor the sums before the clip decision.
+            slab.iter().for_each(|slab| slab.fill(0xff));
+            if !op.early {
+                host_sums.fill(0xff);
+            }
+        }
+        if !op.early {
+            self.device.sum_squares(Stream::Download, &grad, dtype, &table, count, &sums)?;
+            // SAFETY: whoever reads or adds to the sums depends on this operation, and the next pass's offload on them: the
+            // schedule's check has proved it.
+            unsafe { self.device.copy_to_host(Stream::Download, &sums, &host_sums) }?;
+        }
+        let Some(slab) = slab else { return Ok(()) };
+        let grad = grad.slice(elements.start * dtype.size(), slab.len() as u64);
+        // SAFETY: whoever reads the slab depends on this operation, and this one on who read it before: the schedule's
+        // check has proved it.
+        unsafe { self.device.copy_to_host(Stream::Download, &grad, &slab) }
+    }
+
+    /// The unit's part of a slab that larger units may share.
+    pub(super) fn slab(&self, slab: u32, unit: usize) -> HostSpan {
+        let len = usize::try_from(self.placement.grad_bytes(unit)).expect("a mapped length");
+        self.memory.slabs[slab as usize].slice(0, len)
+    }
+
+    fn trainable(&self, unit: usize) -> impl Iterator<Item = (usize, &TensorLayout)> {
+        let tensors = self.placement.layouts[unit].tensors.iter().enumerate();
+        tensors.filter(|(_, t)| t.spec.role == Role::Trainable && t.spec.numel() > 0)
+    }
+
+    /// Adds the offloaded gradient to the fp32 store and takes the norm of the sum.
+    fn accumulate_grad(&self, op: &Op) -> Result<()> {
+        let unit = op.unit as usize;
+        let landed = self.slab(op.slab.expect("what is accumulated has been offloaded"), unit);
+        let store = &self.memory.accumulated[unit];
+        if !self.lock().accumulated {
+            store.fill(0);
+        }
+        let dtype = self.grad_dtype();
+        let sums = self.trainable(unit).map(|(_, tensor)| {
+            let numel = tensor.spec.numel();
+            TensorSum {
+                store: part(store, tensor.element, numel, 4),
+                values: part(&landed, tensor.element, numel, dtype.size()),
+                dtype,
+                numel,
+            }
+        });
+        self.adamw.accumulate(&self.pool, &sums.collect::<Vec<_>>())?;
+        let layout = &self.placement.layouts[unit];
+        let mut partials = self.memory.sums[unit].elements_mut::<f64>(0, layout.num_norm_blocks());
+        for (sum, (first, len)) in partials.iter_mut().zip(layout.norm_blocks()) {
+            *sum = kernels::sum_squares(self.adamw.isa(), kernels::Values::F32(&store.elements::<f32>(first, len)));
+        }
+        Ok(())
+    }
+
+    /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
+    fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
+        let unit = op.unit as usize;
+        let decision = decision.ok_or(Error::Undecided)?;
+        if decision.skip {
+            return Ok(None);
+        }
+        let (parts, device_parts) = (&self.placement.parts[unit], &self.placement.device_update_parts[unit]);
+        if self.immediate && !op.early {
+            // The gradient of a device update has been offloaded as a whole.
+            let blocks = &parts[if device_parts.is_empty() { op.part as usize } else { 0 }].blocks;
+            let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
+            if sums.iter().any(|s| !s.is_finite()) {
+                return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
+            }
+        }
+        let store = &self.memory.store;
+        let idle = |group: u32| decision.groups[group as usize].idle;
+        let coefficients =
+            self.trainable(unit).filter(|(_, tensor)| !idle(tensor.spec.group)).map(|(index, tensor)| {
+                let count = store.step_count(unit, index)? + 1;
+                let g = decision.groups[tensor.spec.group as usize];
+                let betas = (g.beta1, g.beta2);
+                let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
+                Ok((index, scalars))
+            });
+        let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
+        // All parts make up one update; the schedule runs them in order.
+        let count = if device_parts.is_empty() { parts.len() } else { device_parts.len() };
+        let last = !op.early && op.part as usize + 1 == count;
+        for &(index, _) in coefficients.iter().filter(|_| last) {
+            store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
+        }
+        Ok(Some(coefficients))
+    }
+
+    fn update_on_host(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        let unit = op.unit as usize;
+        let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
+        let (grad, dtype) = match op.slab {
+            Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
+            None => (self.memory.accumulated[unit].clone(), Dtype::F32),
+        };
+        let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
+        let layout = &self.placement.layouts[unit];
+        let update = |&(tensor, scalars): &(usize, _)| planes.update(layout, tensor, &grad, dtype, scalars);
+        let updates: Vec<TensorUpdate> = coefficients.iter().map(update).collect();
+        let split = unit == 0 && self.inputs.early;
+        let parts = &self.placement.parts[unit];
+        if parts.len() == 1 && !split {
+            return self.adamw.update(&self.pool, &updates);
+        }
+        let rows = decision.and_then(|d| d.rows.as_deref());
+        let share = match (split, op.early) {
+            (false, _) => Share::All,
+            (true, true) => Share::Early(rows),
+            (true, false) => Share::Late(rows),
+        };
+        let elements = &parts[op.part as usize].elements;
+        let mut ranges = element_ranges(layout, elements, share);
+        let place = |tensor: usize| coefficients.iter().position(|&(index, _)| index == tensor);
+        ranges.retain(|stretch| place(stretch.tensor).is_some());
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        if op.early && !self.tied {
+            self.zero(&within(&grad, elements, dtype.size()))?;
+        }
+        for stretch in &mut ranges {
+            stretch.tensor = place(stretch.tensor).expect("the others are left out");
+        }
+        self.adamw.update_ranges(&self.pool, &updates, &ranges)
+    }
+
+    /// Zeros, written by the optimizer's threads.
+    fn zero(&self, span: &HostSpan) -> Result<()> {
+        let threads = self.pool.threads();
+        let each = span.len().div_ceil(threads);
+        self.pool.run(threads, &|i| {
+            let start = (i * each).min(span.len());
+            span.slice(start, each.min(span.len() - start)).fill(0);
+        })
+    }
+
+    fn update_on_device(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
+        let unit = op.unit as usize;
+        let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
+        let layout = &self.placement.layouts[unit];
+        let StateBuffer { weights, state, grad } = self.device_planes(op);
+        let elements = self.device_elements(op);
+        let dtype = self.grad_dtype();
+        for stretch in element_ranges(layout, &elements, Share::All) {
+            let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor) else {
+                continue; // without a gradient
+            };
+            let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
+            let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
+            let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
+            let update = DeviceAdamw {
+                weights: &at(weights, layout.precision.dtype().size()),
+                residual: residual.as_ref(),
+                exp_avg: &at(state.exp_avg, 4),
+                exp_avg_sq: &at(state.exp_avg_sq, 4),
+                grad: &at(grad, dtype.size()),
+                grad_dtype: dtype,
+                numel: stretch.len,
+                scalars,
+            };
+            self.device.adamw(Stream::Update, &update)?;
+        }
+        Ok(())
+    }
+
+    /// Seconds that an operation took on its stream, and its span in the trace.
+    pub(super) fn measure(&self, op: &Op, token: &Token) -> Result<f64> {
+        let Some(start) = &token.start else { return Ok(0.0) };
+        let unit = &self.placement.layouts[op.unit as usize].name;
+        if let Some(origin) = &self.trace_origin
+            && let Some(began) = self.elapsed(origin, start)?
+            && let Some(took) = self.elapsed(start, &token.end)?
+        {
+            self.trace.device(span_of(op, unit), began, took);
+        }
+        Ok(self.elapsed(start, &token.end)?.unwrap_or(0.0) / 1e3)
+    }
+
+    fn elapsed(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
+        self.device.elapsed_ms(from, to)
+    }
+}
+
+/// How an operation appears in the trace.
+pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
+    let kind = op.kind.name();
+    SpanOf { row: op.lane as u8, kind, unit, micro_batch: op.micro_batch }
+}
+
+/// Elements `range` of a span, of `size` bytes each.
+pub(super) fn within(span: &HostSpan, range: &Range<u64>, size: u64) -> HostSpan {
+    part(span, range.start, range.end - range.start, size)
+}
+
+fn part(span: &HostSpan, element: u64, numel: u64, size: u64) -> HostSpan {
+    let fits = "a layout's offsets lie inside its spans";
+    span.slice(usize::try_from(element * size).expect(fits), usize::try_from(numel * size).expect(fits))
+}

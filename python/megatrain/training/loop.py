@@ -1,0 +1,486 @@
+"""The training loop of one run: batch, step, record, then whatever is due: evaluation, samples, checkpoint.
+
+A stop request is checked between steps, between the batches of an evaluation and between the tokens of a sample. At
+each of these points the state is that of a finished step.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config
+from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.system.atomic import storage_error
+from megatrain.training import metrics, out_of_memory
+from megatrain.training.async_save import CheckpointWriter
+from megatrain.training.lr_schedule import Schedule
+from megatrain.training.metrics import StepRecord, Throughput
+from megatrain.training.progress import Display
+from megatrain.training.resume import Position
+from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
+from megatrain.training.spikes import SpikeDetector
+from megatrain.training.stop import RunStopped, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from megatrain.data import Loader, StepBatch
+    from megatrain.engine.engine import Engine
+    from megatrain.engine.inputs import StepInputs
+    from megatrain.training.setup import RunComponents
+
+log = logging.getLogger("megatrain")
+
+_ROWS_SHOWN = 16
+"""Most row ids in one line of the log; metrics.jsonl has all of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    """Optimizer steps done, earlier parts of the run included."""
+    total_steps: int
+    loss: float | None
+    """Training loss of the last step; None when no step was taken."""
+    eval_loss: float | None
+    """The latest held-out loss. None when a stop cut off the evaluation after the last step: an earlier loss is not
+    that of the trained weights."""
+    stopped: str
+    """What stopped the run, such as SIGTERM; empty when it reached its end."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    export: Path | None
+    """The Hugging Face folder written at the end. It holds the weights of step `step`."""
+    best_step: int | None = None
+    """The step of the lowest held-out loss, 0 for the untrained model; None when nothing was evaluated."""
+    best_checkpoint: Path | None = None
+    """The checkpoint of `best_step`, where it exists and is not the last step's."""
+
+
+class TrainingLoop:
+    """One run, from its first step to the end of this process's part of it."""
+
+    def __init__(
+        self,
+        config: Config,
+        stop: Stop,
+        display: Display,
+        folder: RunFolder,
+        metrics_file: MetricsFile,
+        parts: "RunComponents",
+        position: Position,
+    ) -> None:
+        self.config, self.stop, self.display, self.folder = config, stop, display, folder
+        self.metrics_file = metrics_file
+        self.planned, self.engine, self.position = parts.planned, parts.engine, position
+        self.count = self.planned.model_setup.count
+        self.total = self.planned.total_steps
+        schedule = config.train.schedule
+        self.schedule = Schedule(
+            name=schedule.name, warmup=schedule.warmup, min_lr=schedule.min_lr, decay=schedule.decay, total=self.total
+        )
+        self.throughput = Throughput()
+        self.saves = CheckpointWriter(config.output, folder, position.step)
+        self.fingerprints = _fingerprints(parts)
+        """Of the data and the tokenizer; stored in every checkpoint."""
+        self.loss: float | None = None
+        self.earlier_loss = folder.loss(position.step)
+        """Of the last step of an earlier part of the run."""
+        self.pending: StepRecord | None = None
+        """The last step's record; written once it is known what followed the step."""
+        self.doing = "the first evaluation"
+        self.new_best = False
+        self.before: dict[str, Any] = {}
+        """Measurements from before the first step, for the first record."""
+        self.loss_spikes, self.norm_spikes = SpikeDetector(), SpikeDetector()
+        for record in folder.metrics()[-metrics.RECENT :]:
+            self._spikes(record.get("loss"), record.get("grad_norm"))
+
+    def train(self) -> Result:
+        """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
+        position = self.position
+        if position.step >= self.total:
+            log.info("all %d steps are done already", self.total)
+        try:
+            self._status("training")
+            self._first_evaluation()
+            if position.owed_eval and self._eval_loader is not None and not self.stop.requested:
+                self._evaluate(self._eval_loader, position.step)
+                self.before = {"eval_loss_before": position.eval_loss}
+            if position.step < self.total and self._is_stale():
+                log.info("the run stopped early after step %d; raise or remove eval.early_stop to go on", position.step)
+            self.display.begin(position.step, self.total)
+            with contextlib.closing(self._batches()) as batches:
+                for step, batch, prepared in batches:
+                    self._step(step, batch, prepared)
+                    ended = self._after(step)
+                    if ended or self.stop.requested:
+                        break
+            self.display.end()
+            stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
+            if position.owed_eval and not stopped:
+                log.info(
+                    "%s cut off the evaluation after the last step; the same command makes up for it", self.stop.reason
+                )
+            self._finish_saves()
+            exported = None if stopped else self._export()
+        except (EngineBroken, StorageError, DeviceError) as error:
+            raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                path = Path(error.filename) if isinstance(error.filename, str) else self.folder.path
+                sentence = f"{self.doing}: {storage_error(error, path)}"
+            elif out_of_memory.is_out_of_memory(error):
+                sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan)
+            else:
+                raise
+            raise RunStopped(f"{sentence}; {self._last_good()}") from error
+        finally:
+            self.display.end()
+            with contextlib.suppress(MegatrainError):
+                self._write_pending()
+        self._status("stopped" if stopped else "done")
+        return self._result(stopped, exported)
+
+    def _result(self, stopped: str, exported: Path | None) -> Result:
+        position, folder = self.position, self.folder
+        steps, best = folder.steps(), position.best_step
+        kept = best is not None and best != position.step and best in steps
+        return Result(
+            step=position.step,
+            total_steps=self.total,
+            loss=self.loss,
+            eval_loss=position.eval_loss if stopped or not position.owed_eval else None,
+            stopped=stopped,
+            checkpoint=folder.checkpoint(steps[-1]) if steps else None,
+            export=exported,
+            best_step=best,
+            best_checkpoint=folder.checkpoint(best) if kept and best is not None else None,
+        )
+
+    @property
+    def _eval_loader(self) -> "Loader | None":
+        return self.planned.eval_loader
+
+    # ------------------------------------------------------------------------------------------- a step
+
+    def _batches(self) -> "Generator[tuple[int, StepBatch, StepInputs], None, None]":
+        """(step from 1, its batch, its prepared inputs) of every step still to do. The next step's batch is read and
+        prepared while the present one is computed."""
+        loader, prepare = self.planned.loader, self.engine.prepare
+
+        def make(step: int) -> "tuple[StepBatch, StepInputs]":
+            batch = loader.batch(step - 1)
+            return batch, prepare(batch.micro_batches)
+
+        steps = range(self.position.step + 1, self.total + 1)
+        if not steps or self.stop.requested or self._is_stale():
+            return
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-batch") as pool:
+            following = pool.submit(make, steps[0])
+            for step in steps:
+                batch, prepared = following.result()
+                if step < self.total:
+                    following = pool.submit(make, step + 1)
+                yield step, batch, prepared
+
+    def _step(self, step: int, batch: "StepBatch", prepared: "StepInputs") -> None:
+        position = self.position
+        self.doing = f"step {step}"
+        lr = self.schedule.lr(step, self.config.train.lr)
+        self.engine.set_lr(lr)
+        out = self.engine.step(prepared)
+        seconds = self.throughput.add(batch.num_tokens)
+        position.step = step
+        position.tokens += batch.num_tokens
+        position.seconds += seconds
+        unsupervised = batch.num_supervised == 0
+        record = StepRecord(
+            step=step,
+            loss=math.nan if unsupervised else out.loss,
+            grad_norm=out.grad_norm,
+            lr=lr,
+            tokens=batch.num_tokens,
+            num_tokens=out.num_tokens,
+            clip=out.clip,
+            skipped=out.skipped and not unsupervised,
+            step_s=seconds,
+            tokens_per_s=self.throughput.tokens_per_s,
+            epoch=batch.epoch,
+            rows=list(batch.row_ids),
+            extra=self.before,
+        )
+        self.before = {}
+        if out.aux_loss is not None:
+            record.extra = {**record.extra, "aux_loss": out.aux_loss}
+        self._measure(record, batch)
+        self._flag_spikes(record)
+        self.pending = record
+        if unsupervised:
+            record.extra["unsupervised"] = True
+            log.warning("step %d: %s; nothing was updated", step, self._without_supervision(batch))
+        else:
+            self.loss = out.loss
+        position.nonfinite = position.nonfinite + 1 if record.skipped else 0
+        self.display.step(record, (self.total - step) * self.throughput.step_s, self.config.output.log_every)
+        if record.skipped:
+            log.warning("step %d: a gradient is not finite (norm %s); the update was skipped", step, record.grad_norm)
+        if position.nonfinite > self.config.train.max_nonfinite:
+            raise RunStopped(
+                f"the gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
+                f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower train.lr, clip "
+                "with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
+            )
+
+    def _without_supervision(self, batch: "StepBatch") -> str:
+        where = self.planned.train.where(batch.row_ids[0]) if batch.row_ids else "?"
+        return f"none of its {len(batch.row_ids)} rows (the first is {where}) has a supervised token"
+
+    def _flag_spikes(self, record: StepRecord) -> None:
+        """Logs a jump of loss or gradient norm with the rows of the step, and marks the record."""
+        found = self._spikes(None if record.extra.get("unsupervised") else record.loss, record.grad_norm)
+        if not found:
+            return
+        record.extra = {**record.extra, "spike": [name for name, _, _ in found]}
+        what = " and ".join(f"{name} {value:.4g} (median of recent steps: {usual:.4g})" for name, value, usual in found)
+        rows = list(dict.fromkeys(record.rows))
+        shown = ", ".join(map(str, rows[:_ROWS_SHOWN])) + (
+            f" and {len(rows) - _ROWS_SHOWN} more" if len(rows) > _ROWS_SHOWN else ""
+        )
+        where = f" (row {rows[0]} is {self.planned.train.where(rows[0])})" if rows else ""
+        log.warning("step %d: spike of %s; rows %s%s", record.step, what, shown, where)
+
+    def _spikes(self, loss: float | None, norm: float | None) -> list[tuple[str, float, float]]:
+        """(name, value, median before) of each series that spikes."""
+        series = (("loss", loss, self.loss_spikes), ("gradient norm", norm, self.norm_spikes))
+        found = ((name, value, detector.add(value)) for name, value, detector in series)
+        return [(name, value, usual) for name, value, usual in found if value is not None and usual is not None]
+
+    def _measure(self, record: StepRecord, batch: "StepBatch") -> None:
+        flops = 0.0
+        for micro in batch.micro_batches:
+            rows, width = micro["input_ids"].shape
+            flops += self.count.flops_per_token(width) * rows * width
+        # Padding is computed, but does not count as the model's work.
+        width = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
+        flops *= batch.num_tokens / max(1, width)
+        record.model_tflops = flops / record.step_s / 1e12 if record.step_s > 0 else 0.0
+        stats = self.engine.stats()
+        record.lanes = stats.lanes
+        record.bound = stats.bound
+        record.host_peak_bytes = metrics.host_peak_bytes()
+        record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
+
+    def _engine_gpu_bytes(self) -> int:
+        if self.planned.run_plan.device != "cuda":
+            return 0
+        return sum(
+            item["bytes"]
+            for item in self.engine.plan["items"]
+            if item["tier"] == "device" and not item["what"].endswith("(torch)")
+        )
+
+    # ------------------------------------------------------------------------------------------- after a step
+
+    def _after(self, step: int) -> bool:
+        """Evaluation, samples, record and checkpoint after a step; returns whether the run ends early."""
+        ended = self.new_best = False
+        evaluation, samples = self.config.eval, self.config.eval.samples
+        last = step == self.total
+        due = evaluation.every is not None and step % evaluation.every == 0
+        if self._eval_loader is not None and (due or last):
+            ended = self._evaluate(self._eval_loader, step)
+        if samples.every is not None and (step % samples.every == 0 or last) and not self.stop.requested:
+            self._sample(step)
+        # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
+        self._write_pending()
+        if self.saves.running is not None and self.saves.running.is_written:
+            self._complete_save()
+        asked = self.stop.take_save_request()
+        if asked or self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best):
+            self._save()
+        if asked:
+            # Whoever sent the signal waits for a checkpoint that is on the disk, not for one that has begun.
+            self._status("saving")
+            self._complete_save()
+            self._status("training")
+        if step % 10 == 0 or last:
+            self._status("training")
+        self.throughput.restart()
+        return ended
+
+    def _first_evaluation(self) -> None:
+        if self._eval_loader is None or not self.config.eval.at_start or self.position.step > 0:
+            return
+        loss = self._held_out_loss(self._eval_loader, 0)
+        if loss is not None:
+            self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = loss
+            self.position.best_step = 0
+            self.before = {"eval_loss_before": loss}
+        self.throughput.restart()
+
+    def _evaluate(self, loader: "Loader", step: int) -> bool:
+        """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
+        position = self.position
+        loss = None if self.stop.requested else self._held_out_loss(loader, step)
+        position.owed_eval = loss is None
+        if loss is None:
+            return False
+        position.eval_loss = loss
+        if position.first_eval_loss is None:
+            position.first_eval_loss = loss
+        if self.pending is not None:
+            self.pending.extra["eval_loss"] = loss
+        if position.best_loss is None or loss < position.best_loss:
+            position.best_loss, position.best_step, position.stale_evals = loss, step, 0
+            self.new_best = True
+        else:
+            position.stale_evals += 1
+        if self._is_stale():
+            log.info(
+                "held-out loss has not fallen below %.4f (step %s) for %d evaluations: stopping early",
+                position.best_loss,
+                position.best_step,
+                position.stale_evals,
+            )
+        return self._is_stale()
+
+    def _is_stale(self) -> bool:
+        """Whether `eval.early_stop` evaluations in a row did not improve on the best."""
+        limit = self.config.eval.early_stop
+        return limit is not None and self.position.stale_evals >= limit
+
+    def _held_out_loss(self, loader: "Loader", step: int) -> float | None:
+        """Mean over supervised tokens; None when a stop request cut the evaluation off."""
+        self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
+        self._status("evaluating")
+        loss, tokens = evaluate(self.engine, loader, self.stop)
+        self._status("training")
+        if loss is not None:
+            self.display.evaluation(step, loss, tokens)
+        return loss
+
+    def _sample(self, step: int) -> None:
+        from megatrain.training.sampling import sample
+
+        settings = self.config.eval.samples
+        self.doing = f"the samples after step {step}"
+        texts = []
+        for prompt in settings.prompts:
+            text = sample(
+                self.engine,
+                self.planned.tokenizer,
+                prompt,
+                settings.max_new_tokens,
+                max_length=self.config.data.seq_len,
+                stopped=lambda: self.stop.requested,
+            )
+            if self.stop.requested:
+                return
+            texts.append(prompt + text)
+            self.display.sample(step, prompt, text)
+        if self.pending is not None:
+            self.pending.extra["samples"] = texts
+
+    def _write_pending(self) -> None:
+        if self.pending is not None:
+            record, self.pending = self.pending, None
+            self.metrics_file.write(record)
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def _finish_saves(self) -> None:
+        """Saves the last step, and waits until everything is on the disk."""
+        if self.position.step > 0:
+            self._save()
+        if self.saves.running is not None:
+            self._status("saving")
+            self._complete_save()
+
+    def _complete_save(self) -> None:
+        if self.saves.running is not None:
+            self.doing = f"the checkpoint of step {self.saves.running.step}"
+            self.saves.finish()
+
+    def _save(self) -> None:
+        """Begins the checkpoint of the last step; it is written in the background while later steps run."""
+        step = self.position.step
+        if self.saves.has(step):
+            return
+        self._complete_save()
+        self.doing = f"the checkpoint of step {step}"
+        state = {
+            "position": dataclasses.asdict(self.position),
+            "config": self.config.to_dict(),
+            "numerics": self.engine.numerics(),
+            **self.fingerprints,
+        }
+        self.saves.begin(self.engine, state, step, self.position.best_step if self.config.eval.keep_best else None)
+
+    def _export(self) -> Path | None:
+        wanted = self.config.output.export
+        if wanted == "never":
+            return None
+        self._status("exporting")
+        self.doing = "the export"
+        out = self.folder.export
+        self.engine.save_pretrained(out, dtype=wanted, overwrite=True)
+        log.info("exported the weights of step %d to %s", self.position.step, out)
+        return out
+
+    def _last_good(self) -> str:
+        with contextlib.suppress(MegatrainError):
+            self.saves.finish()
+        return last_good_checkpoint(self.folder)
+
+    def _status(self, state: str) -> None:
+        self.folder.write_status(state, **self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What `status.json` says besides the state."""
+        return {
+            "step": self.position.step,
+            "total_steps": self.total,
+            "loss": self.loss if self.loss is not None else self.earlier_loss,
+            "eval_loss": self.position.eval_loss,
+            "best_step": self.position.best_step,
+            "checkpoint": self.saves.saved_step if self.saves.saved_step > 0 else None,
+        }
+
+
+def last_good_checkpoint(folder: RunFolder) -> str:
+    """The newest complete checkpoint of a run, as the end of a sentence."""
+    from megatrain.checkpoint import checkpoint
+
+    newest = checkpoint.latest_complete(folder.path)
+    return f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+
+
+def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
+    from megatrain.data import fingerprint
+
+    planned = parts.planned
+    sources = {
+        name: [fingerprint.of_source(part.source) for part in dataset.parts] if dataset is not None else []
+        for name, dataset in (("train", planned.train), ("eval", planned.held_out))
+    }
+    return {"data": sources, "tokenizer": fingerprint.of_tokenizer(planned.tokenizer)}
+
+
+def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> tuple[float | None, int]:
+    """(mean loss per supervised token, supervised tokens) over a loader's held-out batches. The loss is None when a
+    stop request cut the evaluation off."""
+    total, tokens = 0.0, 0
+    for batch in loader.eval_batches():
+        if stop is not None and stop.requested:
+            return None, tokens
+        if batch.num_supervised:
+            total += engine.evaluate(batch.micro_batches) * batch.num_supervised
+            tokens += batch.num_supervised
+    return (total / tokens if tokens else math.nan), tokens

@@ -1,0 +1,199 @@
+"""A plan in at most twelve lines for a person to act on: what goes where, whether it fits, how long it takes, what to
+change. `megatrain plan` prints them, and a run logs them when it starts."""
+
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config import Config
+from megatrain.config.data_files import find
+from megatrain.errors import ConfigError
+from megatrain.planning import calibrate
+from megatrain.system.hardware import format_bytes
+from megatrain.training.metrics import duration
+
+if TYPE_CHECKING:
+    from megatrain.training.forecast import Forecast
+
+_GROUPS = (
+    # words in an item's name, and the group of the summary that counts it; the first match decides
+    (("exp_avg",), "exp_avg and exp_avg_sq"),
+    (("optimizer state",), "optimizer state"),
+    (("gradient",), "gradients"),
+    (("weights",), "weights"),
+    (("activation", "layer input"), "activations"),
+)
+_OTHER = "workspace and other"
+
+_BYTES_PER_TOKEN = 4
+"""Of English text under a vocabulary of 32,000 tokens or more; only for data that was not tokenized yet."""
+
+
+def lines(report: "Forecast") -> list[str]:
+    """The summary, top to bottom."""
+    return [
+        _headline(report),
+        *_memory(report),
+        _disk(report),
+        _layers(report),
+        _step(report),
+        _time(report),
+        *_run(report),
+        *_given_up(report),
+        *(f"to change: {advice}" for advice in _advice(report)),
+    ]
+
+
+def grace(report: "Forecast") -> str:
+    """How long a stop takes, for whoever sets a scheduler's grace period."""
+    size, step, writing = report.disk["checkpoint"] or 0, report.expected_step_s, report.checkpoint_s
+    if writing is None or not report.run_plan.measured:
+        return (
+            f"the present step and a checkpoint of {format_bytes(size)}; `megatrain probe` measures how long they take"
+        )
+    return (
+        f"about {duration(math.ceil(step + writing))}: the present step (about {_seconds(step)}) and a checkpoint of "
+        f"{format_bytes(size)} (about {_seconds(writing)})"
+    )
+
+
+def numerics_key(key: dict[str, Any]) -> str:
+    """The numerics key in one line."""
+    shown = {name: " x ".join(map(str, value)) if isinstance(value, list) else value for name, value in key.items()}
+    return "numerics key: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _headline(report: "Forecast") -> str:
+    run_plan, decoder = report.run_plan, report.decoder
+    machine = run_plan.machine
+    where = machine.gpu.name if run_plan.device == "cuda" and machine.gpu else f"{machine.cpus} processors"
+    trained = "all" if decoder.num_trainable == decoder.num_parameters else f"{decoder.num_trainable:,}"
+    return f"fits: {decoder.num_parameters:,} parameters, {trained} trained, {run_plan.precision} on {where}"
+
+
+def _memory(report: "Forecast") -> list[str]:
+    run_plan = report.run_plan
+    totals, budget = run_plan.plan["totals"], run_plan.budget
+    if run_plan.device == "cpu":  # one memory
+        used, allowed = format_bytes(sum(totals.values())), format_bytes(budget["host"])
+        return [f"memory: {used} of {allowed}: {_groups(report, ('device', 'host'))}"]
+    return [
+        f"{tier} memory: {format_bytes(totals[tier])} of {format_bytes(budget[tier])}: {_groups(report, (tier,))}"
+        for tier in ("device", "host")
+    ]
+
+
+def _groups(report: "Forecast", tiers: tuple[str, ...]) -> str:
+    sums: dict[str, int] = {}
+    for item in report.run_plan.plan["items"]:
+        if item["tier"] in tiers:
+            group = next((name for words, name in _GROUPS if any(word in item["what"] for word in words)), _OTHER)
+            sums[group] = sums.get(group, 0) + item["bytes"]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(sums.items(), key=lambda one: -one[1]))
+
+
+def _disk(report: "Forecast") -> str:
+    disk = report.disk
+    sizes = {name: format_bytes(size) for name, size in disk.items() if size is not None}
+    count = (disk["checkpoints"] or 0) // max(1, disk["checkpoint"] or 0)
+    free = f"; {sizes['free']} free in {report.config.output.dir or 'this folder'}" if "free" in sizes else ""
+    cache = f", {sizes['cache']} of tokenized data" if "cache" in sizes else ""
+    seconds = f" (about {_seconds(report.checkpoint_s)} to write)" if report.checkpoint_s is not None else ""
+    return (
+        f"disk: {sizes['checkpoint']} per checkpoint{seconds}, {sizes['checkpoints']} for the {count} that exist at a "
+        f"time, {sizes['export']} for the export{cache}{free}"
+    )
+
+
+def _layers(report: "Forecast") -> str:
+    units = report.run_plan.plan["units"]
+    activations = [unit["activation"] for unit in units[1:-1]]
+    how = {"keep": "keep their activations", "offload": "offload them", "recompute": "recompute them"}
+    shown = [f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations]
+    if len(shown) == 1:
+        shown = [f"all {how[activations[0]].replace('them', 'their activations')}"]
+    on_device = sum(unit["update"] == "device" for unit in units)
+    where = f", {on_device} on the device" if on_device else ""
+    updates = f"{len(units) - on_device} units updated on the host{where}"
+    return f"layers: {len(activations)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}; {updates}"
+
+
+def _step(report: "Forecast") -> str:
+    rows, seq = report.run_plan.micro_batch
+    count = report.run_plan.micro_batches
+    return f"step: {report.step_tokens:,} tokens in {count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
+
+
+def _time(report: "Forecast") -> str:
+    rate = report.step_tokens / report.expected_step_s
+    return f"time: about {_seconds(report.expected_step_s)} per step, {rate:,.0f} tokens/s; bound by {report.bound}"
+
+
+def _run(report: "Forecast") -> list[str]:
+    """Hours of the run: by its steps, or by the size of its data where those were not read."""
+    if report.total_steps is not None:
+        hours = _hours(report.total_steps * report.expected_step_s)
+        return [f"run: {report.total_steps:,} steps, about {hours}, evaluations not counted"]
+    rate, epochs = report.step_tokens / report.expected_step_s, report.config.train.epochs or 1
+    size = _data_bytes(report.config)
+    if size is None:
+        counted = "`megatrain train --dry-run` counts those of your data"
+        return [f"run: about {_hours(1e9 / rate)} per billion tokens ({counted})"]
+    passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of {format_bytes(size)} of data"
+    hours = _hours(epochs * size / _BYTES_PER_TOKEN / rate)
+    counted = "`megatrain train --dry-run` counts the tokens"
+    return [f"run: roughly {hours} for {passes} at {_BYTES_PER_TOKEN} bytes per token ({counted})"]
+
+
+def _data_bytes(config: Config) -> int | None:
+    """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
+    total = 0.0
+    for source in config.data.train:
+        if source.path.startswith("python:"):
+            return None
+        with contextlib.suppress(ConfigError):
+            files = find(source).files
+            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
+                return None
+            part = source.split if isinstance(source.split, float) else 1.0
+            total += sum(Path(file).stat().st_size for file in files) * part * source.weight
+            continue
+        return None
+    return round(total) or None
+
+
+def _given_up(report: "Forecast") -> list[str]:
+    return [f"train.update: {report.update} gives up: {report.given_up}"] if report.given_up is not None else []
+
+
+def _advice(report: "Forecast") -> list[str]:
+    """At most two changes that are known to help."""
+    run_plan, config = report.run_plan, report.config
+    advice = []
+    if not run_plan.measured:
+        advice.append("the rates are those of a usual machine, not of this one: run `megatrain probe` to measure it")
+    elif not run_plan.machine.described and (busy := calibrate.kept_busy(run_plan.machine, run_plan.device)):
+        advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")
+    if report.numerics["attention"] == "sdpa: math":
+        advice.append("train.deterministic makes attention slow in fp32: turn it off, or use train.precision: bf16")
+    free = report.free_clipping_tokens
+    hidden = free is None or report.step_tokens >= free or config.train.update == "immediate"
+    if report.bound in ("upload", "download"):
+        advice.append(
+            "more tokens per step (train.batch_tokens): weights cross the link once per step, whatever its size"
+        )
+    elif report.bound == "host" and not hidden:
+        advice.append(f"from {free:,} tokens per step on (train.batch_tokens) the host's updates cost no time")
+    recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])
+    if recomputed and config.memory.gpu != "auto":
+        advice.append(f"a larger memory.gpu lets more of the {recomputed} recomputed layers keep their activations")
+    return advice[:2]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else duration(max(1, round(seconds)))

@@ -1,0 +1,117 @@
+"""Which card an engine uses and is planned for, with a fake of the driver and of torch's two cards."""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.support.fake_core import llama
+
+import megatrain
+from megatrain.engine import runtime
+from megatrain.errors import DoesNotFit
+from megatrain.system import hardware
+from megatrain.system.hardware import GIB, MIB, Machine, SystemProbe
+
+
+class Device:
+    """A core's device."""
+
+    def __init__(self, ordinal: int | None, current: int | None = None) -> None:
+        self.ordinal, self.kind = ordinal, "cpu" if ordinal is None else "cuda"
+        self.opened_under = current
+
+
+class Torch:
+    """Two cards; `current` is the caller's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+        self.current = current
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda, "init", lambda: None)
+        monkeypatch.setattr(cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(cuda, "device", self.device)
+        core = types.SimpleNamespace(Device=Device)
+        Device.cuda = staticmethod(lambda n: Device(n, self.current))  # type: ignore[attr-defined]
+        Device.cpu = staticmethod(lambda: Device(None))  # type: ignore[attr-defined]
+        monkeypatch.setattr(runtime, "_core", core)
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.current = (
+            self.current,
+            torch.device("cuda", device).index if isinstance(device, int) else device.index,
+        )
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.mark.parametrize(
+    ("asked", "current", "number"), [("cuda", 1, 1), ("cuda", 0, 0), ("cuda:0", 1, 0), ("cuda:1", 0, 1)]
+)
+def test_cuda_is_torchs_current_device_and_the_callers_stays_current(
+    asked: str, current: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = Torch(monkeypatch, current)
+    for name in (asked, torch.device(asked)):
+        core, device = runtime.open_device(name)
+        assert (core.ordinal, device, core.opened_under) == (number, torch.device("cuda", number), number)
+        assert cards.current == current
+
+
+def test_a_device_of_the_core_and_torchs_are_the_same_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch, 0)
+    given: Any = Device(1)
+    assert runtime.open_device(given) == (given, torch.device("cuda", 1))
+    cpu: Any = Device(None)
+    assert runtime.open_device(cpu)[1] == torch.device("cpu")
+
+
+class TwoCards(SystemProbe):
+    """A machine with a large card and a small one, most of which another program holds."""
+
+    def cuda_status(self) -> dict[str, Any]:
+        cards = [("H100", 80, [9, 0]), ("RTX 3060", 12, [8, 6])]
+        devices = [{"name": n, "total_bytes": g * GIB, "capability": c} for n, g, c in cards]
+        return {"available": True, "reason": None, "devices": devices}
+
+    def gpu_free(self, card: int) -> int | None:
+        return [70 * GIB, 4 * GIB][card]
+
+    def current_card(self) -> int:
+        return 0
+
+
+def test_an_engine_is_planned_with_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", TwoCards())
+    planned: Any = types.SimpleNamespace(device=torch.device("cuda", 1))
+    machine: Machine = runtime.Runtime._machine(planned)
+    assert machine.gpu is not None
+    assert machine.gpu.name == "RTX 3060"
+    assert machine.budget("cuda")["device"] == 4 * GIB + machine.gpu.context_bytes - 256 * MIB
+    planned.device = torch.device("cuda", 0)
+    assert runtime.Runtime._machine(planned).budget("cuda")["device"] == 70 * GIB + 640 * MIB - GIB
+
+
+def test_on_the_cpu_an_engine_uses_its_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megatrain.Engine(_model(), device="cpu", micro_batch=(1, 32), micro_batches=1, plan={"keep": 3})
+    totals = model.plan["totals"]
+    larger = max(totals.values())
+    model.close()
+    monkeypatch.setattr(Machine, "host_budget", lambda _: larger + (64 << 10))
+    with pytest.raises(DoesNotFit, match="which the device shares"):
+        # Each tier fits into what is available; both together do not.
+        megatrain.Engine(_model(), device="cpu", micro_batch=(1, 32), micro_batches=1, plan={"keep": 3})
+
+
+def _model() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    return AutoModelForCausalLM.from_config(LlamaConfig(**llama()))  # type: ignore[no-any-return]

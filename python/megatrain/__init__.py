@@ -56,10 +56,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatrain.{_LAZY[name]}"), name)
+if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses every other name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"megatrain.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,9 @@ def match(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
+IGNORED = -100
+"""Label of a token that is not supervised, as in `torch.nn.functional.cross_entropy`."""
+
 _MOST_SHOWN = 4
 """Most names or patterns that a message lists."""
 

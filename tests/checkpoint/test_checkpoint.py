@@ -18,10 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint import checkpoint, manifest, step_folders
+from megatrain.checkpoint.export import export_checkpoint
 from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.models.decoder import Decoder
 from megatrain.system import atomic, safetensors_io
+from megatrain.training.run_dir import RunFolder
 from support.fake_core import MemoryCore, engine, llama
 
 STATE = {"position": {"epoch": 1, "row": 17}, "numerics": {"micro_batch": 2}, "rng": [1, 2, 3]}
@@ -33,6 +35,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(atomic, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(safetensors_io.plan_shards, "__defaults__", (20_000,))
 
 
@@ -185,7 +188,7 @@ def test_the_newest_complete_one_is_taken_and_others_passed_over_aloud(
     for step in (2, 10, 9):
         checkpoint.save(tmp_path / "checkpoints" / f"step-{step}", source, {}, step=step)
     (tmp_path / "checkpoints" / "step-notes").mkdir()
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-2", "step-9", "step-10"]
+    assert [path.name for path in step_folders.list_checkpoints(tmp_path)] == ["step-2", "step-9", "step-10"]
     (tmp_path / "checkpoints" / "step-10" / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
         newest = checkpoint.latest_complete(tmp_path)
@@ -205,12 +208,27 @@ def test_a_checkpoint_may_take_the_place_of_an_earlier_one_of_its_name(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_between_two_renames_loses_nothing_and_a_reader_changes_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     folder = run / "checkpoints" / "step-1"
-    checkpoint.save(folder, engine("bf16", seed=1), {"which": 1}, step=1)
+    source = engine("bf16", seed=1)
+    checkpoint.save(folder, source, {"which": 1}, step=1)
     folder.rename(folder.parent / ".old-step-1")
-    assert checkpoint.latest_complete(run) == folder
+    # What readers do of a run that another process trains: that process may be between the two renames.
+    newest = checkpoint.latest_complete(run)
+    assert newest is not None
+    target = emptied(source)
+    for place in (newest, folder, checkpoint.choose(run, "1"), *step_folders.list_checkpoints(run)):
+        assert checkpoint.load(place, target) == {"which": 1}
+        assert checkpoint.verify(place) == []
+    assert target.core.equals(source.core)
+    export_checkpoint(folder, tmp_path / "out")
+    assert [path.name for path in folder.parent.iterdir()] == [".old-step-1"]
+    # The owner of the run's lock puts the folder back.
+    (run / "lock").touch()
+    opened = RunFolder(run)
+    opened.close()
+    assert [path.name for path in folder.parent.iterdir()] == ["step-1"]
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "7", True, None])
@@ -399,7 +417,7 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint import checkpoint, manifest
 from support.fake_core import engine
 source = engine("bf16", seed=1, vocab_size=20000)
 for step in range(2, 10000):

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint import checkpoint, hf_folder
 from megatrain.checkpoint.export import export_checkpoint, folder_bytes, save_pretrained
 from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.models.decoder import Decoder
@@ -323,7 +323,7 @@ def test_what_cannot_be_sampled_is_refused_with_a_reason(run: Path, tmp_path: Pa
     ):
         with pytest.raises(ConfigError, match=words):
             find_model(source, step)
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         find_model(run, "7")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -355,3 +355,72 @@ def test_a_tokenizer_that_is_copied_is_reckoned_by_its_files_and_not_as_one_of_a
     without = folder_bytes([], None, None)
     assert folder_bytes([], made, tmp_path) == folder_bytes([], None, tmp_path) == without + files
     assert folder_bytes([], made, None) >= without + (16 << 20)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PER_LAYER = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "older"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
+        (
+            "llama",
+            LLAMA3,
+            {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+        ),
+        (
+            "stablelm",
+            {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        ),
+        (
+            "gemma3_text",
+            PER_LAYER,
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+    ],
+)
+def test_older_readers_find_the_rotary_positions_where_they_look(
+    tmp_path: Path, kind: str, rope: dict[str, Any], older: dict[str, Any]
+) -> None:
+    """`rope_theta` and `rope_scaling` are what transformers before 5 and most other readers look at."""
+    config = AutoConfig.for_model(kind, rope_parameters=rope)
+    expected = config.to_dict()
+    described = json.loads(config.to_json_string(use_diff=True))
+    for name, settings in (("alone", described), ("nested", {"model_type": "gemma3", "text_config": described})):
+        if name == "nested" and kind != "gemma3_text":
+            continue
+        (tmp_path / name).mkdir()
+        hf_folder.write_config(tmp_path / name, settings, torch.float32)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        held = written["text_config"] if name == "nested" else written
+        assert {key: held[key] for key in (*older, "rope_parameters")} == {**older, "rope_parameters": rope}
+        again = AutoConfig.from_pretrained(tmp_path / name)
+        again = again.text_config if name == "nested" else again
+        assert again.rope_parameters == expected["rope_parameters"]
+
+
+def test_keys_that_transformers_would_read_otherwise_are_left_out(tmp_path: Path) -> None:
+    for described in (
+        {"model_type": "unheard-of", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"model_type": "llama", "rope_parameters": {"rope_type": "default"}},
+        {"model_type": "gpt2"},
+    ):
+        hf_folder.write_config(tmp_path, described, torch.float32)
+        assert json.loads((tmp_path / "config.json").read_text()) == {**described, "dtype": "float32"}

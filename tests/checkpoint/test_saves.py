@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint import checkpoint, step_folders
 from megatrain.errors import CheckpointError, ConfigError, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.training.run_dir import read_metrics
@@ -151,7 +151,7 @@ def test_a_run_that_is_stopped_leaves_the_save_under_way_and_the_last_step(tmp_p
     config = settings(tmp_path, output={"dir": str(tmp_path / "run"), "save_every": 2, "keep": 9, "export": "never"})
     result = fit(config, stop=stop, display=At(3, lambda: stop.request("SIGTERM")))
     assert (result.step, result.stopped) == (3, "SIGTERM")
-    found = checkpoint.list_checkpoints(tmp_path / "run")
+    found = step_folders.list_checkpoints(tmp_path / "run")
     assert [path.name for path in found] == ["step-2", "step-3"]
     assert [checkpoint.verify(path) for path in found] == [[], []]
 
@@ -260,7 +260,7 @@ def test_a_kill_at_twenty_points_of_a_save_beneath_a_step_leaves_a_complete_chec
 ) -> None:
     body = """
         from megatrain import Engine
-        from megatrain.model import Decoder
+        from megatrain.models.decoder import Decoder
         from support.fake_core import llama
         decoder = Decoder.from_config(llama(), precision="bf16")  # once for all, before any thread
 

@@ -81,7 +81,8 @@ def test_rows_without_a_supervised_token_are_left_out_and_counted():
     assert spans(pieces) == [(1, 3, 3)]
     assert [(item.reason, item.count, item.example) for item in pieces.dropped] == [
         ("empty", 1, 3),
-        ("no supervised token", 3, 0),
+        ("no supervised token", 2, 0),
+        ("longer than 4 tokens, and none of their first 4 tokens is supervised", 1, 2),
     ]
     # Split, row 2 keeps the part that holds its answer, and only that.
     assert spans(packing.cut(tokens, 4, "split")) == [(1, 3, 3), (2, 9, 3)]

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 import megatrain
 from megatrain import _core
+from megatrain.engine.runtime import Runtime
 from megatrain.errors import ConfigError
+from support import families
 from support.reference import (
     assert_unchanged,
     batches,
@@ -21,6 +23,7 @@ from support.reference import (
     engine,
     error,
     loss_sum,
+    one_document_per_row,
     packed,
     run_reference,
     supervised,
@@ -311,3 +314,55 @@ def test_inference_mode_around_a_call_changes_no_bit() -> None:
         assert ours.step(data) == wanted.step(data)
     assert ours.step(data) == wanted.step(data)
     assert_unchanged(ours, weights(wanted))
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gpt2", "opt", "falcon", "gemma2"])
+def test_packed_rows_may_be_longer_than_the_models_positions(kind: str) -> None:
+    """Documents of 40 and 63 tokens in a row of 103, in a model that has positions for 64."""
+    model = families.build(kind)
+    row = packed([[40, 63]], vocab=96)
+    documents = one_document_per_row([row])
+    found, alone = engine(model), engine(model)
+    ours, wanted = found.step([row]), alone.step(documents)
+    assert ours.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert ours.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.numerics()["packed_rows"]
+    with pytest.raises(ConfigError, match="position 64, but the model has positions for 64"):
+        found.step([packed([[65, 38]], vocab=96)])
+    with pytest.raises(ConfigError, match="sequence of 103 tokens, but the model has positions for 64"):
+        found.step([{name: row[name] for name in ("input_ids", "labels")}])
+
+
+@pytest.mark.parametrize("use", ["evaluate", "logprobs"])
+def test_first_use_without_training_plans_for_one_batch_however_many_are_given(use: str) -> None:
+    def planned(count: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        ours = engine(build())
+        found = getattr(ours, use)(batches(1, rows=1, seq=16) * (count - 1) + batches(1))
+        return ours.plan, ours.numerics(), found
+
+    (one, one_key, _), (many, many_key, _) = planned(1), planned(40)
+    assert many["totals"] == one["totals"]
+    assert many["micro_batches"] == 1
+    assert many_key == one_key
+    trained = engine(build())
+    trained.step(batches(3))
+    assert trained.numerics() == one_key, "the key follows from how the engine was made"
+
+
+def test_batches_of_many_shapes_are_evaluated_under_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, planned = engine(build()), []
+    start = Runtime._start
+    monkeypatch.setattr(Runtime, "_start", lambda runtime, *args: planned.append(args[:2]) or start(runtime, *args))
+    ours.evaluate([batch for seq in (8, 16, 24, 32) for batch in batches(1, seq=seq)])
+    assert planned == [((2, 32), 1)]
+
+
+def test_a_checkpoint_is_loaded_by_an_engine_without_sizes_and_no_change_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, again = engine(build(), micro_batch=(2, 32), micro_batches=3), engine(build())
+    ours.step(batches(3))
+    ours.save(tmp_path / "saved")
+    with caplog.at_level(logging.WARNING):
+        again.load(tmp_path / "saved")
+    assert "numerics key has changed" not in caplog.text

@@ -1,6 +1,7 @@
 """The numerics key: what it names, what counts as a change of it, and that attention does not change unsaid."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from megatrain import Decoder
 from megatrain.engine import numerics
 from megatrain.engine.inputs import InputPreprocessor
+from megatrain.models.recorder import Recorder
 from support.reference import batches, build, config, engine
 
 CPU = torch.device("cpu")
@@ -86,3 +88,67 @@ def test_a_deterministic_run_on_a_card_says_once_that_another_kernel_computes_at
         passes._tell_of_math(prepared)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("deterministic: the flash kernels take no float32 heads of 16, so torch's math kernel")
+
+
+def fp32_settings() -> tuple[Any, ...]:
+    of = torch.backends
+    kernels = (of, of.cuda.matmul, of.cudnn, of.cudnn.conv, of.mkldnn, of.mkldnn.matmul, of.mkldnn.conv)
+    try:
+        legacy = torch.get_float32_matmul_precision(), of.cuda.matmul.allow_tf32, of.cudnn.allow_tf32
+    except RuntimeError:  # they cannot say what the newer settings are
+        legacy = ("mixed", None, None)
+    return *legacy, *(kernel.fp32_precision for kernel in kernels)
+
+
+@pytest.fixture
+def fp32_as_before() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for kernel in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        kernel.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("fp32_as_before")
+@pytest.mark.parametrize("asked", ["high", "medium", "generic"])
+def test_the_callers_precision_of_fp32_matmuls_changes_no_bit_and_is_left_as_it_was(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights() -> tuple[float, float, dict[str, torch.Tensor]]:
+        ours = engine(build(hidden_size=128, intermediate_size=256), micro_batch=(4, 64), micro_batches=1)
+        out = ours.step(batches(1, rows=4, seq=64))
+        return out.loss, out.grad_norm, dict(ours.state_dict())
+
+    loss, norm, wanted = weights()
+    seen: list[set[str]] = []
+    recorded = Recorder.record
+
+    def record(recorder: Recorder, *args: Any) -> Any:
+        seen.append({torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision})
+        return recorded(recorder, *args)
+
+    if asked == "generic":
+        torch.backends.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(asked)
+    before = fp32_settings()
+    found_loss, found_norm, found = weights()
+    assert (found_loss, found_norm) == (loss, norm)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    ours = engine(build())
+    monkeypatch.setattr(Recorder, "record", record)
+    ours.prepare(batches(1))
+    assert seen
+    assert all(precisions <= {"none", "ieee"} for precisions in seen)
+    assert fp32_settings() == before
+
+
+@pytest.mark.usefixtures("fp32_as_before")
+def test_the_precision_of_fp32_matmuls_is_pinned_until_the_last_thread_is_out() -> None:
+    torch.set_float32_matmul_precision("high")
+    with numerics.full_precision:
+        with numerics.full_precision:
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cudnn.conv.fp32_precision in ("none", "ieee")
+    assert torch.get_float32_matmul_precision() == "high"

@@ -164,3 +164,30 @@ def test_density_is_told_from_strides() -> None:
     assert is_dense(base[1:3])
     assert not is_dense(base[:, :2])
     assert not is_dense(torch.zeros(1).expand(3))
+
+
+@pytest.mark.parametrize("activation", ["offload", "recompute"])
+def test_an_input_that_is_no_contiguous_tensor_comes_back_from_the_host_as_it_was(activation: str) -> None:
+    found = []
+    for host in (False, True):
+        region, stage = region_with_weights(), Region(torch.zeros(STAGE_BYTES, dtype=torch.uint8))
+        layer = Layer(region, 0)
+        call = CheckpointedCall(layer, region, frozenset((region.storage,)), 0, lambda: torch.manual_seed(5))
+        call.use_stage(stage, 0, STAGE_BYTES, frozenset())
+        hidden = torch.randn(WIDTH, 48, 2, generator=torch.Generator().manual_seed(2)).permute(2, 1, 0)
+        output = call.forward(hidden, activation, host)
+        with torch.no_grad():
+            found.append((output, *call.backward(torch.ones_like(output), [layer.up, layer.down], 0, 0)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_input_that_the_stage_has_no_room_for_stays_on_the_device() -> None:
+    region, stage = region_with_weights(), Region(torch.zeros(STAGE_BYTES, dtype=torch.uint8))
+    layer = Layer(region, 0)
+    call = CheckpointedCall(layer, region, frozenset((region.storage,)), 0, lambda: torch.manual_seed(5))
+    call.use_stage(stage, 0, 100, frozenset())
+    output = call.forward(hidden_states(), "recompute", True)
+    stage.view(0, (STAGE_BYTES,), torch.uint8).fill_(255)
+    with torch.no_grad():
+        grads = call.backward(torch.ones_like(output), [layer.up, layer.down], 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip((output, *grads), run("keep", False), strict=True))

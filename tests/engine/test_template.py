@@ -8,8 +8,8 @@ import torch
 
 from megatrain.engine import compile as compile_module
 from megatrain.engine.compile import OneGraph
-from megatrain.engine.device_memory import Region
-from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout
+from megatrain.engine.device_memory import CastBuffer, Region
+from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from support.layouts import fill, lay_out
@@ -55,9 +55,11 @@ def test_a_tensor_stored_in_another_type_is_converted_when_it_is_bound() -> None
     decoder = Decoder.from_config(config(), freeze=["*up_proj*"], frozen_dtypes=stored)
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
-    template = LayerTemplate(decoder, 0, layout, region)
+    casts = CastBuffer(cast_bytes(decoder), region.device)
+    template = LayerTemplate(decoder, 0, layout, region, casts)
     cut = layout.slices[decoder.local_names(1)[name]]
     for value in (1.5, 2.5):
+        casts.clear()
         region.view(cut.byte, cut.shape, torch.bfloat16).fill_(value)
         template.bind(0, 0)
         bound = template.module.get_parameter(name)

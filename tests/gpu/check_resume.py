@@ -22,7 +22,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint.step_folders import list_checkpoints
 from megatrain.training.run_dir import read_metrics
 from support.runs import last_step
 
@@ -139,7 +139,7 @@ def main() -> int:
             at.append(kill_after(path, killed, after, draw.uniform(0.0, 0.3)))
             say(began, f"killed at step {at[-1]}")
         finish(config(folder, arguments.device, "killed", arguments.kills))
-        ours, theirs = (checkpoint.list_checkpoints(run)[-1] for run in (killed, alone))
+        ours, theirs = (list_checkpoints(run)[-1] for run in (killed, alone))
         found, expected = sums(ours), sums(theirs)
         differing = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
         same = numbers(killed) == numbers(alone)

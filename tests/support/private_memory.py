@@ -32,8 +32,9 @@ def while_loading(folder: Path) -> tuple[int, int, set[str]]:
         f"""
         import threading
         import torch
-        from megatrain.model import Decoder
-        from megatrain.weights import load, open_weights, resolve
+        from megatrain.models.decoder import Decoder
+        from megatrain.weights.loader import load
+        from megatrain.weights.source import open_weights, resolve
 
         torch.set_num_threads(1)
 

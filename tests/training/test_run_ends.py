@@ -54,7 +54,7 @@ def test_a_disk_that_is_full_before_the_first_step_is_exit_4_in_one_sentence(
     fsync = os.fsync
 
     def full(file: int) -> None:
-        if Path(f"/proc/self/fd/{file}").readlink().name == f"{name}.tmp":
+        if Path(f"/proc/self/fd/{file}").readlink().name == f".tmp-{name}":
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(file)
 
@@ -70,18 +70,18 @@ def test_a_disk_that_is_full_before_the_first_step_is_exit_4_in_one_sentence(
 def test_on_a_full_disk_the_status_still_says_that_the_run_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace = run_dir.replace
+    write_whole = run_dir.write_whole
 
     def fill() -> None:
         def full(path: Path, _: Any) -> None:
             raise StorageError(f"{path} cannot be written: No space left on device")
 
-        monkeypatch.setattr(run_dir, "replace", full)
+        monkeypatch.setattr(run_dir, "write_whole", full)
         monkeypatch.setattr(run_dir.MetricsFile, "write", full)
 
     with pytest.raises(RunStopped, match="No space left on device"):
         fit(settings(tmp_path), display=At(3, fill))
-    monkeypatch.setattr(run_dir, "replace", replace)
+    monkeypatch.setattr(run_dir, "write_whole", write_whole)
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"]) == ("failed", 3)
     assert "No space left on device" in status["reason"]
@@ -152,7 +152,7 @@ def test_a_requested_save_is_on_the_disk_before_the_next_step_and_the_run_goes_o
     stop = Stop()
     result = fit(settings(tmp_path), stop=stop, display=At(3, stop.request_save))
     assert (result.step, result.stopped) == (6, "")
-    assert run_dir.steps_in(tmp_path / "run" / "checkpoints") == [3, 6]
+    assert run_dir.steps_in(tmp_path / "run") == [3, 6]
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.system import hardware
 from megatrain.training import forecast
 from megatrain.weights.dequantize import dequantised
-from megatrain.weights.loader import TensorWeights
+from megatrain.weights.source import TensorWeights
 from support import private_memory
 from support.families import build
 from support.reference import batches, error

@@ -17,7 +17,8 @@ from transformers import (
 
 from megatrain.checkpoint.export import save_pretrained
 from megatrain.weights.hf_layout import describe, published, read_layout, transposed, whole
-from megatrain.weights.loader import load, open_weights, resolve
+from megatrain.weights.loader import load
+from megatrain.weights.source import open_weights, resolve
 from support.fake_core import MemoryCore
 from support.families import BASE, DEEPSEEK, MOE
 

@@ -192,7 +192,7 @@ def test_a_checkpoint_says_its_layout_shortly_where_it_can(tmp_path: Path) -> No
         with read(tmp_path / source) as ours:
             ours.step(batches(1, rows=1, seq=8, vocab=VOCAB))
             ours.save(tmp_path / "saved" / source / "step-1", step=1)
-        found[source] = checkpoint.Checkpoint.open(tmp_path / "saved" / source / "step-1").state()["layout"]
+        found[source] = checkpoint.Checkpoint.open(tmp_path / "saved" / source / "step-1").state().layout
     assert found["experts apart"] == "published"
     assert found["experts fused"] == "library"
     assert found["without the base's prefix"]["wte.weight"] == ["transformer.wte.weight", 0, [96, 32]]

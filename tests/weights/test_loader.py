@@ -18,8 +18,9 @@ from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.system.safetensors_io import DamagedFile, read_shard
 from megatrain.weights.initialize import initialize
-from megatrain.weights.loader import TensorWeights, load, open_weights, resolve
+from megatrain.weights.loader import load
 from megatrain.weights.matching import match
+from megatrain.weights.source import TensorWeights, open_weights, resolve
 from support import private_memory
 from support.fake_core import MemoryCore, engine, llama
 
@@ -313,7 +314,7 @@ def test_offline_a_hub_id_that_is_not_cached_is_refused_as_such(tmp_path: Path) 
     program = textwrap.dedent(
         """
         from megatrain.errors import ConfigError
-        from megatrain.weights import resolve
+        from megatrain.weights.source import resolve
         try:
             resolve("some-owner/some-model")
         except ConfigError as error:
@@ -353,7 +354,8 @@ def test_loading_needs_no_private_memory_beyond_its_buffers(tmp_path: Path, num_
         from types import SimpleNamespace as Space
         import torch
         torch.set_num_threads(1)
-        from megatrain.weights import load, open_weights, resolve
+        from megatrain.weights.loader import load
+        from megatrain.weights.source import open_weights, resolve
 
         refs = {{f"t{{i}}": Space(unit=0, tensor=i, name=f"t{{i}}", shape=(64 << 20 >> 1,), dtype=torch.bfloat16,
                 role="trainable") for i in range(4)}}
@@ -421,3 +423,39 @@ def test_a_rule_in_which_a_parent_draws_its_childrens_weights_is_kept() -> None:
     assert plain.std() == pytest.approx(0.02, rel=0.05)
     assert scaled.std() == pytest.approx(0.02 / 4, rel=0.05)
     assert not core.master(decoder.tensors["transformer.h.0.ln_1.bias"]).any()
+
+
+@pytest.mark.parametrize("old", ["whole", "without its shards", "damaged"])
+def test_of_two_sets_of_weights_the_one_that_stock_loads_is_read_and_both_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, old: str
+) -> None:
+    """`model.safetensors` beside an older index and its shards."""
+    torch.manual_seed(8)
+    settings = {k: v for k, v in llama().items() if k != "model_type"}
+    AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(tmp_path, max_shard_size="20KB")
+    index, shards = tmp_path / "model.safetensors.index.json", list(tmp_path.glob("model-*.safetensors"))
+    reference().save_pretrained(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path / "model.safetensors")
+    if old == "damaged":
+        index.write_text("{")
+    for shard in shards if old == "without its shards" else []:
+        shard.unlink()
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    with caplog.at_level("WARNING"):
+        target = loaded(tmp_path, "fp32")
+    for name, ref in target.decoder.tensors.items():
+        assert torch.equal(target.core.master(ref), wanted[name]), name
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1, told
+    assert "model.safetensors is read" in told[0]
+    assert index.name in told[0]
+
+
+def test_an_index_of_a_single_file_is_no_second_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference().save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with caplog.at_level("WARNING"):
+        loaded(tmp_path, "fp32")
+    assert not caplog.records

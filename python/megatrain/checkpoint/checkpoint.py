@@ -5,13 +5,13 @@
                                                          folder that stock transformers loads
         residual-*.safetensors                           the lower halves of the fp32 masters (bf16 runs)
         exp_avg-*.safetensors, exp_avg_sq-*.safetensors  AdamW's moments, fp32
-        state.json                                       step counts a tensor, the layout of the model's source, and
-                                                         what the trainer adds
+        state.json                                       step count of each trained tensor, the layout of the model's
+                                                         source, and what the trainer adds
         manifest.json                                    size and CRC32 per 64 MiB of every file, written last
 
-A checkpoint is complete when its manifest verifies. It is written beside its place and renamed, so an interrupted save
-never looks like one, and an earlier one is untouched until the new one is on disk. Names and shapes are all it says
-about the model: it loads under any plan, into any placement.
+`docs/checkpoints.md` documents the format. A checkpoint is complete when its manifest verifies. It is written beside
+its place and renamed, so an interrupted save never looks like one, and an earlier one is untouched until the new one is
+on disk. Names and shapes are all it says about the model: it loads under any plan, into any placement.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import json
 import logging
 import re
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +27,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import export
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint.hf_folder import DTYPES, folder_bytes, join, json_bytes, write_index, write_model_files
+from megatrain.checkpoint.manifest import FileSums, State
+from megatrain.checkpoint.step_folders import is_step_folder, list_checkpoints, step_folder
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.names import format_names
 from megatrain.system import safetensors_io
-from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, recover, staged, sync_folder, write_file
+from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, present, staged, write_file
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
 from megatrain.units import is_count
 from megatrain.weights import hf_layout
-from megatrain.weights.loader import Core, Decoder, FileWeights, TensorRef
+from megatrain.weights.source import FileWeights
+from megatrain.weights.types import Core, Decoder, TensorRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "megatrain checkpoint"
-_VERSION = 1
-_STEP = re.compile(r"step-(\d+)")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|residual|exp_avg|exp_avg_sq)(-\d{5}-of-\d{5})?\.safetensors")
-_ZEROS_BYTES = 16 << 20
+_PIECE = 4 << 20
+"""Elements of a tensor that are in memory at a time."""
 
 
 class Trained(Protocol):
@@ -85,11 +87,11 @@ def begin_save(
     tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
 ) -> "PendingCheckpoint":
     """Begins a checkpoint of the engine's state after `step` optimizer steps, pending updates included. It is written
-    beneath the passes that follow, each unit before its next update, and complete when its `finish` returns.
+    in the background while later passes run, each unit before its next update, and complete when its `finish` returns.
 
     A checkpoint at `folder` is replaced once the new one is complete; anything else there is refused by ConfigError.
-    Raises StorageError with the bytes needed and free when the disk is too full, CheckpointError for a state that is
-    not JSON; nothing is left behind then.
+    Where `folder` is a symbolic link, its target is written. Raises StorageError with the bytes needed and free when
+    the disk is too full, CheckpointError for a state that is not JSON; nothing is left behind then.
     """
     folder = Path(folder)
     if not is_count(step, 0):
@@ -104,10 +106,10 @@ def begin_save(
         planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
     try:
         # As it is now, whatever becomes of it before the end.
-        state = json.loads(export.json_bytes(dict(state)))
+        state = json.loads(json_bytes(dict(state)))
     except TypeError as error:
         raise CheckpointError(f"the state to save is not JSON: {error}") from error
-    needed = export.folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
+    needed = folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staged(folder, needed))
         files = [
@@ -140,7 +142,7 @@ class _Cancelled(Exception):
 
 
 class PendingCheckpoint:
-    """A checkpoint on its way to disk. `begin_save` makes it; `finish` or `cancel` ends it."""
+    """A checkpoint that is being written. `begin_save` makes it; `finish` or `cancel` ends it."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class PendingCheckpoint:
     ) -> None:
         self.folder, self.step = folder, step
         self.over = False
-        """Whether it was finished, with whatever success, or given up."""
+        """Whether it was finished, successfully or not, or cancelled."""
         self.on_complete: Callable[[], None] | None = None
         """Called once it is in its place, by the thread that put it there."""
         self._failure: Exception | None = None
@@ -167,15 +169,15 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing large to wait for any more, or a failure to tell. Raises EngineBroken."""
+        """Whether `finish` will return, or raise, without waiting for anything large. Raises EngineBroken."""
         try:
             return self.over or self._core.save_progress()[1]
-        except ValueError:  # another thread has heard from the core already, and completes it
+        except ValueError:  # another thread has taken the core's answer already, and completes the save
             return True
 
     def finish(self) -> None:
-        """Waits for the files, completes the folder and puts it in its place; of several callers one does it. Raises
-        StorageError when the disk failed, to each of them; nothing is left behind then, nor after an interrupt."""
+        """Waits for the files, completes the folder and puts it in its place; of several callers, one does so. Raises
+        StorageError in each of them when the disk failed; nothing is left behind then, nor after an interrupt."""
         with self._ending:
             if self.over:
                 if self._failure is not None:
@@ -196,71 +198,39 @@ class PendingCheckpoint:
         decoder = self._decoder
         with self._place:
             try:
-                sums, counts = self._core.finish_save()
+                written, counts = self._core.finish_save()
             finally:
-                self._core.cancel_save()  # an interrupt leaves nobody who writes into a folder about to be removed
+                self._core.cancel_save()  # after an interrupt nothing may write into a folder about to be removed
             for stem in dict.fromkeys(shard.stem for shard in self._files):
-                export.write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
-            weights = export.DTYPES[decoder.precision]
-            export.write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
+                write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
+            weights = DTYPES[decoder.precision]
+            write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
             shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
             layout = hf_layout.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published"
-            described = {
-                "layout": layout,
-                "step": self.step,
-                "step_counts": {
-                    ref.name: counts[ref.unit][ref.tensor]
-                    for ref in decoder.tensors.values()
-                    if ref.role == "trainable"
-                },
-                "state": self._state,
-            }
-            write_file(self._temporary / "state.json", export.json_bytes(described))
-            _write_manifest(self._temporary, self.step, decoder.precision, {Path(path).name: s for path, s in sums})
+            trained = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
+            state = State({ref.name: counts[ref.unit][ref.tensor] for ref in trained}, layout, self._state)
+            write_file(self._temporary / "state.json", manifest.state_bytes(state, self.step))
+            crc32 = {Path(path).name: sums for path, sums in written}
+            manifest.write(self._temporary, self.step, decoder.precision, crc32)
 
     def cancel(self) -> None:
-        """Gives it up and removes what was written, unless it is over."""
+        """Cancels it and removes what was written, unless it is over."""
         with self._ending:
             if self.over:
                 return
-            self.over, self._failure = True, CheckpointError(f"the save of {self.folder} was given up")
+            self.over, self._failure = True, CheckpointError(f"the save of {self.folder} was cancelled")
             with contextlib.suppress(_Cancelled), self._place:
                 self._core.cancel_save()
                 raise _Cancelled
 
 
 def _refuse_other(folder: Path) -> None:
-    """Raises ConfigError where something stands that is no checkpoint, nor what is left of one in a run."""
-    if not folder.exists() or _STEP.fullmatch(folder.name) or (folder / "manifest.json").is_file():
+    """Raises ConfigError when there is something at `folder` that is neither a checkpoint nor a part of one in a
+    run."""
+    if not folder.exists() or is_step_folder(folder) or (folder / manifest.NAME).is_file():
         return
     if not folder.is_dir() or any(folder.iterdir()):
         raise ConfigError(f"{folder} exists already and is no checkpoint; name another folder, or remove it first")
-
-
-def _write_manifest(folder: Path, step: int, precision: str, sums: Mapping[str, list[int]]) -> None:
-    """Describes every file of a folder. Of the shards the sums are known already; the others are small."""
-    files: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(folder).as_posix()
-            crc32 = sums[name] if name in sums else crc_per_chunk(path.read_bytes())
-            files[name] = {"bytes": path.stat().st_size, "crc32": crc32}
-    # the other entries reach the disk before the one that says that they are there
-    sync_folder(folder)
-    manifest = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "step": step,
-        "precision": precision,
-        "chunk_bytes": CHUNK_BYTES,
-        "files": files,
-    }
-    manifest["crc32"] = _own_sum(manifest)
-    write_file(folder / "manifest.json", export.json_bytes(manifest))
-
-
-def _own_sum(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(export.json_bytes({key: value for key, value in manifest.items() if key != "crc32"}))
 
 
 # ------------------------------------------------------------------------------------------ finding and checking
@@ -268,77 +238,112 @@ def _own_sum(manifest: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest is whole and whose files have the sizes that it says."""
+    """A checkpoint whose manifest is whole and whose files have the sizes that it says. Only read, never changed: a run
+    may be training in the folder."""
 
     folder: Path
     step: int
     precision: str
     """`bf16` or `fp32`."""
-    files: dict[str, Any]
-    """From the manifest: `bytes` and `crc32` per chunk of every file."""
+    files: Mapping[str, FileSums]
+    """By path relative to the folder."""
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads the manifest and compares sizes; `verify` compares contents too. Raises CheckpointError."""
-        path = folder / "manifest.json"
-        try:
-            recover(folder)
-            manifest = json.loads(path.read_bytes())
-            if manifest["format"] != _FORMAT:
-                raise ValueError(f"its format is {manifest['format']!r}")
-            if manifest["version"] != _VERSION:
-                raise CheckpointError(
-                    f"{folder} has version {manifest['version']} of the checkpoint format, and this megatrain reads "
-                    f"version {_VERSION}; use the one that wrote it"
-                )
-            if manifest["chunk_bytes"] != CHUNK_BYTES:
-                raise ValueError(f"its chunks are of {manifest['chunk_bytes']} bytes")
-            if manifest["crc32"] != _own_sum(manifest):
-                raise ValueError("its own checksum does not match")
-        except FileNotFoundError:
-            what = "is not complete (it has no manifest.json)" if folder.is_dir() else "is not there"
-            raise CheckpointError(f"checkpoint {folder} {what}; name another checkpoint") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); take an earlier checkpoint") from None
-        for name, facts in manifest["files"].items():
-            problem = safetensors_io.check_sums(folder / name, facts["bytes"], ())
+        """Reads the manifest and compares sizes; `problems` compares contents too. Raises CheckpointError."""
+        folder = present(folder)
+        found = manifest.read(folder)
+        for name, sums in found.files.items():
+            problem = safetensors_io.check_sums(folder / name, sums.nbytes, ())
             if problem is not None:
                 raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; take an earlier one")
-        return cls(folder, manifest["step"], manifest["precision"], manifest["files"])
+        return cls(folder, found.step, found.precision, found.files)
 
     def problems(self) -> list[str]:
-        """What is wrong with the contents of its files, a sentence each; reads all of them."""
+        """What is wrong with the contents of its files, one sentence per file; reads all of them."""
         found = (
-            safetensors_io.check_sums(self.folder / name, facts["bytes"], facts["crc32"])
-            for name, facts in self.files.items()
+            safetensors_io.check_sums(self.folder / name, sums.nbytes, sums.crc32) for name, sums in self.files.items()
         )
         return [problem for problem in found if problem is not None]
 
     def check(self, *stems: str) -> None:
-        """Reads the shards of some planes, and every file that is of none, and compares their contents. Raises
-        DamagedCheckpoint."""
-        for name, facts in self.files.items():
+        """Reads the shards of the named planes, and every file that is not a shard, and compares their contents with
+        the manifest. Raises DamagedCheckpoint."""
+        for name, sums in self.files.items():
             if _stem(name) not in (None, *stems):
                 continue
-            problem = safetensors_io.check_sums(self.folder / name, facts["bytes"], facts["crc32"])
+            problem = safetensors_io.check_sums(self.folder / name, sums.nbytes, sums.crc32)
             if problem is not None:
-                raise DamagedCheckpoint(
-                    f"checkpoint {self.folder} is damaged: {problem}; take an earlier one", self.folder
-                )
+                raise self._damaged(problem)
 
-    def shards(self, stem: str) -> list[Shard]:
-        """The shards of one plane: `model`, `residual`, `exp_avg` or `exp_avg_sq`. Raises DamagedFile."""
-        return [safetensors_io.read_shard(self.folder / name) for name in sorted(self.files) if _stem(name) == stem]
-
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Content of `state.json`. Raises CheckpointError."""
-        data = (self.folder / "state.json").read_bytes()
-        if crc_per_chunk(data) != self.files["state.json"]["crc32"]:
-            raise DamagedCheckpoint(f"{self.folder / 'state.json'} is damaged; take an earlier checkpoint", self.folder)
-        state: dict[str, Any] = json.loads(data)
-        return state
+        return manifest.parse_state(self._small("state.json"), self.folder / "state.json")
+
+    def config(self) -> dict[str, Any]:
+        """Content of `config.json`. Raises CheckpointError."""
+        try:
+            config = json.loads(self._small("config.json"))
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"config.json is not JSON ({error})") from None
+        if not isinstance(config, dict):
+            raise self._damaged("config.json is not a JSON object")
+        return config
+
+    def planes(self) -> dict[str, list[Shard]]:
+        """The shards of each plane: `model`, `residual`, `exp_avg`, `exp_avg_sq`. Raises CheckpointError unless every
+        trained tensor is in each of its planes, once, and in the model's shape."""
+        trained = set(self.state().step_counts)
+        planes: dict[str, list[Shard]] = {stem: [] for stem in ("model", "residual", *_MOMENTS)}
+        try:
+            for name, sums in sorted(self.files.items()):
+                stem = _stem(name)
+                if stem is None:
+                    continue
+                shard = safetensors_io.read_shard(self.folder / name)
+                if shard.size != sums.nbytes:
+                    raise self._damaged(f"{name} has {shard.size} bytes instead of {sums.nbytes}")
+                planes[stem].append(shard)
+        except DamagedFile as error:
+            raise self._damaged(str(error)) from None
+        model = self._entries(planes["model"])
+        if not model:
+            raise self._damaged("it holds no weights")
+        for stem, dtype in {"residual": torch.int16, **dict.fromkeys(_MOMENTS, torch.float32)}.items():
+            held = self._entries(planes[stem])
+            if held.keys() != (set() if stem == "residual" and self.precision == "fp32" else trained):
+                raise self._damaged(f"its {stem} files and state.json name different tensors")
+            for name, entry in held.items():
+                if name not in model or entry.shape != model[name].shape or entry.dtype != dtype:
+                    raise self._damaged(f"its {stem} of {name} is {entry.dtype} of shape {list(entry.shape)}")
+        for name in trained:
+            if name not in model or model[name].dtype != DTYPES[self.precision]:
+                raise self._damaged(f"its {name} was trained in {self.precision} and is not stored so")
+        return planes
+
+    def types(self) -> dict[str, torch.dtype]:
+        """The type that each tensor of the model is stored in, so that a run that goes on stores frozen ones in the
+        same (`Decoder.from_config(frozen_dtypes=…)`). Raises CheckpointError."""
+        return {name: entry.dtype for name, entry in self._entries(self.planes()["model"]).items()}
+
+    def _entries(self, shards: Sequence[Shard]) -> dict[str, Entry]:
+        entries = [entry for shard in shards for entry in shard.entries]
+        found = {entry.name: entry for entry in entries}
+        if len(found) < len(entries):
+            raise self._damaged(f"two of its {shards[0].stem} files hold the same tensor")
+        return found
+
+    def _small(self, name: str) -> bytes:
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}") from None
+        if tuple(crc_per_chunk(data)) != self.files[name].crc32:
+            raise self._damaged(f"{self.folder / name} is damaged, its checksum does not match")
+        return data
+
+    def _damaged(self, problem: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {self.folder} is damaged: {problem}; take an earlier one", self.folder)
 
 
 def _stem(name: str) -> str | None:
@@ -348,27 +353,17 @@ def _stem(name: str) -> str | None:
 
 
 def verify(folder: str | Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, a sentence each; empty when it is complete. Reads every byte."""
+    """Everything that is wrong with a checkpoint, one sentence per file; empty when it is complete. Reads every
+    byte."""
     try:
         return Checkpoint.open(Path(folder)).problems()
     except CheckpointError as error:
         return [str(error)]
 
 
-def list_checkpoints(run: str | Path) -> list[Path]:
-    """The folders `checkpoints/step-N` of a run, by step; whether each is complete, `Checkpoint.open` tells."""
-    parent = Path(run) / "checkpoints"
-    if not parent.is_dir():
-        return []
-    for aux in parent.glob(".old-step-*"):
-        recover(parent / aux.name.removeprefix(".old-"))
-    found = ((_STEP.fullmatch(path.name), path) for path in parent.iterdir())
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
-
-
 def latest_complete(run: str | Path, damaged: set[Path] | None = None) -> Path | None:
-    """The newest complete checkpoint of a run, by manifest and sizes; those that are not are passed over with a line in
-    the log, and added to `damaged`. Those in it already are not looked at. None when there is none."""
+    """The newest checkpoint of a run that is complete by its manifest and sizes; None when there is none. Others are
+    skipped with a line in the log and added to `damaged`; those that are in it already are not opened."""
     damaged = set() if damaged is None else damaged
     for folder in reversed(list_checkpoints(run)):
         if folder in damaged:
@@ -376,16 +371,16 @@ def latest_complete(run: str | Path, damaged: set[Path] | None = None) -> Path |
         try:
             return Checkpoint.open(folder).folder
         except CheckpointError as error:
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
             damaged.add(folder)
     return None
 
 
 def choose(run: str | Path, which: str) -> Path:
-    """The complete checkpoint of a run that is meant: a step's number, or `last`. Raises ConfigError for another word,
-    CheckpointError when it is not there or not complete."""
-    if which.isdecimal():
-        return Checkpoint.open(Path(run) / "checkpoints" / f"step-{int(which)}").folder
+    """The complete checkpoint of a run that `which` names: a step's number, or `last`. Raises ConfigError for another
+    word, CheckpointError when it does not exist or is not complete."""
+    if which.isascii() and which.isdecimal() and len(which) < 19:
+        return Checkpoint.open(step_folder(run, int(which))).folder
     if which != "last":
         raise ConfigError(f"the step asked for is {which!r}; it is a number or last")
     newest = latest_complete(run)
@@ -407,48 +402,50 @@ def load(
 ) -> dict[str, Any]:
     """Restores every plane bit for bit, compares every CRC on the way, and returns the `state` given to `save`.
 
-    A parameter that was frozen and is trained now starts with zero moments and count 0; one that was trained and is
-    frozen now keeps its weights. Raises CheckpointError, before anything is changed, when the checkpoint belongs to
-    another model, and when a file is damaged (the engine's state is then undefined: load another checkpoint).
+    A parameter that was frozen and is trained now starts with zero moments and count 0. One that was trained and is
+    frozen now keeps the weights that it was computed with. A frozen tensor that the engine stores in another type than
+    the checkpoint is converted where every value stays the same. Raises CheckpointError, before anything is changed,
+    when the checkpoint belongs to another model, and when a file is damaged (the engine's state is then undefined: load
+    another checkpoint).
     """
     checkpoint = Checkpoint.open(Path(folder))
     decoder, core = engine.decoder, engine.core
-    saved = checkpoint.state()
+    saved, planes = checkpoint.state(), checkpoint.planes()
+    counts = saved.step_counts
+    shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
+    layout = hf_layout.read_layout(saved.layout, shapes)
+    restore = _Restore(core, decoder.tensors, counts, FileWeights(planes["model"]), FileWeights(planes["residual"]))
+    work = [(shard, checkpoint.files[shard.path.name].crc32) for group in planes.values() for shard in group]
+    total, done = sum(shard.size for shard, _ in work), [0]
+
+    def report(size: int) -> None:
+        done[0] += size
+        if progress is not None:
+            progress(min(done[0], total), total)
+
     try:
-        planes = {stem: checkpoint.shards(stem) for stem in ("model", "residual", *_MOMENTS)}
-        counts: dict[str, int] = saved["step_counts"]
-        _check(checkpoint, decoder, planes, counts)
-        restore = _Restore(core, decoder.tensors, counts, FileWeights(planes["residual"]))
-        work = [(shard, checkpoint.files[shard.path.name]["crc32"]) for group in planes.values() for shard in group]
-        total, done = sum(shard.size for shard, _ in work), [0]
-
-        def report(size: int) -> None:
-            done[0] += size
-            if progress is not None:
-                progress(min(done[0], total), total)
-
+        _check(checkpoint, decoder, restore)
         begin()
         safetensors_io.read_checked(work, restore.write, threads=threads, progress=report)
     except DamagedFile as error:
         raise DamagedCheckpoint(f"{error}; take an earlier checkpoint", checkpoint.folder) from None
+    new = [ref for ref in decoder.tensors.values() if ref.role == "trainable" and ref.name not in counts]
+    for ref in new:
+        _clear_moments(core, ref)
+    if new:
+        log.info("trained from here on, with moments that start at zero: %s", format_names([ref.name for ref in new]))
     for ref in decoder.tensors.values():
         if ref.role == "trainable":
-            if ref.name not in counts:
-                log.info("%s is trained from here on; its moments start at zero", ref.name)
-                _clear_moments(core, ref)
             core.set_step_count(ref.unit, ref.tensor, counts.get(ref.name, 0))
-    shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
-    if "layout" in saved:
-        decoder.layout = hf_layout.read_layout(saved["layout"], shapes)
-    state: dict[str, Any] = saved["state"]
-    return state
+    if saved.layout is not None:
+        decoder.layout = layout
+    return dict(saved.state)
 
 
-def _check(
-    checkpoint: Checkpoint, decoder: Decoder, planes: Mapping[str, list[Shard]], counts: Mapping[str, int]
-) -> None:
-    """Raises CheckpointError unless every tensor of the model is there in its shape, and no other."""
-    entries = {entry.name: entry for shard in planes["model"] for entry in shard.entries}
+def _check(checkpoint: Checkpoint, decoder: Decoder, restore: "_Restore") -> None:
+    """Raises CheckpointError unless every tensor of the model is there in its shape, and no other, and each fits into
+    what the engine stores it in. Raises DamagedFile."""
+    entries = restore.model.entries
     problems = []
     if checkpoint.precision != decoder.precision:
         problems.append(f"it was trained in {checkpoint.precision} and this run is {decoder.precision}")
@@ -461,14 +458,15 @@ def _check(
             problems.append(f"{what} {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
     for name, entry in entries.items():
         ref = decoder.tensors.get(name)
-        if ref is not None and tuple(ref.shape) != entry.shape:
+        if ref is None:
+            continue
+        if tuple(ref.shape) != entry.shape:
             problems.append(f"its {name} has shape {list(entry.shape)} and the model's has {list(ref.shape)}")
-        elif ref is not None and ref.role != "trainable" and name not in counts and ref.dtype != entry.dtype:
+        elif entry.dtype.is_floating_point != ref.dtype.is_floating_point:
             problems.append(f"its {name} is {entry.dtype} and the model's is {ref.dtype}")
-    for stem in ("residual", *_MOMENTS):
-        held = {entry.name for shard in planes[stem] for entry in shard.entries}
-        if held != set(counts) and not (stem == "residual" and checkpoint.precision == "fp32"):
-            problems.append(f"its {stem} files and state.json name different tensors")
+    if not problems:
+        inexact = [ref for ref in decoder.tensors.values() if not restore.is_exact(ref)]
+        problems += [f"its {ref.name} has values that {ref.dtype}, its type here, cannot hold" for ref in inexact]
     if problems:
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise CheckpointError(
@@ -478,36 +476,57 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class _Restore:
-    """Puts pieces of a checkpoint's files into the planes."""
+    """Puts pieces of a checkpoint's files into the planes of the store."""
 
     core: Core
     tensors: Mapping[str, TensorRef]
     counts: Mapping[str, int]
+    """Of the tensors that were trained."""
+    model: FileWeights
     residual: FileWeights
 
     def write(self, stem: str, entry: Entry, start: int, piece: Tensor) -> None:
-        """One piece; see `shards.read_checked`."""
+        """One piece; see `safetensors_io.read_checked`."""
         ref = self.tensors[entry.name]
-        trained = entry.name in self.counts
-        if ref.role == "trainable":
-            plane = stem if stem != "model" else "weights" if trained else "master"
-            self.core.write(ref.unit, ref.tensor, plane, piece, start)
-        elif stem == "model":
-            if ref.dtype != piece.dtype:
-                piece = self._master(entry, start, piece).to(ref.dtype)
-            self.core.write(ref.unit, ref.tensor, "weights", piece, start)
+        try:
+            if ref.role == "trainable":
+                trained = entry.name in self.counts
+                plane = stem if stem != "model" else "weights" if trained else "master"
+                self.core.write(ref.unit, ref.tensor, plane, piece, start)
+            elif stem == "model":
+                self.core.write(ref.unit, ref.tensor, "weights", self._frozen(ref, start, piece).to(ref.dtype), start)
+        except ValueError as error:  # of the core: a value that is not finite
+            raise DamagedFile(f"{self.model.where(entry.name)}: {entry.name}: {error}") from None
 
-    def _master(self, entry: Entry, start: int, piece: Tensor) -> Tensor:
-        """The fp32 values of a parameter that was trained and is frozen now, in another type than it computed with."""
-        if entry.name not in self.residual.entries:
+    def _frozen(self, ref: TensorRef, start: int, piece: Tensor) -> Tensor:
+        """The values of a tensor that is frozen now: as stored; of one that was trained and is stored here in another
+        type than it was computed in, the fp32 masters."""
+        if ref.dtype == piece.dtype or ref.name not in self.residual.entries:
             return piece
         buffer = torch.empty(piece.numel() * 2, dtype=torch.uint8)
-        return export.join(piece, self.residual.read(entry.name, start, piece.numel(), buffer))
+        return join(piece, self.residual.read(ref.name, start, piece.numel(), buffer))
+
+    def is_exact(self, ref: TensorRef) -> bool:
+        """Whether the type that a frozen tensor has here holds every value of it. Reads the values only where the type
+        alone does not say. Raises DamagedFile."""
+        entry = self.model.entries[ref.name]
+        if ref.role == "trainable" or ref.dtype == entry.dtype:
+            return True
+        stored = torch.float32 if ref.name in self.residual.entries else entry.dtype
+        if torch.promote_types(stored, ref.dtype) == ref.dtype:
+            return True
+        for start in range(0, entry.numel, _PIECE):
+            count = min(_PIECE, entry.numel - start)
+            room = torch.empty(count * entry.dtype.itemsize, dtype=torch.uint8)
+            values = self._frozen(ref, start, self.model.read(ref.name, start, count, room))
+            if not torch.equal(values.to(ref.dtype).to(values.dtype), values):
+                return False
+        return True
 
 
 def _clear_moments(core: Core, ref: TensorRef) -> None:
     numel = torch.Size(ref.shape).numel()
-    zeros = torch.zeros(min(numel, _ZEROS_BYTES // 4))
+    zeros = torch.zeros(min(numel, _PIECE))
     for moment in _MOMENTS:
         for start in range(0, numel, max(len(zeros), 1)):
             core.write(ref.unit, ref.tensor, moment, zeros[: numel - start], start)

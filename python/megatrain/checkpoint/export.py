@@ -1,65 +1,57 @@
-"""A finished model as the hub expects it: sharded safetensors with index, config, tokenizer and chat template.
+"""A trained model as the hub expects it: sharded safetensors with index, config, tokenizer and chat template.
 
     save_pretrained(decoder, core, "out", tokenizer_dir="the/source")     # from the store
     export_checkpoint("run/checkpoints/step-100", "out", dtype="fp32")    # from a checkpoint
 
-Tensors are streamed in pieces; the folder appears whole or not at all. The result loads in stock transformers with no
-missing and no unexpected key.
+Tensors are streamed in pieces; the folder appears whole or not at all. Stock transformers loads it with no missing and
+no unexpected key.
+
+Types: `auto` and the precision of the run give trained tensors in that precision, as the device computed with them;
+`fp32` gives the exact masters. A frozen tensor or buffer keeps the type that it is stored in under `auto`, and gets the
+named type otherwise. In every case a tensor has at least the type that transformers itself keeps it in
+(`library_types`).
 """
 
 import copy
-import json
+import functools
 import logging
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.checkpoint import Checkpoint
+from megatrain.checkpoint.hf_folder import (
+    DTYPES,
+    TOKENIZER_FILES,
+    copy_files,
+    folder_bytes,
+    join,
+    library_types,
+    write_config,
+    write_index,
+    write_model_files,
+)
 from megatrain.config.paths import check_unused
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.models.hf_config import load_config
+from megatrain.models.meta_init import build_without_storage
 from megatrain.system import safetensors_io
-from megatrain.system.atomic import staged, storage_error, write_file
-from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
+from megatrain.system.atomic import flushing, staged
+from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights.hf_layout import Layout, fill, library, published, read_layout
-from megatrain.weights.loader import Core, Decoder, FileWeights, TensorRef
+from megatrain.weights.source import FileWeights
+from megatrain.weights.types import Core, Decoder, TensorRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megatrain.checkpoint.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "bf16", "fp32"]
 LayoutName = Literal["source", "library"]
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-TOKENIZER_FILES = (
-    "tokenizer*.json",
-    "tokenizer*.model",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
-"""What belongs to a tokenizer or processor in a Hugging Face folder; copied byte for byte."""
-
-_TOKENIZER_BYTES = 32 << 20
-_JSON_BYTES = 1 << 20
 
 
 def save_pretrained(
@@ -75,20 +67,22 @@ def save_pretrained(
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
-    """Writes the model in the store as a Hugging Face folder. Float tensors get the asked type, all others keep theirs;
-    a tied weight is written once, unless the source has it twice. `layout` is that of the source, name by name (where
-    there is none, that of published checkpoints: every expert apart), or the library's own (experts fused). Raises
-    ConfigError when `out` is in use already, StorageError when it cannot be written."""
+    """Writes the model in the store as a Hugging Face folder, in the types that the module's docstring gives. A tied
+    weight is written once, unless the source has it twice. `layout` is that of the source, name by name (where there
+    is none, that of published checkpoints: one tensor per expert), or the library's own (experts fused).
+
+    Raises ConfigError when `out` is in use already, StorageError when it cannot be written."""
     out = Path(out)
     target = _target(dtype, decoder.precision)
     _check_layout(layout)
     if not overwrite:
         check_unused(out, "the export's folder")
     layout_of = _layout(decoder, layout)
-    entries = _entries({name: ref.dtype for name, ref in decoder.tensors.items()}, layout_of, target)
+    entries = _entries(layout_of, _types(decoder, dtype))
+    exact = target == torch.float32
 
     def weights(name: str, start: int, out: Tensor) -> None:
-        read_weights(core, decoder.tensors[name], DTYPES[decoder.precision], start, out)
+        read_weights(core, decoder.tensors[name], start, out, exact=exact)
 
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
         fill(layout_of[entry.name], start, piece, weights)
@@ -112,30 +106,30 @@ def export_checkpoint(
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
 ) -> None:
-    """Writes a checkpoint's model as a Hugging Face folder, without any tensor of the model itself: `fp32` from a bf16
-    run is its exact master. `layout` as in `save_pretrained`. Raises CheckpointError, before anything is written,
-    for a checkpoint that is not whole (what is taken from it is read through first), ConfigError when `out` is in use
-    already, StorageError when it cannot be written."""
-    from megatrain.checkpoint.checkpoint import Checkpoint
+    """Writes a checkpoint's model as a Hugging Face folder, without an engine. `dtype` and `layout` as in
+    `save_pretrained`.
 
+    Raises CheckpointError, before anything is written, for a checkpoint that is not whole (what is taken from it is
+    read through first), ConfigError when `out` is in use already, StorageError when it cannot be written."""
     source, out = Checkpoint.open(Path(checkpoint)), Path(out)
     target = _target(dtype, source.precision)
     _check_layout(layout)
     if not overwrite:
         check_unused(out, "the export's folder")
-    source.check("model", *(("residual",) if target == torch.float32 else ()))
-    try:
-        weights = FileWeights(source.shards("model"))
-        residual = FileWeights(source.shards("residual"))
-    except DamagedFile as error:
-        raise CheckpointError(str(error)) from None
-    layout_of = _saved_layout(source, weights, layout)
-    entries = _entries({name: entry.dtype for name, entry in weights.entries.items()}, layout_of, target)
+    exact = target == torch.float32
+    source.check("model", *(("residual",) if exact else ()))
+    saved, planes = source.state(), source.planes()
+    weights, residual = FileWeights(planes["model"]), FileWeights(planes["residual"])
+    shapes = {name: entry.shape for name, entry in weights.entries.items()}
+    model = _LibraryModel(source.folder, target)
+    layout_of = _saved_layout(saved.layout, shapes, layout, model)
+    own = {name: entry.dtype for name, entry in weights.entries.items()}
+    entries = _entries(layout_of, _chosen_types(own, set(saved.step_counts), dtype, source.precision, model.types()))
 
     def values(name: str, start: int, out: Tensor) -> None:
         count, size = out.numel(), weights.entries[name].dtype.itemsize
         found = weights.read(name, start, count, torch.empty(count * size, dtype=torch.uint8))
-        if out.dtype == torch.float32 and name in residual.entries:
+        if exact and name in residual.entries:
             low = residual.read(name, start, count, torch.empty(count * 2, dtype=torch.uint8))
             found = join(found, low)
         out.copy_(found)
@@ -158,25 +152,86 @@ def export_checkpoint(
         except DamagedFile as error:
             raise CheckpointError(str(error)) from None
         write_index(folder, files)
-        config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-        write_file(folder / "config.json", json_bytes(_with_dtype(config, str(target).removeprefix("torch."))))
-        copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+        write_config(folder, source.config(), target)
+        with flushing(folder):
+            copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
 
 
 def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:
     """Bytes of the weight files that `save_pretrained` writes."""
-    dtypes = {name: ref.dtype for name, ref in decoder.tensors.items()}
-    entries = _entries(dtypes, _layout(decoder, layout), _target(dtype, decoder.precision))
+    entries = _entries(_layout(decoder, layout), _types(decoder, dtype))
     return sum(file.size for file in safetensors_io.plan_shards(Path(), "model", entries))
 
 
-def _entries(dtypes: Mapping[str, torch.dtype], layout: Layout, target: torch.dtype) -> list[Entry]:
-    """The tensors of a folder: float ones as `target`, all others in their own type."""
-    own = {name: dtypes[stored.names[0]] for name, stored in layout.items()}
+# --------------------------------------------------------------------------------------------------------- types
+
+
+def _types(decoder: Decoder, dtype: DtypeName) -> dict[str, torch.dtype]:
+    """The type that each tensor of the model is written in."""
+    target = _target(dtype, decoder.precision)
+    model = decoder.model
+    if target != DTYPES[decoder.precision] and target.itemsize == 2:
+        # What the class builds in fp32 of its own accord does not show in a model that is fp32 anyway.
+        try:
+            model = build_without_storage(copy.deepcopy(decoder.config), target)
+        except ConfigError as error:
+            log.debug("the types that %s keeps are unknown: %s", type(model).__name__, error)
+    return _chosen_types(
+        {name: ref.dtype for name, ref in decoder.tensors.items()},
+        {name for name, ref in decoder.tensors.items() if ref.role == "trainable"},
+        dtype,
+        decoder.precision,
+        library_types(model, target),
+    )
+
+
+def _chosen_types(
+    own: Mapping[str, torch.dtype],  # that each tensor is stored in
+    trained: set[str],
+    dtype: DtypeName,
+    precision: str,
+    library: Mapping[str, torch.dtype],  # see `library_types`
+) -> dict[str, torch.dtype]:
+    target = _target(dtype, precision)
+    types = {}
+    for name, stored in own.items():
+        chosen = target if stored.is_floating_point and (name in trained or dtype != "auto") else stored
+        if stored.is_floating_point and name in library:
+            chosen = torch.promote_types(chosen, library[name])
+        types[name] = chosen
+    return types
+
+
+def _entries(layout: Layout, types: Mapping[str, torch.dtype]) -> list[Entry]:
+    """The tensors of a folder. One that holds several of the model has the type that holds all of theirs."""
     return [
-        Entry(name, target if own[name].is_floating_point else own[name], stored.shape)
+        Entry(name, functools.reduce(torch.promote_types, (types[own] for own in stored.names)), stored.shape)
         for name, stored in layout.items()
     ]
+
+
+class _LibraryModel:
+    """The model of a checkpoint's configuration, without storage, built when it is first asked for."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """None where its code cannot be loaded."""
+        try:
+            return build_without_storage(load_config(self._folder), self._dtype)
+        except ConfigError as error:
+            log.warning(
+                "the model's code cannot be loaded, so what transformers stores otherwise is unknown: %s", error
+            )
+            return None
+
+    def types(self) -> dict[str, torch.dtype]:
+        return {} if self.model is None else library_types(self.model, self._dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- layouts
 
 
 def _layout(decoder: Decoder, layout: LayoutName) -> Layout:
@@ -187,148 +242,31 @@ def _layout(decoder: Decoder, layout: LayoutName) -> Layout:
     return decoder.layout if decoder.layout is not None else published(decoder.model, shapes)
 
 
-def _saved_layout(source: "Checkpoint", weights: FileWeights, layout: LayoutName) -> Layout:
-    """The same for a checkpoint, whose tensors are the library's."""
-    shapes = {name: entry.shape for name, entry in weights.entries.items()}
-    own = library(shapes)
+def _saved_layout(
+    recorded: Any, shapes: dict[str, tuple[int, ...]], layout: LayoutName, model: _LibraryModel
+) -> Layout:
+    """The same for a checkpoint, whose tensors are the library's, of `shapes`."""
     if layout == "library":
-        return own
-    recorded = read_layout(source.state().get("layout"), shapes)
-    if recorded is not None:
-        return recorded
-    from megatrain.models.hf_config import load_config
-    from megatrain.models.meta_init import build_without_storage
-
-    try:
-        return published(build_without_storage(load_config(source.folder), torch.bfloat16), shapes)
-    except ConfigError as error:
-        log.warning("the library's own layout is written, since the model's code cannot be loaded: %s", error)
-        return own
+        return library(shapes)
+    found = read_layout(recorded, shapes)
+    if found is not None:
+        return found
+    return library(shapes) if model.model is None else published(model.model, shapes)
 
 
-def read_weights(core: Core, ref: TensorRef, stored: torch.dtype, start: int, out: Tensor) -> None:
-    """Fills `out` with elements of a tensor from `start` on, in the type of `out`: for a trainable one from the weights
-    that the device computes with where the types agree, else from the master."""
-    if ref.role != "trainable":
-        stored = ref.dtype
-    if out.dtype == stored:
-        core.read(ref.unit, ref.tensor, "weights", out, start)
-    elif ref.role == "trainable":
-        wide = torch.empty(out.shape, dtype=torch.float32)
-        core.read(ref.unit, ref.tensor, "master", wide, start)
-        out.copy_(wide)
+def read_weights(core: Core, ref: TensorRef, start: int, out: Tensor, *, exact: bool) -> None:
+    """Fills `out`, flat and of any float type, with elements of a tensor from `start` on: of a trained one the fp32
+    master where `exact`, else the weights that the device computes with; of any other what is stored."""
+    if ref.role == "trainable" and exact and ref.dtype != torch.float32:
+        plane, dtype = "master", torch.float32
     else:
-        own = torch.empty(out.shape, dtype=ref.dtype)
-        core.read(ref.unit, ref.tensor, "weights", own, start)
-        out.copy_(own)
-
-
-def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 master of a bf16 upper plane and its int16 residual, exactly."""
-    bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
-    return bits.view(torch.float32)
-
-
-# -------------------------------------------------------------------------------------------- beside the weights
-
-
-def folder_bytes(
-    entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase | None", tokenizer_dir: str | Path | None
-) -> int:
-    """What a folder with these tensors takes on disk, a little more rather than less."""
-    described = sum(256 + len(entry.name) for entry in entries) * 2  # in a header, and in the index
-    total = sum(entry.nbytes for entry in entries) + described + _JSON_BYTES
-    found: list[Path] = []
-    if tokenizer_dir is not None:
-        found = [path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern)]
-        total += sum(path.stat().st_size for path in found)
-    saved = tokenizer is not None and not any(path.name.startswith("tokenizer") for path in found)
-    return total + (_TOKENIZER_BYTES if saved else 0)
-
-
-def write_index(folder: Path, files: list[Shard]) -> list[Path]:
-    """The index of the model's shards, where there are several. Returns what was written."""
-    if len(files) < 2:
-        return []
-    path = folder / f"{files[0].stem}.safetensors{safetensors_io.INDEX_SUFFIX}"
-    write_file(path, safetensors_io.index_json(files).encode())
-    return [path]
-
-
-def write_model_files(
-    folder: Path,
-    decoder: Decoder,
-    dtype: torch.dtype,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    tokenizer_dir: str | Path | None,
-) -> None:
-    """Config (saying `dtype`), generation config, tokenizer and chat template. Raises StorageError."""
-    config = copy.deepcopy(decoder.config)
-    config.architectures = [type(decoder.model).__name__]
-    described = json.loads(config.to_json_string(use_diff=True))
-    write_file(folder / "config.json", json_bytes(_with_dtype(described, str(dtype).removeprefix("torch."))))
-    copied: list[str] = []
-    if tokenizer_dir is not None:
-        patterns: tuple[str, ...] = (*TOKENIZER_FILES, "generation_config.json")
-        if getattr(config, "auto_map", None):
-            patterns = (*patterns, "*.py")  # the model's own code, which its configuration names
-        copied = copy_files(Path(tokenizer_dir), folder, patterns)
-    try:
-        if "generation_config.json" not in copied:
-            from transformers import GenerationConfig
-
-            own = getattr(decoder.model, "generation_config", None)
-            (own or GenerationConfig.from_model_config(config)).save_pretrained(str(folder))
-        if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
-            tokenizer.save_pretrained(str(folder))
-    except OSError as error:
-        raise storage_error(error, folder) from None
-    flush(folder)
-
-
-def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
-    """Copies what matches, byte for byte, folders too; returns the names. Raises StorageError."""
-    copied = []
-    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        try:
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
-            else:
-                shutil.copyfile(path, folder / path.name)
-        except OSError as error:
-            raise storage_error(error, folder / path.name) from None
-        copied.append(path.name)
-    return copied
-
-
-def flush(folder: Path) -> None:
-    """Flushes every file below `folder`. Raises StorageError."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(file)
-            except OSError as error:
-                raise storage_error(error, path) from None
-            finally:
-                os.close(file)
-
-
-def json_bytes(value: Any) -> bytes:
-    """JSON as Hugging Face writes it."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A configuration that names `name` wherever it names a type, text and vision parts included."""
-    changed = {
-        key: _with_dtype(value, name) if key.endswith("_config") and isinstance(value, dict) else value
-        for key, value in config.items()
-    }
-    changed.pop("torch_dtype", None)
-    if "dtype" in config or "torch_dtype" in config or "model_type" in config:
-        changed["dtype"] = name
-    return changed
+        plane, dtype = "weights", ref.dtype
+    if out.dtype == dtype:
+        core.read(ref.unit, ref.tensor, plane, out, start)
+    else:
+        values = torch.empty(out.shape, dtype=dtype)
+        core.read(ref.unit, ref.tensor, plane, values, start)
+        out.copy_(values)
 
 
 def _of_total(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None] | None:

@@ -227,10 +227,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from megatrain.checkpoint import checkpoint
+    from megatrain.checkpoint.step_folders import list_checkpoints
     from megatrain.errors import CheckpointError
 
     run = Path(args.run)
-    folders = [run] if (run / "manifest.json").is_file() else checkpoint.list_checkpoints(run)
+    folders = [run] if (run / "manifest.json").is_file() else list_checkpoints(run)
     if not folders:
         raise ConfigError(f"{run} holds no checkpoint; give the folder of a run (output.dir) or one checkpoint")
     found = {str(folder): checkpoint.verify(folder) for folder in folders}
@@ -394,19 +395,13 @@ def _export(args: argparse.Namespace) -> int:
     refusals.run_folder(Path(args.run))
     from megatrain.checkpoint import checkpoint
     from megatrain.checkpoint.export import export_checkpoint
-    from megatrain.training.run_dir import CHECKPOINTS
 
     run = Path(args.run)
     if (run / "manifest.json").is_file():
         refusals.step_of_checkpoint(args.step, run)
         source = run
-    elif (step := refusals.best_step(run, args.step)) not in (None, "last"):
-        source = run / CHECKPOINTS / f"step-{step}"
     else:
-        newest = checkpoint.latest_complete(run)
-        if newest is None:
-            raise ConfigError(f"{run} holds no complete checkpoint; give the folder of a run (output.dir)")
-        source = newest
+        source = checkpoint.choose(run, refusals.best_step(run, args.step) or "last")
     export_checkpoint(source, args.out, dtype=args.dtype, layout=args.layout)
     json_line({"checkpoint": str(source), "export": args.out}) if args.json else line(f"{source} -> {args.out}")
     return DONE
@@ -415,7 +410,8 @@ def _export(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from megatrain.cli import report
     from megatrain.config import paths
-    from megatrain.training.run_dir import REPORT, replace
+    from megatrain.system.atomic import write_whole
+    from megatrain.training.run_dir import REPORT
 
     run = Path(args.run)
     out = Path(args.out) if args.out else run / REPORT
@@ -423,7 +419,7 @@ def _report(args: argparse.Namespace) -> int:
         paths.check_writable(out, "--out")
     page = report.page(run)
     try:
-        replace(out, page)
+        write_whole(out, page)
     except StorageError as error:
         raise ConfigError(f"{error}; name another file with --out") from None
     json_line({"report": str(out)}) if args.json else line(str(out))
@@ -441,13 +437,13 @@ def _init(args: argparse.Namespace) -> int:
 def _schema(args: argparse.Namespace) -> int:
     from megatrain.cli.json_schema import document
     from megatrain.config import paths
-    from megatrain.training.run_dir import replace
+    from megatrain.system.atomic import write_whole
 
     if not args.out:
         json_line(document())
         return DONE
     paths.check_writable(Path(args.out), "--out")
-    replace(Path(args.out), json.dumps(document(), indent=2) + "\n")
+    write_whole(Path(args.out), json.dumps(document(), indent=2) + "\n")
     json_line({"schema": args.out}) if args.json else line(args.out)
     return DONE
 

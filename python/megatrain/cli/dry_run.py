@@ -79,9 +79,17 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
     """Prints the data sets in numbers, and rows of one of them token by token."""
     from megatrain.cli import tables
     from megatrain.data import inspection, prepare
+    from megatrain.system.terminal import on_a_terminal
+    from megatrain.training.setup import vocabulary_size
 
     tokenizer = _tokenizer(config)
-    train, evaluated = prepare(config, tokenizer)
+    moving = on_a_terminal()
+    train, evaluated = prepare(
+        config,
+        tokenizer,
+        vocab_size=vocabulary_size(config, tokenizer),
+        progress=(lambda what, tokens: moving(f"tokenizing {what}", tokens, 0)) if moving else None,
+    )
     chosen = evaluated if held_out and evaluated is not None else train
     rows = inspection.rows(chosen, tokenizer, num_rows)
     if json:

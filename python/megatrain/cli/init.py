@@ -11,7 +11,7 @@ from megatrain.cli.json_schema import descriptions
 from megatrain.config import Config, paths, yaml12
 from megatrain.config.parsing import hints, plain
 from megatrain.errors import ConfigError
-from megatrain.training.run_dir import replace
+from megatrain.system.atomic import write_whole
 
 _HEAD = """\
 # A configuration for megatrain. Every key that is not here has its default; `megatrain schema` lists all of them.
@@ -57,7 +57,7 @@ def write_configuration(model: str, data: str, out: Path) -> Path:
     paths.check(config)
     tree = config.to_dict()
     tree["output"]["dir"] = settings["output"]["dir"]
-    replace(out, _text(tree, out, model, data))
+    write_whole(out, _text(tree, out, model, data))
     Config.load(out)  # what was written is what a run accepts
     return out
 

@@ -2,28 +2,21 @@
 cannot run. Each function raises ConfigError."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.config.constraints import refuse_processes
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.data import Loader
 
-_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""How torchrun, Open MPI and MPICH tell a process how many there are."""
-
 
 def several_processes(verb: str) -> None:
     """More than one process, for the verbs that compute with an engine."""
-    if verb not in ("train", "bench", "eval"):
-        return
-    for name in _LAUNCHED:
-        count = os.environ.get(name, "")
-        if count not in ("", "1"):
-            raise ConfigError(f"{name} is {count}: more than one process is not supported yet; start a single one")
+    if verb in ("train", "bench", "eval"):
+        refuse_processes()
 
 
 def before_loading(config: "Config") -> None:
@@ -87,14 +80,15 @@ def held_out(loader: "Loader | None") -> "Loader":
 
 def best_step(run: Path, wanted: str | None) -> str | None:
     """`--step` with `best` replaced by the step of the lowest held-out loss."""
-    from megatrain.training.run_dir import CHECKPOINTS, read_status
+    from megatrain.checkpoint.step_folders import steps_in
+    from megatrain.training.run_dir import read_status
 
     if wanted is None or wanted == "last" or wanted.isdecimal():
         return wanted
     if wanted != "best":
         raise ConfigError(f"--step is {wanted!r}; it takes a number, best or last")
     best = read_status(run).get("best_step")
-    if not best or not (run / CHECKPOINTS / f"step-{best}").is_dir():
+    if best not in steps_in(run):
         raise ConfigError(
             f"{run} has no checkpoint of its lowest held-out loss; train with eval.keep_best: true to keep it"
         )

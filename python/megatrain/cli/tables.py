@@ -120,6 +120,8 @@ def data(name: str, summary: "Summary") -> None:
         f"  row lengths: {lengths['min']} to {lengths['max']} tokens, median {lengths['median']}, "
         f"95th percentile {lengths['p95']}" + ("; from the cache" if summary.cached else "")
     )
+    for read in summary.formats:
+        line(f"  {read}")
     for note in summary.notes:
         line(f"  note: {note}")
 

@@ -2,16 +2,13 @@
 the time that a look at a folder takes. Needs neither torch nor transformers.
 """
 
-import glob
 import os
 import re
 from pathlib import Path
 
-from megatrain.config import Config, SourceConfig
+from megatrain.config import Config
+from megatrain.config.data_files import find
 from megatrain.errors import ConfigError
-
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (".jsonl", ".json", ".parquet", *TEXT_SUFFIXES)
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -63,6 +60,11 @@ def chat_template(setting: str) -> str:
     """The template that `model.chat_template` is or names. Raises ConfigError."""
     if "{" in setting:
         return setting
+    if not setting.strip():
+        raise ConfigError(
+            "model.chat_template is empty; name a Jinja file, write the template, or leave the key out for the "
+            "tokenizer's own"
+        )
     try:
         text = Path(setting).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -98,57 +100,3 @@ def check_unused(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{what} {folder} exists already and is not empty; name another folder, or remove it first")
     check_makeable(folder, what)
-
-
-def find(config: SourceConfig) -> tuple[str, ...]:
-    """The files behind one entry of `data.train` or `data.eval`, in the order of reading. Raises ConfigError."""
-    path = config.path
-    if Path(path).is_file():
-        files = [path]
-    elif Path(path).is_dir():
-        found = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-        files = [file for file in found if suffix_of(file) in SUFFIXES and not Path(file).name.startswith(".")]
-        if not files:
-            raise ConfigError(f"{path} holds no file with a suffix among {', '.join(SUFFIXES)}")
-    elif glob.has_magic(path):
-        matches = glob.glob(path, recursive=True)  # noqa: PTH207 - the pattern is absolute
-        files = sorted(file for file in matches if Path(file).is_file())
-        if not files:
-            raise ConfigError(f"no file matches {path}")
-    else:
-        raise ConfigError(f"{path}: there is no such file or folder")
-    if isinstance(config.split, str):
-        files = _named_split(files, config)
-    for file in files:
-        if suffix_of(file) not in SUFFIXES and config.format != "text":
-            raise ConfigError(
-                f"{file}: the suffix is none of {', '.join(SUFFIXES)}; to read it as a document write format: text"
-            )
-        if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file} cannot be read: permission denied")
-    if len(files) == 1 and Path(files[0]).stat().st_size == 0:
-        raise ConfigError(f"{files[0]} is empty")
-    return tuple(files)
-
-
-def _named_split(files: list[str], config: SourceConfig) -> list[str]:
-    """Files called NAME or NAME-…, and those in a folder called NAME."""
-    root = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
-    names: dict[str, list[str]] = {}
-    for file in files:
-        relative = Path(file).relative_to(root) if Path(file).is_relative_to(root) else Path(file)
-        stem = relative.name.split(".")[0]
-        for name in {*relative.parts[:-1], stem, stem.split("-")[0], stem.split("_")[0]}:
-            names.setdefault(name, []).append(file)
-    assert isinstance(config.split, str)
-    if config.split not in names:
-        raise ConfigError(
-            f"{config.path} has no split {config.split!r}: no file or folder of that name. "
-            f"There are {', '.join(sorted(names)[:12])}; a fraction such as 0.05 works too"
-        )
-    return names[config.split]
-
-
-def suffix_of(file: str) -> str:
-    """That of a file's name, `.gz` left out."""
-    return Path(file.removesuffix(".gz")).suffix.lower()

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from megatrain.config.constraints import check_eps
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -83,14 +84,23 @@ class ModelConfig:
             raise ConfigError("model names nothing to train: set model.path (a folder or hub id) or model.config")
 
 
+_FIELDS = tuple(
+    "text messages prompt completion instruction input output history system tools chosen rejected label role content "
+    "role.user role.assistant role.system role.tool role.function_call".split()
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
     """Where rows come from."""
 
     path: str
-    """A file (.jsonl, .json, .txt, .parquet), a folder, a pattern such as `data/*.jsonl`, or `python:stdlib`."""
-    format: Literal["auto", "text", "chat", "completion"] = "auto"
-    """What a row is; `auto` goes by its keys: `text`, `messages` or `conversations`, `prompt` with `completion`."""
+    """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
+    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, or
+    `python:stdlib`."""
+    format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
+    """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
+    `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
     weight: float = 1.0
     """How many times an epoch takes each row; 0.5 takes another half each epoch."""
     split: float | str | None = None
@@ -98,7 +108,8 @@ class SourceConfig:
     text its end and its beginning, parted where a line ends. Or the name of a split, which is that of files
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Our name of a field to the file's: `{text: body}`; also `role` and `content` inside messages."""
+    """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
+    spelled otherwise: `{role.user: prompter}`."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -107,10 +118,9 @@ class SourceConfig:
             raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
         if isinstance(self.split, float) and not 0 < self.split < 1:
             raise ConfigError(f"split of {self.path} is {self.split}; a fraction lies between 0 and 1")
-        known = ("text", "messages", "prompt", "completion", "role", "content")
         for name in self.fields:
-            if name not in known:
-                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(known)}")
+            if name not in _FIELDS:
+                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(_FIELDS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,13 +137,17 @@ class DataConfig:
     packing: bool = True
     """Whether several rows share a window. They never see each other."""
     long_rows: Literal["split", "truncate", "drop", "error"] = "split"
-    """What happens to a row longer than `seq_len`."""
+    """What happens to a row longer than `seq_len`. Only text is split; of a conversation the first turns that fit are
+    kept whole, and of a prompt with its completion the beginning."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens of a conversation are learnt: all assistant turns, the last, or everything. Text: everything."""
+    unused: Literal["warn", "error"] = "warn"
+    """Whether columns and keys that nothing uses, and reasoning or tool calls that the chat template does not render,
+    are named in a warning or refused."""
     shuffle: bool = True
     """Whether each epoch has its own order."""
     workers: int | Literal["auto"] = "auto"
-    """Threads that tokenize; `auto`: one a permitted core."""
+    """Threads that tokenize; `auto`: one per processor that this process may use."""
     cache: str | None = None
     """Folder of tokenized data; null: the user's cache folder."""
 
@@ -188,6 +202,8 @@ def _optimizer(section: str, owner: Any) -> None:
     for beta in owner.betas or ():
         if not 0 <= beta < 1:
             raise ConfigError(f"{section}.betas holds {beta}; each must be at least 0 and below 1")
+    if owner.eps is not None and owner.betas is not None:
+        check_eps(owner.eps, owner.betas, f"{section}.eps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.constraints import check_eps, refuse_clipped_immediate
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,12 +76,10 @@ def _batch(config: "Config") -> None:
 
 def _train(config: "Config") -> None:
     train = config.train
-    if train.update == "immediate" and train.max_grad_norm is not None:
-        raise ConfigError(
-            f"train.update: immediate cannot clip, since it updates before the norm is known, and "
-            f"train.max_grad_norm is {train.max_grad_norm} (1.0 is its default); write max_grad_norm: null, or "
-            "update: just_in_time"
-        )
+    refuse_clipped_immediate(train.update, train.max_grad_norm, "train.")
+    for group in train.groups:  # what a group leaves out is the section's
+        eps = train.eps if group.eps is None else group.eps
+        check_eps(eps, group.betas or train.betas, f"eps of train.groups {list(group.params)}")
     if train.steps is not None:
         check_schedule_length(train, train.steps, "train.steps")
     _schedule(train)

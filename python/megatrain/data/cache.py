@@ -12,26 +12,34 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatrain.data.rows import Remark
 from megatrain.data.tokenization import Encoded
 from megatrain.errors import StorageError
+from megatrain.system.atomic import published, remove
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _ARRAYS: dict[str, np.dtype[Any]] = {
     "tokens": np.dtype("<i4"),
     "supervised": np.dtype("u1"),
     "offsets": np.dtype("<i8"),
     "places": np.dtype("<i8"),
+    "turn_ends": np.dtype("<i8"),
+    "turn_offsets": np.dtype("<i8"),
+    "kinds": np.dtype("u1"),
+    "skips": np.dtype("u1"),
 }
+KINDS = ("text", "completion", "chat")
+"""What a row is, by its number in `Tokens.kinds`."""
+_MOST_REMARKS = 200
+"""Remarks of one source that are told apart; columns may be named by data."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +60,17 @@ class Tokens:
     """Assistant turns that the template ends with no token."""
     cached: bool
     """Whether it was found rather than made."""
+    turn_ends: np.ndarray | None = None
+    """(assistant turns of all rows,) int64: the token after each, in `tokens`."""
+    turn_offsets: np.ndarray | None = None
+    """(rows + 1,) int64: row r has the turns turn_offsets[r] to turn_offsets[r + 1]; None where there are none."""
+    kinds: np.ndarray | None = None
+    """(rows,) uint8: an index into KINDS; None where all are text."""
+    skips: np.ndarray | None = None
+    """(rows,) uint8: an index into `skip_reasons`; None where no row is left out by its own columns."""
+    skip_reasons: tuple[str, ...] = ("",)
+    remarks: tuple[tuple[Remark, int, int], ...] = ()
+    """(remark, number of rows, the first of them)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -64,7 +83,7 @@ class Tokens:
     @property
     def num_bytes(self) -> int:
         """Size of the arrays, on disk as in memory."""
-        return sum(array.nbytes for array in (self.tokens, self.supervised, self.offsets, self.places))
+        return sum(array.nbytes for name in _ARRAYS if (array := getattr(self, name)) is not None)
 
 
 def default_folder() -> Path:
@@ -97,34 +116,17 @@ def load(folder: Path, name: str) -> Tokens | None:
 
 def save(folder: Path, name: str, rows: Iterable[Encoded]) -> Tokens:
     """Writes `rows` as an entry and opens it. Raises StorageError when the folder cannot be written."""
+    entry = folder / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write tokenized data to {folder}: {error}; name another folder in data.cache"
-        ) from None
-    try:
-        meta = _write(partial, rows)
-        entry = folder / name
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(entry)  # only damaged ones get here
-        try:
-            partial.rename(entry)
-        except OSError:
-            if not entry.is_dir():
-                raise
-            shutil.rmtree(partial)  # another process was faster with the same content
-        _flush(folder)
+        with published(entry) as partial:
+            meta = _write(partial, rows)
+            with contextlib.suppress(FileNotFoundError):
+                remove(entry)  # it is damaged, since `load` did not take it
         return _open(entry, meta, cached=False)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
-            f"cannot write tokenized data to {folder}: {error}; free some space or set data.cache"
+            f"cannot write tokenized data to {folder}: {error}; free some space, or name another folder in data.cache"
         ) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
@@ -139,31 +141,37 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
             counts[name] += array.size
 
         put("offsets", [0])
+        put("turn_offsets", [0])
+        reasons = {"": 0}
+        remarks: dict[Remark, list[int]] = {}
+        row = 0
         for encoded in rows:
+            put("turn_ends", encoded.turn_ends + counts["tokens"])
             put("tokens", encoded.ids)
             put("supervised", encoded.supervised)
-            put("offsets", [counts["tokens"]])
-            put("places", [encoded.row.file, encoded.row.number])
             largest = max(largest, int(encoded.ids.max(initial=-1)))
             endless += encoded.endless
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    meta = {"counts": counts, "largest_id": largest, "endless_turns": endless}
-    with (folder / "meta.json").open("w", encoding="utf-8") as description:
-        json.dump(meta, description)
-        description.flush()
-        os.fsync(description.fileno())
-    _flush(folder)
+            for remark in encoded.remarks:
+                if remark not in remarks and len(remarks) >= _MOST_REMARKS:
+                    remark = (remark[0], "…")
+                remarks.setdefault(remark, [0, row])[0] += 1
+            if encoded.goes_on:
+                continue
+            put("offsets", [counts["tokens"]])
+            put("turn_offsets", [counts["turn_ends"]])
+            put("places", [encoded.row.file, encoded.row.number])
+            put("kinds", [KINDS.index(encoded.row.kind)])
+            put("skips", [reasons.setdefault(encoded.row.skip, len(reasons))])
+            row += 1
+    meta = {
+        "counts": counts,
+        "largest_id": largest,
+        "endless_turns": endless,
+        "skip_reasons": list(reasons),
+        "remarks": [[*remark, *found] for remark, found in remarks.items()],
+    }
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return meta
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:
@@ -176,6 +184,12 @@ def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:
         largest_id=int(meta["largest_id"]),
         endless_turns=int(meta["endless_turns"]),
         cached=cached,
+        turn_ends=arrays["turn_ends"],
+        turn_offsets=arrays["turn_offsets"],
+        kinds=arrays["kinds"],
+        skips=arrays["skips"],
+        skip_reasons=tuple(meta["skip_reasons"]),
+        remarks=tuple(((kind, name), count, first) for kind, name, count, first in meta["remarks"]),
     )
 
 

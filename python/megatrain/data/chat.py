@@ -1,28 +1,31 @@
-"""Which tokens of a conversation are the assistant's, found in the template's own rendering.
+"""Which parts of a rendered conversation are the assistant's.
 
-The text is what the stock template call renders. Where in it an assistant's content lies is learnt by rendering once
-more with a marker before and behind each content: if taking the markers out again gives the same text, they sit where
-the content begins and ends. No prefix of a conversation is ever rendered for that, since a template may write a prefix
-otherwise than the beginning of the whole (one that leaves out earlier reasoning, for instance). Where a template marks
-the assistant's part itself (`{% generation %}`), its word is taken.
+The text is what the stock template call renders. Where in it an assistant's content is follows from rendering again
+with markers at the beginning and end of every content: if taking the markers out gives the same text, they stand where
+the content begins and ends. Prefixes of a conversation are not rendered for that, since a template may write a prefix
+otherwise than the beginning of the whole (one that leaves out earlier reasoning, for instance). All turns are marked in
+one rendering, so that the cost grows with the length of a conversation and not with its square.
 
-The end of a turn is what the template writes behind every assistant content, the last one included, through the first
+A turn that says more than its content (tool calls, reasoning) is found by rendering once more with a marker in place of
+all that it says: what the two renderings do not share is the turn.
+
+Where a template marks the assistant's part itself (`{% generation %}`), those marks are used; see `tokenization`.
+
+The end of a turn is what the template writes after every assistant content, the last one included, through the first
 special token: `<|im_end|>` but not the line break after it.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from megatrain.data.messages import REASONING, Message
 from megatrain.errors import ConfigError
 
-Message = dict[str, Any]
-Render = Callable[[Sequence[Message]], str]
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Render = Callable[..., str]
+"""(messages, *, prompt=False) -> text; `prompt`: with the template's generation prompt at the end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,43 +33,47 @@ class Turn:
     """Character positions of one assistant turn in the rendered text."""
 
     start: int
-    """Where its content begins."""
+    """Where what the assistant says begins."""
     end: int
-    """Where its content ends."""
+    """Where it ends."""
     closing: int
-    """Where what the template writes behind every content ends; at least `end`."""
+    """Where what the template writes after every turn ends; at least `end`."""
 
 
-def marks_generation(template: str) -> bool:
-    """Whether a template says itself which part is the assistant's."""
-    return _GENERATION.search(template) is not None
+def assistant_turns(
+    render: Render,
+    messages: Sequence[Message],
+    text: str,
+    wanted: Sequence[int],
+    reads: Collection[str],
+    where: str,
+) -> dict[int, Turn]:
+    """The turns of messages `wanted` in `text`, which is `render(messages)`; a turn that is not rendered has no entry.
+
+    reads: names that the template reads. Keys of a message beyond them change nothing.
+    Raises ConfigError naming the row at `where`.
+    """
+    if not wanted:
+        return {}
+    finder = _Finder(render, messages, text, where)
+    more = [index for index in wanted if says_more(messages[index], reads)]
+    spans = finder.whole_turns(more)
+    spans |= finder.contents([index for index in wanted if index not in set(more)])
+    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    closing = finder.closing(last, spans.get(last))
+    return {
+        index: Turn(start, end, end + _shared(text[end : end + len(closing)], closing))
+        for index, (start, end) in sorted(spans.items())
+    }
 
 
-def assistant_turns(render: Render, messages: Sequence[Message], text: str, where: str) -> list[Turn]:
-    """The assistant's turns in `text`, which is `render(messages)`. Raises ConfigError naming the row at `where`."""
-    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    for index in indices:
-        extra = [key for key, value in messages[index].items() if key not in ("role", "content", "name") and value]
-        if extra:
-            raise ConfigError(
-                f"{where}: message {index} has {', '.join(extra)} beside its content, and the chat template does not "
-                "mark what the assistant says; use a template with {% generation %} (model.chat_template)"
-            )
-    if not indices:
-        return []
-    markers = _Markers(messages, text)
-    spans = _mark_all(render, messages, indices, text, markers, strip=False)
-    if spans is None and any(messages[index]["content"] != messages[index]["content"].strip() for index in indices):
-        spans = _mark_all(render, messages, indices, text, markers, strip=True)
-    if spans is None:
-        spans = [_mark_one(render, messages, index, text, markers, where) for index in indices]
-    closing = _closing(render, messages, indices[-1], text, spans[-1][1], markers)
-    return with_closing(text, spans, closing)
-
-
-def with_closing(text: str, spans: Sequence[tuple[int, int]], closing: str) -> list[Turn]:
-    """Extends (start, end) of contents by as much of `closing` as follows each."""
-    return [Turn(start, end, end + _shared(text[end:], closing)) for start, end in spans]
+def says_more(message: Message, reads: Collection[str]) -> bool:
+    """Whether a template that reads these names may render more of a message than its content."""
+    return any(
+        value and (key in reads or key == "tool_calls")
+        for key, value in message.items()
+        if key not in ("role", "content", "name")
+    )
 
 
 def _shared(one: str, other: str) -> int:
@@ -75,104 +82,294 @@ def _shared(one: str, other: str) -> int:
     return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
-class _Markers:
-    """Words that occur in none of a conversation's texts. Letters and digits, so that no template changes them."""
+class _Finder:
+    """Looks for the turns of one conversation in its rendering."""
 
-    def __init__(self, messages: Sequence[Message], text: str) -> None:
-        known = text + "\0".join(str(message["content"]) for message in messages)
+    def __init__(self, render: Render, messages: Sequence[Message], text: str, where: str) -> None:
+        self._render = render
+        self._messages = messages
+        self._text = text
+        self._where = where
+        # Words that occur in none of the texts. Letters and digits, so that no template changes them.
+        known = text + "\0".join(str(message) for message in messages)
         salt = 0
         while f"Xq{salt}zK" in known:
             salt += 1
         self._stem = f"Xq{salt}zK"
 
-    def __getitem__(self, index: int) -> str:
-        return f"{self._stem}{index:06d}"
+    def _marker(self, index: int, end: bool = False) -> str:
+        return f"{self._stem}{2 * index + end:07d}"
 
-    def remove(self, text: str) -> str:
-        return re.sub(f"{self._stem}[0-9]{{6}}", "", text)
+    def _unmarked(self, text: str) -> str:
+        return re.sub(f"{self._stem}[0-9]{{7}}", "", text)
 
-
-def _attempt(render: Render, messages: Sequence[Message]) -> str | None:
-    """A template may refuse what a marker does to a content; then the marker sits in a wrong place."""
-    try:
-        return render(messages)
-    except Exception:
-        return None
-
-
-def _replaced(messages: Sequence[Message], index: int, content: str) -> list[Message]:
-    changed = list(messages)
-    changed[index] = {**messages[index], "content": content}
-    return changed
-
-
-def _mark_all(
-    render: Render, messages: Sequence[Message], indices: Sequence[int], text: str, markers: _Markers, *, strip: bool
-) -> list[tuple[int, int]] | None:
-    """All contents at once; None when a marker changed more than its place.
-
-    `strip`: markers stand inside surrounding blanks, for templates that take these away.
-    """
-    marked = list(messages)
-    for count, index in enumerate(indices):
-        content = messages[index]["content"]
-        lead = len(content) - len(content.lstrip()) if strip else 0
-        tail = max(lead, len(content.rstrip()) if strip else len(content))
-        marked[index] = {
-            **messages[index],
-            "content": content[:lead]
-            + markers[2 * count]
-            + content[lead:tail]
-            + markers[2 * count + 1]
-            + content[tail:],
-        }
-    out = _attempt(render, marked)
-    if out is None or markers.remove(out) != text:
-        return None
-    width = len(markers[0])
-    positions: list[int] = []
-    for count in range(2 * len(indices)):
-        if out.count(markers[count]) != 1:
+    def _attempt(self, messages: Sequence[Message]) -> str | None:
+        """A template may refuse what a marker makes of a message; then the marker is in a wrong place."""
+        try:
+            return self._render(messages)
+        except Exception:
             return None
-        positions.append(out.index(markers[count]) - count * width)
-    if positions != sorted(positions):
-        return None
-    return list(zip(positions[::2], positions[1::2], strict=True))
 
+    def _with(self, changes: Mapping[int, Message]) -> list[Message]:
+        return [changes.get(index, message) for index, message in enumerate(self._messages)]
 
-def _mark_one(
-    render: Render, messages: Sequence[Message], index: int, text: str, markers: _Markers, where: str
-) -> tuple[int, int]:
-    content = messages[index]["content"]
-
-    def position(offset: int) -> int | None:
-        """Where in `text` the character at `offset` of the content stands."""
-        out = _attempt(render, _replaced(messages, index, content[:offset] + markers[0] + content[offset:]))
-        if out is None or out.count(markers[0]) != 1 or out.replace(markers[0], "") != text:
-            return None
-        return out.index(markers[0])
-
-    words = [match.start() for match in re.finditer(r"\S+", content)]
-    ends = (len(content), len(content.rstrip()))
-    starts = (0, words[0]) if words else (0,)
-    end = next((at for offset in ends if (at := position(offset)) is not None), None)
-    start = next((at for offset in starts if (at := position(offset)) is not None), None)
-    if words and end is not None and start is None and position(words[-1]) is not None:
-        # The template treats the beginning (a reasoning block) in a way of its own: the first word that stays in place
-        # tells where the rest is, and what stands before it in content and text alike belongs to the content too.
-        low, high = 0, len(words) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if position(words[middle]) is not None else (middle, high)
-        anchor = position(words[high])
-        assert anchor is not None
-        start = _walk_back(content[: words[high]], text, anchor)
-    if start is None or end is None:
-        raise ConfigError(
-            f"{where}: cannot tell where the content of message {index} lies in what the chat template renders; use a "
-            "template with {% generation %} (model.chat_template), or supervise: all"
+    def _lost(self, index: int) -> ConfigError:
+        keys = [key for key, value in self._messages[index].items() if key not in ("role", "content") and value]
+        what = (
+            f"the turn of message {index}, which has {', '.join(keys)}," if keys else f"the content of message {index}"
         )
-    return start, end
+        return ConfigError(
+            f"{self._where}: cannot tell where {what} is in what the chat template renders; use a template with "
+            "{% generation %} (model.chat_template), mark the turn as not learnt (train: false), or write "
+            "supervise: all"
+        )
+
+    # Contents
+
+    def contents(self, indices: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """(start, end) of the contents of these messages. An empty one that is not rendered has no entry."""
+        spans: dict[int, tuple[int, int]] = {}
+        filled = [index for index in indices if self._content(index).strip()]
+        for index in indices:
+            if not self._content(index).strip() and (at := self._alone(index, 0)) is not None:
+                spans[index] = (at, at)
+        if filled:
+            ends = self._ends(filled)
+            starts = self._starts(filled, ends)
+            spans |= {index: (starts[index], end) for index, end in self._with_blanks(ends).items()}
+        return spans
+
+    def _content(self, index: int) -> str:
+        content: str = self._messages[index]["content"]
+        return content
+
+    def _alone(self, index: int, offset: int) -> int | None:
+        """Where in the text the character at `offset` of one content is."""
+        content, marker = self._content(index), self._marker(index)
+        out = self._attempt(
+            self._with({index: {**self._messages[index], "content": content[:offset] + marker + content[offset:]}})
+        )
+        if out is None or out.count(marker) != 1 or out.replace(marker, "") != self._text:
+            return None
+        return out.index(marker)
+
+    def _ends(self, indices: Sequence[int]) -> dict[int, int]:
+        """Where the last word of each content ends."""
+        changes = {}
+        for index in indices:
+            content = self._content(index)
+            at = len(content.rstrip())
+            marked = content[:at] + self._marker(index, end=True) + content[at:]
+            changes[index] = {**self._messages[index], "content": marked}
+        out = self._attempt(self._with(changes))
+        if out is not None and self._unmarked(out) == self._text:
+            width = len(self._marker(0))
+            found = [out.find(self._marker(index, end=True)) for index in indices]
+            if min(found) >= 0 and found == sorted(found) and out.count(self._stem) == len(indices):
+                return {index: at - count * width for count, (index, at) in enumerate(zip(indices, found, strict=True))}
+        ends = {}
+        for index in indices:
+            place = self._alone(index, len(self._content(index).rstrip()))
+            if place is None:
+                raise self._lost(index)
+            ends[index] = place
+        return ends
+
+    def _with_blanks(self, ends: Mapping[int, int]) -> Mapping[int, int]:
+        """The ends with the blanks that contents end with, where the template keeps them."""
+        blanks = {index: self._content(index)[len(self._content(index).rstrip()) :] for index in ends}
+        if not any(blanks.values()):
+            return ends
+        changes = {
+            index: {**self._messages[index], "content": self._content(index) + self._marker(index, end=True)}
+            for index in ends
+        }
+        out = self._attempt(self._with(changes))
+        longer = {index: end + len(blanks[index]) for index, end in ends.items()}
+        if out is None or self._unmarked(out) != self._text:
+            return ends
+        width = len(self._marker(0))
+        found = [out.find(self._marker(index, end=True)) - count * width for count, index in enumerate(sorted(ends))]
+        return longer if found == [longer[index] for index in sorted(ends)] else ends
+
+    def _starts(self, indices: Sequence[int], ends: Mapping[int, int]) -> dict[int, int]:
+        """Where each content begins."""
+        starts = self._placed(dict.fromkeys(indices, 0), ends)
+        words = {
+            index: [match.start() for match in re.finditer(r"\S+", self._content(index))]
+            for index in indices
+            if index not in starts
+        }
+        starts |= self._placed({index: found[0] for index, found in words.items()}, ends)
+        # Where the template treats the beginning (a reasoning block) in a way of its own, the first word that stays in
+        # place tells where the rest is; what precedes it in content and text alike belongs to the content too.
+        low = {index: 0 for index in words if index not in starts}
+        high = {index: len(words[index]) - 1 for index in low}
+        anchors = self._placed({index: words[index][-1] for index in low}, ends)
+        for index in low:
+            if index not in anchors:
+                raise self._lost(index)
+        while open_ones := [index for index in low if high[index] - low[index] > 1]:
+            middle = {index: (low[index] + high[index]) // 2 for index in open_ones}
+            found_now = self._placed({index: words[index][at] for index, at in middle.items()}, ends)
+            for index, at in middle.items():
+                if index in found_now:
+                    high[index], anchors[index] = at, found_now[index]
+                else:
+                    low[index] = at
+        for index, anchor in anchors.items():
+            starts[index] = _walk_back(self._content(index)[: words[index][high[index]]], self._text, anchor)
+        return starts
+
+    def _placed(self, offsets: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
+        """Where in the text the characters at these offsets of contents are; those that a marker moves are left out.
+
+        The ends of all contents are marked as well: they part the text, so that one marker in a wrong place does not
+        spoil the others.
+        """
+        if not offsets:
+            return {}
+        changes = {}
+        for index in ends:
+            content, at = self._content(index), offsets.get(index)
+            stop = len(content.rstrip())
+            marked = content[:stop] + self._marker(index, end=True) + content[stop:]
+            if at is not None:
+                marked = marked[:at] + self._marker(index) + marked[at:]
+            changes[index] = {**self._messages[index], "content": marked}
+        out = self._attempt(self._with(changes))
+        if out is None:
+            alone = {index: self._alone(index, offset) for index, offset in offsets.items()}
+            return {index: at for index, at in alone.items() if at is not None}
+        placed = {}
+        position = before = 0
+        for index in sorted(ends):
+            found = out.find(self._marker(index, end=True), position)
+            if found < 0:
+                break
+            segment = out[position:found]
+            if index in offsets:
+                marker = self._marker(index)
+                if segment.count(marker) == 1 and segment.replace(marker, "") == self._text[before : ends[index]]:
+                    placed[index] = before + segment.index(marker)
+            position, before = found + len(self._marker(0)), ends[index]
+        return placed
+
+    # Whole turns
+
+    def whole_turns(self, indices: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """(start, end) of all that these messages say. One of which nothing is rendered has no entry, and neither has
+        one whose tool calls are not."""
+        if not indices:
+            return {}
+        spans = self._exchanged(indices)
+        if spans is None:
+            spans = {}
+            for index in indices:
+                found = self._exchanged([index]) or self._between_prefixes(index)
+                if found is None:
+                    raise self._lost(index)
+                spans |= found
+        return {index: span for index, span in spans.items() if self._rendered(index, *span)}
+
+    def _rendered(self, index: int, start: int, end: int) -> bool:
+        said = self._text[start:end]
+        calls = self._messages[index].get("tool_calls") or ()
+        return bool(said.strip()) and all(call["function"]["name"] in said for call in calls)
+
+    def _exchanged(self, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
+        """Found with markers in place of these turns, in one rendering; None where the rest of the text changes."""
+        plain, reasoned = {}, {}
+        for index in indices:
+            plain[index] = {"role": "assistant", "content": self._marker(index)}
+            reasoned[index] = plain[index]
+            if any(self._messages[index].get(key) for key in REASONING):
+                first = self._marker(index)
+                reasoned[index] = {"role": "assistant", "content": self._marker(index, end=True)} | dict.fromkeys(
+                    REASONING[:2], first
+                )
+        spans = self._gaps(self._attempt(self._with(plain)), indices)
+        if spans is None and reasoned != plain:
+            spans = self._gaps(self._attempt(self._with(reasoned)), indices)
+            if spans is not None:
+                spans = self._after_prompt(spans)
+        return spans
+
+    def _gaps(self, out: str | None, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
+        """The text between the parts that it shares with `out`, in which markers stand for the turns."""
+        if out is None:
+            return None
+        parts: list[str] = []
+        position = 0
+        for index in indices:
+            first, second = out.find(self._marker(index), position), out.find(self._marker(index, end=True), position)
+            if first < 0 and second < 0:
+                return None
+            begin = min(at for at in (first, second) if at >= 0)
+            parts.append(out[position:begin])
+            position = max(first, second) + len(self._marker(0))
+        parts.append(out[position:])
+        if self._stem in "".join(parts) or not self._text.startswith(parts[0]) or not self._text.endswith(parts[-1]):
+            return None
+        starts, stops = [len(parts[0])], []
+        for part in parts[1:-1]:
+            at = self._text.find(part, starts[-1]) if part else -1
+            if at < 0 or self._text.find(part, at + 1) >= 0:
+                return None
+            stops.append(at)
+            starts.append(at + len(part))
+        stops.append(len(self._text) - len(parts[-1]))
+        if any(stop < start for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return dict(zip(indices, zip(starts, stops, strict=True), strict=True))
+
+    def _after_prompt(self, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """With what opens the reasoning, where that follows the generation prompt: the model writes it itself."""
+        first = min(spans)
+        try:
+            before = self._render(self._messages[:first])
+            prompt = self._render(self._messages[:first], prompt=True)
+        except Exception:
+            return spans
+        opening = prompt[len(before) :] if prompt.startswith(before) else ""
+        if not opening:
+            return spans
+        moved = {}
+        for index, (start, end) in spans.items():
+            found = self._text.rfind(opening, 0, start)
+            gap = self._text[found + len(opening) : start]
+            earlier = str(self._messages[index - 1]["content"]).strip() if index else ""
+            # A gap with the message before in it is that of another turn.
+            mine = found >= 0 and len(gap) <= _LONGEST_OPENING and not (earlier and earlier in gap)
+            moved[index] = (start - len(gap) if mine else start, end)
+        return moved
+
+    def _between_prefixes(self, index: int) -> dict[int, tuple[int, int]] | None:
+        """For templates that check the order of roles: between the conversation before the turn and the one with it,
+        where both are beginnings of the text."""
+        try:
+            before = self._render(self._messages[:index], prompt=True)
+        except Exception:
+            return None
+        after = self._attempt(self._messages[: index + 1])
+        if after is None or not self._text.startswith(after) or not after.startswith(before):
+            return None
+        return {index: (len(before), len(after.rstrip()))}
+
+    def closing(self, last: int, span: tuple[int, int] | None) -> str:
+        """What the template writes after the assistant turn that ends a conversation."""
+        if span is not None and last == len(self._messages) - 1:
+            return self._text[span[1] :]
+        content, marker = self._content(last).rstrip(), self._marker(last)
+        message: Message = {key: self._messages[last][key] for key in ("role", "name") if key in self._messages[last]}
+        out = self._attempt([*self._messages[:last], {**message, "content": content + marker}])
+        if out is None or out.count(marker) != 1:
+            return ""
+        return out[out.index(marker) + len(marker) :]
+
+
+_LONGEST_OPENING = 64
+"""Characters of what opens a reasoning block, such as `<think>` and a line break."""
 
 
 def _walk_back(before: str, text: str, anchor: int) -> int:
@@ -190,17 +387,6 @@ def _walk_back(before: str, text: str, anchor: int) -> int:
     return start
 
 
-def _closing(render: Render, messages: Sequence[Message], last: int, text: str, end: int, markers: _Markers) -> str:
-    """What the template writes behind the assistant content that ends a conversation."""
-    if last == len(messages) - 1:
-        return text[end:]
-    content = messages[last]["content"].rstrip()
-    out = _attempt(render, _replaced(messages[: last + 1], last, content + markers[0]))
-    if out is None or out.count(markers[0]) != 1:
-        return ""
-    return out[out.index(markers[0]) + len(markers[0]) :]
-
-
 def supervised_tokens(
     ids: np.ndarray,
     starts: np.ndarray,
@@ -208,27 +394,29 @@ def supervised_tokens(
     turns: Sequence[Turn],
     text: str,
     special: frozenset[int],
-) -> tuple[np.ndarray, int]:
-    """The mask over tokens, and how many turns end without an end-of-turn token.
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The mask over tokens, the token after the end of each turn, and how many turns end without an end-of-turn token.
 
     ids: (tokens,) int32
     starts, ends: (tokens,) int64, the characters of `text` that each token covers
     """
     mask = np.zeros(len(ids), dtype=np.uint8)
+    stops = []
     endless = 0
     for turn in turns:
         # A token belongs to the content when it covers a part of it. Blank tokens may cover nothing (their offsets are
-        # trimmed), so only the two borders are searched and what lies between is taken whole.
+        # trimmed), so only the two borders are searched and what is between them is taken whole.
         first = int(np.searchsorted(ends, turn.start, side="right"))
         stop = max(first, int(np.searchsorted(starts, turn.end, side="left")))
         border = int(np.searchsorted(starts, turn.closing, side="left"))
-        closers = [at for at in range(stop, border) if int(ids[at]) in special]
-        if closers:
-            stop = closers[0] + 1
+        closer = next((at for at in range(stop, border) if int(ids[at]) in special), None)
+        if closer is not None:
+            stop = closer + 1
         elif closing := text[turn.end : turn.closing].rstrip():
             # Written with ordinary tokens, as when a base model's tokenizer lacks the template's special ones.
             stop = int(np.searchsorted(starts, turn.end + len(closing), side="left"))
-        else:
+        elif not (stop > first and int(ids[stop - 1]) in special):
             endless += 1
         mask[first:stop] = 1
-    return mask, endless
+        stops.append(stop)
+    return mask, np.array(stops, dtype=np.int64), endless

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.config import Config, SourceConfig
-from megatrain.data import cache, shuffle
+from megatrain.data import cache, remarks, shuffle
 from megatrain.data import packing as pack
 from megatrain.data.cache import Tokens
 from megatrain.data.packing import Pieces, Sequences
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
-"""Called with a source's path and the rows tokenized so far."""
+"""Called with a source's path and the tokens made so far."""
 
+_PROGRESS_TOKENS = 1 << 16
+"""Tokens between two reports of progress."""
 _PACKING = 1
 """Names the use of a random order, so that no two uses share one."""
 
@@ -93,12 +95,33 @@ class Dataset:
             for dropped in part.pieces.dropped
         ]
 
+    def formats(self) -> list[str]:
+        """What the rows of each source were read as, a sentence for each."""
+        return [
+            f"{part.source.config.path}: {count} rows read as {what}"
+            for part in self.parts
+            for (kind, what), count, _ in part.tokens.remarks
+            if kind == "rows"
+        ]
+
     def notes(self) -> list[str]:
         """What a user should know about these rows, a sentence each."""
         notes = [
             f"{count} of {self.num_rows} rows left out: {reason}, for example {where}"
             for reason, count, where in self.dropped()
         ]
+        for part in self.parts:
+            if short := part.pieces.shortened:
+                notes.append(
+                    f"{short.count} of {self.num_rows} rows are cut off at {self.seq_len} tokens and lose {short.lost} "
+                    f"supervised tokens, for example {self.where(part.first_row + short.example)}"
+                )
+            notes += [
+                remarks.describe(remark, count, len(part.tokens), self.where(part.first_row + first))
+                for remark, count, first in part.tokens.remarks
+                if remark[0] != "rows"
+            ]
+            notes += _skipped(part.source)
         endless = sum(part.tokens.endless_turns for part in self.parts)
         if endless:
             notes.append(
@@ -147,16 +170,14 @@ def _dataset(
     for index, settings in enumerate(sources):
         key = f"data.{'train' if train else 'eval'}.{index}"
         source = Source(settings, held_out=not train)
-        encoder = Encoder(tokenizer, config.data.supervise, settings.format)
+        encoder = Encoder(tokenizer, config.data.supervise, source.form)
         tokens = _tokens(config, source, encoder, progress)
         if not len(tokens):
             what = "selects no row" if settings.split is not None else "holds no row"
             raise ConfigError(f"{key}: {settings.path} {what}{_split_hint(settings)}")
         if vocab_size is not None and tokens.largest_id >= vocab_size:
-            raise ConfigError(
-                f"{key}: {settings.path} holds the token id {tokens.largest_id}, and the model's vocabulary has "
-                f"{vocab_size} entries; tokenizer and model do not belong together (model.tokenizer)"
-            )
+            raise _outside(key, source, tokens, tokenizer, vocab_size)
+        _refuse_unused(config, key, source, tokens)
         pieces = _cut(config, source, tokens)
         if not len(pieces):
             raise ConfigError(f"{key}: no row of {settings.path} can be trained on: {_reasons(source, tokens, pieces)}")
@@ -188,10 +209,54 @@ def _tokens(config: Config, source: Source, encoder: Encoder, progress: Progress
 
 
 def _counted(rows: Iterator[Encoded], path: str, progress: Progress | None) -> Iterator[Encoded]:
-    for count, row in enumerate(rows, start=1):
-        if progress is not None and count % 256 == 0:
+    count = shown = 0
+    for row in rows:
+        count += len(row.ids)
+        if progress is not None and count - shown >= _PROGRESS_TOKENS:
             progress(path, count)
+            shown = count
         yield row
+
+
+def _outside(
+    key: str, source: Source, tokens: Tokens, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
+) -> ConfigError:
+    """Names the first row that holds a token id which the model has no embedding for."""
+    block = 1 << 22
+    for low in range(0, len(tokens.tokens), block):
+        beyond = np.flatnonzero(tokens.tokens[low : low + block] >= vocab_size)
+        if len(beyond):
+            at = low + int(beyond[0])
+            row = int(np.searchsorted(tokens.offsets, at, side="right")) - 1
+            token = int(tokens.tokens[at])
+            spelling = tokenizer.convert_ids_to_tokens(token)
+            return ConfigError(
+                f"{key}: {source.where(*tokens.places[row].tolist())} holds the token id {token} ({spelling!r}), and "
+                f"the model's vocabulary has {vocab_size} entries; tokenizer and model do not belong together "
+                "(model.tokenizer), or the model has to grow with the tokens that were added"
+            )
+    raise AssertionError("largest_id is that of one of the tokens")
+
+
+def _refuse_unused(config: Config, key: str, source: Source, tokens: Tokens) -> None:
+    if config.data.unused == "warn":
+        return
+    for remark, count, first in tokens.remarks:
+        if remarks.is_unused(remark):
+            what = remarks.describe(remark, count, len(tokens), source.where(*tokens.places[first].tolist()))
+            raise ConfigError(f"{key}: {what}, and data.unused is error")
+
+
+def _skipped(source: Source) -> list[str]:
+    """What a folder holds and is not read, a sentence for each reason."""
+    groups: dict[str, list[str]] = {}
+    for why, name in source.skipped:
+        groups.setdefault(why, []).append(name)
+    return [
+        f"{source.config.path}: not read ({why}): {', '.join(names[:4])}"
+        + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for why, names in groups.items()
+    ]
 
 
 def _cut(config: Config, source: Source, tokens: Tokens) -> Pieces:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.dataset import Dataset, Part
-from megatrain.data.loader import IGNORED, StepBatch
+from megatrain.data.loader import StepBatch
 from megatrain.data.packing import num_supervised
+from megatrain.names import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,8 @@ class Summary:
     """Tokens of a row: min, median, p95, max."""
     dropped: tuple[tuple[str, int, str], ...]
     """(reason, rows, place of one)."""
+    formats: tuple[str, ...]
+    """What the rows of each source were read as."""
     notes: tuple[str, ...]
     cached: bool
 
@@ -97,6 +100,7 @@ def summary(dataset: Dataset) -> Summary:
             "max": int(lengths.max()),
         },
         dropped=tuple(dataset.dropped()),
+        formats=tuple(dataset.formats()),
         notes=tuple(dataset.notes()),
         cached=dataset.cached,
     )
@@ -195,16 +199,4 @@ def _dropped(part: Part) -> np.ndarray:
 
 def _reasons(part: Part) -> dict[int, str]:
     """Why each row without a piece was dropped."""
-    lengths = part.tokens.lengths
-    dropped = _dropped(part)
-    too_long = {reason.reason for reason in part.pieces.dropped if reason.reason.startswith("longer")}
-    limit = int(next(iter(too_long)).split()[2]) if too_long else None
-    reasons: dict[int, str] = {}
-    for row in dropped.tolist():
-        if not lengths[row]:
-            reasons[row] = "empty"
-        elif limit is not None and lengths[row] > limit:
-            reasons[row] = next(iter(too_long))
-        else:
-            reasons[row] = "no supervised token"
-    return reasons
+    return {row: dropped.reason for dropped in part.pieces.dropped for row in dropped.rows.tolist()}

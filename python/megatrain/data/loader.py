@@ -17,12 +17,10 @@ from megatrain.config import Config
 from megatrain.data import shuffle
 from megatrain.data.dataset import Dataset, Part
 from megatrain.errors import ConfigError
+from megatrain.names import IGNORED
 
 if TYPE_CHECKING:
     import torch
-
-IGNORED = -100
-"""Label of a token that is not supervised, as in `torch.nn.functional.cross_entropy`."""
 
 _CYCLE, _EPOCH = 2, 3
 """Name the uses of a random order, so that no two uses share one."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatrain.data.cache import Tokens
+from megatrain.data.cache import KINDS, Tokens
 from megatrain.errors import ConfigError
 
 
@@ -19,14 +19,34 @@ class Dropped:
     """Rows left out for one reason."""
 
     reason: str
+    rows: np.ndarray
+    """(rows,) int64, in order."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.rows)
+
+    @property
+    def example(self) -> int:
+        """The first such row."""
+        return int(self.rows[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortened:
+    """Rows of which only the beginning is trained on."""
+
     count: int
     example: int
     """The first such row."""
+    lost: int
+    """Supervised tokens that were cut off."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """RunComponents of rows that are trained on."""
+    """Parts of rows that are trained on."""
 
     row: np.ndarray
     """(pieces,) int64."""
@@ -35,6 +55,7 @@ class Pieces:
     length: np.ndarray
     """(pieces,) int64, in tokens."""
     dropped: tuple[Dropped, ...]
+    shortened: Shortened | None = None
 
     def __len__(self) -> int:
         return len(self.row)
@@ -60,43 +81,75 @@ class Sequences:
 def cut(tokens: Tokens, seq_len: int, long_rows: Literal["split", "truncate", "drop", "error"]) -> Pieces:
     """Cuts rows longer than `seq_len` as asked and leaves out what has no supervised token.
 
-    A row that is split overlaps by one token from part to part: the last token of one is the first of the next, where
-    it is context only, so each token is still predicted once. Raises ConfigError naming the row for `error`, by index;
-    callers that know names check `longest_row` first.
+    Text that is split overlaps by one token from part to part: the last token of one is the first of the next, where it
+    is context only, so each token is still predicted once. A conversation is never cut inside a turn: split or
+    truncated, it keeps the turns up to the last answer that fits whole, as LLaMA-Factory does. A prompt is never parted
+    from its completion: split or truncated, the row keeps its first `seq_len` tokens, as TRL does.
+    Raises ConfigError naming the row for `error`, by index; `dataset` knows names and looks first.
     """
     lengths = tokens.lengths
     starts = np.asarray(tokens.offsets[:-1])
     rows = np.arange(len(tokens), dtype=np.int64)
+    kinds = np.zeros(len(tokens), dtype=np.uint8) if tokens.kinds is None else np.asarray(tokens.kinds)
+    skips = np.zeros(len(tokens), dtype=np.uint8) if tokens.skips is None else np.asarray(tokens.skips)
     too_long = lengths > seq_len
-    excess = np.zeros(0, dtype=np.int64)
+    dropped = [
+        Dropped(reason, np.flatnonzero(skips == number))
+        for number, reason in enumerate(tokens.skip_reasons)
+        if number and (skips == number).any()
+    ]
+    gone = skips > 0
     if long_rows == "error" and too_long.any():
         row = int(np.argmax(too_long))
         raise ConfigError(f"row {row} has {int(lengths[row])} tokens, more than data.seq_len ({seq_len})")
-    if long_rows == "drop":
-        excess = rows[too_long]
-        rows, starts, lengths = rows[~too_long], starts[~too_long], lengths[~too_long]
-    elif long_rows == "truncate":
-        lengths = np.minimum(lengths, seq_len)
-    elif too_long.any():
-        counts = np.maximum(1, -(-(lengths - 1) // (seq_len - 1)))
-        part = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows = np.repeat(rows, counts)
-        starts = np.repeat(starts, counts) + part * (seq_len - 1)
-        lengths = np.minimum(np.repeat(lengths, counts) - part * (seq_len - 1), seq_len)
-    teaches = num_supervised(tokens.supervised, starts, lengths) > 0
-    kept = np.zeros(len(tokens), dtype=bool)
-    kept[rows[teaches]] = True
-    silent = np.setdiff1d(np.flatnonzero(~kept), excess)
-    empty = silent[tokens.lengths[silent] == 0]
-    dropped = []
-    for reason, which in (
-        ("empty", empty),
-        ("no supervised token", np.setdiff1d(silent, empty)),
-        (f"longer than {seq_len} tokens", excess),
+    excess = too_long & (long_rows == "drop")
+    reason = f"longer than {seq_len} tokens"
+    kept = np.minimum(lengths, seq_len)
+    if long_rows in ("split", "truncate"):
+        for row in np.flatnonzero(too_long & (kinds == KINDS.index("chat"))).tolist():
+            kept[row] = _whole_turns(tokens, row, seq_len)
+    counts = np.ones(len(tokens), dtype=np.int64)
+    if long_rows == "split":
+        text = kinds == KINDS.index("text")
+        counts[text] = np.maximum(1, -(-(lengths[text] - 1) // (seq_len - 1)))
+        kept = np.where(counts > 1, lengths, kept)
+    whole = np.array(kept)
+    part = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.repeat(rows, counts)
+    piece_starts = np.repeat(starts, counts) + part * (seq_len - 1)
+    piece_lengths = np.minimum(np.repeat(whole, counts) - part * (seq_len - 1), seq_len)
+    teaches = (num_supervised(tokens.supervised, piece_starts, piece_lengths) > 0) & ~(gone | excess)[rows]
+    taught = np.zeros(len(tokens), dtype=bool)
+    taught[rows[teaches]] = True
+    silent = ~taught & ~gone & ~excess
+    cut_off = silent & too_long & (num_supervised(tokens.supervised, starts, lengths) > 0)
+    fits = f"none of their first {seq_len} tokens is supervised"
+    for why, which in (
+        ("empty", silent & (lengths == 0)),
+        ("no supervised token", silent & (lengths > 0) & ~cut_off),
+        (f"{reason}, and no whole answer fits", cut_off & (kinds == KINDS.index("chat"))),
+        (f"{reason}, and {fits}", cut_off & (kinds != KINDS.index("chat"))),
+        (reason, excess & ~gone),
     ):
-        if len(which):
-            dropped.append(Dropped(reason, len(which), int(which[0])))
-    return Pieces(rows[teaches], starts[teaches], lengths[teaches], tuple(dropped))
+        if which.any():
+            dropped.append(Dropped(why, np.flatnonzero(which)))
+    short = np.flatnonzero(taught & (whole < lengths))
+    shortened = None
+    if len(short):
+        before = num_supervised(tokens.supervised, starts[short], lengths[short])
+        lost = before - num_supervised(tokens.supervised, starts[short], whole[short])
+        shortened = Shortened(len(short), int(short[0]), int(lost.sum()))
+    return Pieces(rows[teaches], piece_starts[teaches], piece_lengths[teaches], tuple(dropped), shortened)
+
+
+def _whole_turns(tokens: Tokens, row: int, seq_len: int) -> int:
+    """Tokens of a conversation up to the end of the last answer that is within `seq_len`; 0 where none is."""
+    if tokens.turn_ends is None or tokens.turn_offsets is None:
+        return 0
+    first, stop = tokens.turn_offsets[row : row + 2].tolist()
+    ends = tokens.turn_ends[first:stop] - tokens.offsets[row]
+    fitting = ends[ends <= seq_len]
+    return int(fitting.max()) if len(fitting) else 0
 
 
 def num_supervised(supervised: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -133,7 +186,8 @@ def in_order(pieces: Pieces, seq_len: int) -> Sequences:
 
 
 def best_fit(pieces: Pieces, seq_len: int, rank: np.ndarray) -> Sequences:
-    """Windows filled well: longest pieces first, each into the fullest window that it fits in.
+    """Windows filled well: longest pieces first, each into the fullest window that it fits in (best-fit packing,
+    arXiv 2404.10830).
 
     rank: (pieces,) int64, the order among pieces of one length
     """

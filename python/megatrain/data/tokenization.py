@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatrain.data.chat import Turn, assistant_turns, marks_generation, supervised_tokens
-from megatrain.data.readers import Row, Source
+from megatrain.data.chat import Turn, assistant_turns, supervised_tokens
+from megatrain.data.file_formats import OVERLAP
+from megatrain.data.messages import REASONING, Message
+from megatrain.data.readers import Source
+from megatrain.data.rows import Remark, Row
+from megatrain.data.template_facts import TemplateFacts, template_facts
 from megatrain.errors import ConfigError
+from megatrain.system.hardware import usable_cpus
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -38,8 +43,21 @@ class Encoded:
     """(tokens,) int32."""
     supervised: np.ndarray
     """(tokens,) uint8; 1: the token is learnt."""
+    turn_ends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(turns,) int64: the token after each turn of the assistant, in a row whose beginning may be kept alone."""
     endless: int = 0
     """Assistant turns that the template ends with no token."""
+    remarks: tuple[Remark, ...] = ()
+    """What should be said about the row."""
+    starts: np.ndarray | None = None
+    """(tokens,) int64, of a piece of a long text: the character that each token begins with, in the whole text."""
+    goes_on: bool = False
+    """Whether the row's tokens go on in the next one."""
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)
+_AGREEING = 8
+"""Tokens to each side of a place where two pieces of a text are joined that both tokenize alike."""
 
 
 class Encoder:
@@ -49,9 +67,12 @@ class Encoder:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         supervise: Literal["assistant", "last", "all"] = "assistant",
-        form: Literal["auto", "text", "chat", "completion"] = "auto",
+        form: str = "auto",
     ) -> None:
-        """Raises ConfigError for a tokenizer that cannot be used."""
+        """`form`: what a row is, as the source's `format` says.
+
+        Raises ConfigError for a tokenizer or a chat template that cannot be used.
+        """
         from tokenizers import Tokenizer
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -71,6 +92,7 @@ class Encoder:
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
         self._template = _template(tokenizer)
+        self._facts = template_facts(self._template) if self._template else TemplateFacts(False, frozenset())
         self._stock = threading.Lock()
 
     def fingerprint(self) -> str:
@@ -94,22 +116,24 @@ class Encoder:
 
     def encode(self, rows: Sequence[Row], where: Sequence[str]) -> list[Encoded]:
         """`where`: a name of each row for messages. Raises ConfigError naming the row."""
-        done: dict[int, Encoded] = {}
-        texts = [index for index, row in enumerate(rows) if row.kind == "text"]
+        done: dict[int, Encoded] = {index: Encoded(row, _NOTHING, _mask(0), remarks=row.remarks)
+                                    for index, row in enumerate(rows) if row.skip}  # fmt: skip
+        rest = [index for index in range(len(rows)) if index not in done]
+        texts = [index for index in rest if rows[index].kind == "text" and rows[index].piece is None]
         for index, encoding in zip(texts, self._plain([rows[index].text for index in texts]), strict=True):
             done[index] = self._text(rows[index], encoding)
-        located = [
-            (index, *self._rendered(rows[index], where[index]))
-            for index in range(len(rows))
-            if rows[index].kind != "text"
-        ]
-        stock = [item for item in located if item[2] is None]
-        for index, _, _ in stock:
-            done[index] = self._generation(rows[index], where[index])
-        ours = [(index, text, turns) for index, text, turns in located if turns is not None]
-        encodings = self._backend.encode_batch([text for _, text, _ in ours], add_special_tokens=False)
-        for (index, text, turns), encoding in zip(ours, encodings, strict=True):
-            done[index] = self._spans(rows[index], text, turns, encoding)
+        for index in rest:
+            if rows[index].piece is not None:
+                done[index] = self._piece(rows[index])
+        rendered = [self._rendered(rows[index], where[index]) for index in rest if rows[index].kind != "text"]
+        chats = [index for index in rest if rows[index].kind != "text"]
+        ours = [(index, found) for index, found in zip(chats, rendered, strict=True) if found is not None]
+        for index, found in zip(chats, rendered, strict=True):
+            if found is None:
+                done[index] = self._generation(rows[index], where[index])
+        encodings = self._backend.encode_batch([found.text for _, found in ours], add_special_tokens=False)
+        for (index, found), encoding in zip(ours, encodings, strict=True):
+            done[index] = self._spans(rows[index], found, encoding)
         return [done[index] for index in range(len(rows))]
 
     def _plain(self, texts: Sequence[str]) -> "list[Encoding]":
@@ -117,10 +141,59 @@ class Encoder:
 
     def _text(self, row: Row, encoding: "Encoding") -> Encoded:
         ids = encoding.ids
+        remarks = (*row.remarks, *self._no_end())
         if not ids:
-            return Encoded(row, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint8))
+            return Encoded(row, _NOTHING, _mask(0), remarks=row.remarks)
         array = np.array(self._closed(self._opened(ids)), dtype=np.int32)
-        return Encoded(row, array, np.ones(len(array), dtype=np.uint8))
+        return Encoded(row, array, np.ones(len(array), dtype=np.uint8), remarks=remarks)
+
+    def _no_end(self) -> tuple[Remark, ...]:
+        return () if self._suffix else (("no end", ""),)
+
+    def _piece(self, row: Row, skip: int = 0) -> Encoded:
+        """A piece of a long text without start and end token; `skip` leaves out its first characters."""
+        assert row.piece is not None
+        encoding = self._backend.encode(row.text[skip:], add_special_tokens=False)
+        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0] + row.piece.start + skip
+        ids = np.array(encoding.ids, dtype=np.int32)
+        return Encoded(row, ids, np.ones(len(ids), dtype=np.uint8), starts=starts)
+
+    def _joined(self, rows: Iterator[Encoded]) -> Iterator[Encoded]:
+        """Rows, with the pieces of long texts cut where each and the next are tokenized alike."""
+        held: Encoded | None = None
+        for item in rows:
+            piece = item.row.piece
+            if piece is None:
+                yield item
+                continue
+            if held is None or not piece.overlap:
+                item = self._beginning(item)
+            else:
+                cut = _agreement(held, item)
+                if cut is None:  # as in a long run of one character
+                    cut, item = (len(held.ids), 0), self._piece(item.row, piece.overlap)
+                yield _slice(held, 0, cut[0], goes_on=True)
+                item = _slice(item, cut[1], len(item.ids), goes_on=False)
+            held = item
+            if piece.last:
+                ids = self._closed(item.ids.tolist())
+                yield dataclasses.replace(
+                    item, ids=np.array(ids, dtype=np.int32), supervised=np.ones(len(ids), np.uint8), starts=None
+                )
+                held = None
+
+    def _beginning(self, item: Encoded) -> Encoded:
+        """The first piece of a text, with the start token."""
+        assert item.starts is not None
+        ids = self._opened(item.ids.tolist())
+        added = np.full(len(ids) - len(item.ids), -1, dtype=np.int64)
+        return dataclasses.replace(
+            item,
+            ids=np.array(ids, dtype=np.int32),
+            supervised=np.ones(len(ids), np.uint8),
+            starts=np.concatenate([added, item.starts]),
+            remarks=(*item.row.remarks, *self._no_end()),
+        )
 
     def _opened(self, ids: list[int]) -> list[int]:
         """With the start token that the tokenizer adds, unless it is there already."""
@@ -132,58 +205,115 @@ class Encoder:
     def _as_chat(self, row: Row) -> bool:
         return row.kind == "chat" or (self._form == "auto" and self._template is not None)
 
-    def _rendered(self, row: Row, where: str) -> tuple[str, list[Turn] | None]:
-        """The text of a row and the spans to supervise; None for those: the template marks them itself."""
+    def _rendered(self, row: Row, where: str) -> "_Rendered | None":
+        """The text of a row and what of it is supervised; None where the template marks that itself."""
         if not self._as_chat(row):
-            return row.text + row.completion, [Turn(len(row.text), *[len(row.text) + len(row.completion)] * 2)]
+            start, stop = len(row.text), len(row.text) + len(row.completion)
+            unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
+            return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
         if self._template is None:
             raise ConfigError(
                 f"{where} is a conversation and the tokenizer has no chat template; set model.chat_template to a file"
             )
-        messages = _messages(row)
-        if self._supervise != "all" and marks_generation(self._template):
-            return "", None
+        messages, wanted, muted = self._turns(row)
+        if self._supervise != "all" and self._facts.marks_generation:
+            return None
         try:
             text = self._render(messages, row)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
-        if self._supervise == "all":
-            return text, [Turn(0, len(text), len(text))]
-        turns = assistant_turns(lambda changed: self._render(changed, row), messages, text, where)
-        return text, turns[-1:] if self._supervise == "last" else turns
 
-    def _render(self, messages: Sequence[dict[str, Any]], row: Row) -> str:
-        text = self._tokenizer.apply_chat_template(list(messages), tools=_tools(row), tokenize=False)
+        def render(changed: Sequence[Message], *, prompt: bool = False) -> str:
+            return self._render(changed, row, prompt=prompt)
+
+        names = self._facts.names
+        remarks = self._unrendered(row, messages, text)
+        if self._supervise == "all":
+            assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            left_out = list(assistant_turns(render, messages, text, muted, names, where).values())
+            try:
+                found = assistant_turns(render, messages, text, assistants, names, where)
+            except ConfigError:
+                found = {}  # only a row that is too long needs them
+            return _Rendered(text, [Turn(0, len(text), len(text))], left_out, list(found.values()), remarks)
+        turns = assistant_turns(render, messages, text, wanted, names, where)
+        for index in wanted:
+            if index not in turns:
+                remarks = (*remarks, ("calls" if messages[index].get("tool_calls") else "no turn", ""))
+        return _Rendered(text, list(turns.values()), remarks=remarks)
+
+    def _turns(self, row: Row) -> tuple[tuple[Message, ...], list[int], list[int]]:
+        """(messages, those that are learnt, those that are marked as not learnt)."""
+        messages, marks = _messages(row)
+        wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._supervise == "last":
+            wanted = wanted[-1:]
+        muted = [index for index, mark in enumerate(marks) if mark is False and messages[index]["role"] == "assistant"]
+        learnt = [index for index in wanted if index >= row.prompt_turns and marks[index] is not False]
+        return messages, learnt, muted
+
+    def _unrendered(self, row: Row, messages: Sequence[Message], text: str) -> tuple[Remark, ...]:
+        """What of a conversation is not in its rendering."""
+        names = self._facts.names
+        found: set[Remark] = set()
+        for message in messages:
+            reasoning = message.get("reasoning_content")
+            for key, value in message.items():
+                known = key in ("role", "content", "tool_calls", *REASONING)
+                if value and not known and key not in names:
+                    found.add(("message key", key))
+            if isinstance(reasoning, str) and reasoning.strip() not in text:
+                used = any(name in names for name in REASONING[:2])
+                found.add(("reasoning", "of earlier turns" if used else "in a field of its own"))
+            if message["role"] == "assistant" and message.get("tool_calls") and "tool_calls" not in names:
+                found.add(("calls", ""))
+        if row.tools and "tools" not in names:
+            found.add(("tools", ""))
+        return tuple(sorted(found))
+
+    def _render(self, messages: Sequence[Message], row: Row, *, prompt: bool = False) -> str:
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools=_tools(row), tokenize=False, add_generation_prompt=prompt
+        )
         assert isinstance(text, str)
         return text
 
-    def _spans(self, row: Row, text: str, turns: Sequence[Turn], encoding: "Encoding") -> Encoded:
+    def _spans(self, row: Row, found: "_Rendered", encoding: "Encoding") -> Encoded:
         ids = encoding.ids
+        remarks = (*row.remarks, *dict.fromkeys(found.remarks))
         if not ids:
-            return Encoded(row, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint8))
+            return Encoded(row, _NOTHING, _mask(0), remarks=remarks)
         array = np.array(ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64)
-        mask, endless = supervised_tokens(array, offsets[:, 0], offsets[:, 1], turns, text, self._special)
+        places = array, offsets[:, 0], offsets[:, 1]
+        mask, stops, endless = supervised_tokens(*places, found.turns, found.text, self._special)
         if not self._as_chat(row):
             opened, closed = self._opened(ids), self._closed(ids)
             if self._supervise == "all":
                 mask[:] = 1
-            mask = np.concatenate(
-                [np.zeros(len(opened) - len(ids), np.uint8), mask, np.ones(len(closed) - len(ids), np.uint8)]
-            )
-            return Encoded(row, np.array(self._closed(opened), dtype=np.int32), mask)
-        return self._started(row, array, mask, 0 if self._supervise == "all" else endless)
+            mask = np.concatenate([_mask(len(opened) - len(ids)), mask, np.ones(len(closed) - len(ids), np.uint8)])
+            return Encoded(row, np.array(self._closed(opened), dtype=np.int32), mask, remarks=remarks)
+        if self._supervise == "all":
+            left_out, _, _ = supervised_tokens(*places, found.left_out, found.text, self._special)
+            mask[left_out == 1] = 0
+            _, stops, endless = supervised_tokens(*places, found.ends, found.text, self._special)
+        return self._started(Encoded(row, array, mask, stops, endless, remarks))
 
-    def _started(self, row: Row, ids: np.ndarray, mask: np.ndarray, endless: int) -> Encoded:
+    def _started(self, encoded: Encoded) -> Encoded:
         """A conversation gets the tokenizer's start token only where the template did not write it."""
-        if self._prefix and not np.isin(self._prefix[0], ids):
-            ids = np.concatenate([np.array(self._prefix, dtype=np.int32), ids])
-            mask = np.concatenate([np.zeros(len(self._prefix), np.uint8), mask])
-        return Encoded(row, ids, mask, endless)
+        if not self._prefix or np.isin(self._prefix[0], encoded.ids):
+            return encoded
+        return dataclasses.replace(
+            encoded,
+            ids=np.concatenate([np.array(self._prefix, dtype=np.int32), encoded.ids]),
+            supervised=np.concatenate([_mask(len(self._prefix)), encoded.supervised]),
+            turn_ends=encoded.turn_ends + len(self._prefix),
+        )
 
     def _generation(self, row: Row, where: str) -> Encoded:
         """Through the stock call, which knows the parts that the template marks."""
-        messages = _messages(row)
+        messages, wanted, _ = self._turns(row)
+        assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         try:
             with self._stock:
                 out: Any = self._tokenizer.apply_chat_template(
@@ -193,45 +323,71 @@ class Encoder:
                     return_dict=True,
                     return_assistant_tokens_mask=True,
                 )
+                text = self._render(messages, row)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
         ids = np.array(out["input_ids"], dtype=np.int32)
         mask = np.array(out["assistant_masks"], dtype=np.uint8)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-        if not runs and any(message["role"] == "assistant" and message["content"] for message in messages):
+        if not runs and any(messages[index]["content"] for index in wanted):
             raise ConfigError(f"{where}: the chat template marks no part of this conversation with {{% generation %}}")
-        if self._supervise == "last" and runs:
+        remarks = self._unrendered(row, messages, text)
+        silent = [index for index in assistants if not _calls_in(messages[index], text)]
+        learnt = [index for index in wanted if index not in silent]
+        if silent:
+            remarks = tuple(sorted({*remarks, ("calls", "")}))
+        endless, stops = self._close_runs(ids, mask, runs, ends_with_assistant=messages[-1]["role"] == "assistant")
+        # A turn without content of which no call is rendered says nothing that could be marked.
+        spoken = [index for index in assistants if messages[index]["content"] or index not in silent]
+        if self._supervise == "last" and learnt == spoken[-1:] and runs:
             mask[: runs[-1][0]] = 0
-            runs = runs[-1:]
-        endless = self._close_runs(ids, mask, runs, ends_with_assistant=messages[-1]["role"] == "assistant")
-        return self._started(row, ids, mask, endless)
+        elif learnt != spoken:
+            if len(runs) != len(spoken):
+                raise ConfigError(
+                    f"{where}: cannot tell which of the {len(runs)} parts that the chat template marks with "
+                    f"{{% generation %}} are the {len(learnt)} of {len(assistants)} assistant turns to learn; mark all "
+                    "turns alike, or use a template that marks each turn once"
+                )
+            for index, (start, _), stop in zip(spoken, runs, stops.tolist(), strict=True):
+                if index not in learnt:
+                    mask[start:stop] = 0
+        return self._started(Encoded(row, ids, mask, stops, endless, (*row.remarks, *remarks)))
 
     def _close_runs(
         self, ids: np.ndarray, mask: np.ndarray, runs: Sequence[tuple[int, int]], *, ends_with_assistant: bool
-    ) -> int:
-        """Adds end-of-turn tokens that a template wrote behind its mark; how many turns have none."""
+    ) -> tuple[int, np.ndarray]:
+        """Adds end-of-turn tokens that a template wrote after its mark. Returns how many turns have none, and the token
+        after the end of each."""
         final = runs[-1][1] if runs else 0
         # What follows a turn in the middle may be the next turn's opening; what follows the last one cannot be.
         expected = int(ids[final]) if ends_with_assistant and final < len(ids) else None
-        endless = 0
+        endless, stops = 0, []
         for start, stop in runs:
+            stops.append(stop)
             inside = next((int(token) for token in ids[start:stop][::-1] if not self._blank(int(token))), None)
             if inside in self._special:
                 continue
             following = int(ids[stop]) if stop < len(ids) else None
             if following in self._special and (following == expected or not ends_with_assistant):
                 mask[stop] = 1
+                stops[-1] = stop + 1
             else:
                 endless += 1
-        return endless
+        return endless, np.array(stops, dtype=np.int64)
 
     def _blank(self, token: int) -> bool:
         return token not in self._special and not self._backend.decode([token], skip_special_tokens=False).strip()
 
     def encode_all(self, source: Source, threads: int | None = None) -> Iterator[Encoded]:
-        """Every row of a source, in order. `threads`: None for all permitted cores."""
-        workers = threads or len(os.sched_getaffinity(0))
+        """Every row of a source, in order; a long text in parts, all but the last of which go on.
+
+        `threads`: None for as many as this process may use processors.
+        """
+        yield from self._joined(self._in_order(source, threads))
+
+    def _in_order(self, source: Source, threads: int | None) -> Iterator[Encoded]:
+        workers = threads or usable_cpus()
         pending: deque[Future[list[Encoded]]] = deque()
         with _one_thread_each(threads is not None), ThreadPoolExecutor(workers) as pool:
             try:
@@ -277,10 +433,63 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _messages(row: Row) -> tuple[dict[str, Any], ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A row's text, and where in it the supervised parts are."""
+
+    text: str
+    turns: list[Turn]
+    """What is supervised."""
+    left_out: list[Turn] = dataclasses.field(default_factory=list)
+    """Of that, what is not."""
+    ends: list[Turn] = dataclasses.field(default_factory=list)
+    """The assistant's turns, where everything is supervised."""
+    remarks: tuple[Remark, ...] = ()
+
+
+def _mask(count: int) -> np.ndarray:
+    return np.zeros(count, dtype=np.uint8)
+
+
+def _calls_in(message: Message, text: str) -> bool:
+    return all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
+
+
+def _agreement(before: Encoded, after: Encoded) -> tuple[int, int] | None:
+    """Where two overlapping pieces may be joined: (tokens of the first, first token of the second), at a place as near
+    as possible to the middle of what they share, around which they have the same tokens. None where there is none."""
+    assert before.starts is not None
+    assert after.starts is not None
+    assert after.row.piece is not None
+    middle = after.row.piece.start + OVERLAP // 2
+    shared = np.intersect1d(before.starts[before.starts >= after.row.piece.start], after.starts)
+    for place in shared[np.argsort(np.abs(shared - middle), kind="stable")].tolist():
+        one = int(np.searchsorted(before.starts, place))
+        other = int(np.searchsorted(after.starts, place))
+        span = slice(one - _AGREEING, one + _AGREEING), slice(other - _AGREEING, other + _AGREEING)
+        if min(one, other) >= _AGREEING and np.array_equal(before.ids[span[0]], after.ids[span[1]]):
+            return one, other
+    return None
+
+
+def _slice(encoded: Encoded, start: int, stop: int, *, goes_on: bool) -> Encoded:
+    assert encoded.starts is not None
+    return dataclasses.replace(
+        encoded,
+        ids=encoded.ids[start:stop],
+        supervised=encoded.supervised[start:stop],
+        starts=encoded.starts[start:stop],
+        goes_on=goes_on,
+    )
+
+
+def _messages(row: Row) -> tuple[tuple[Message, ...], tuple[bool | None, ...]]:
+    """A row as messages, with their marks."""
     if row.kind == "chat":
-        return row.messages
-    return ({"role": "user", "content": row.text}, {"role": "assistant", "content": row.completion})
+        return row.messages, (*row.marks, *[None] * (len(row.messages) - len(row.marks)))
+    system: tuple[Message, ...] = ({"role": "system", "content": row.system},) if row.system else ()
+    turns = ({"role": "user", "content": row.text}, {"role": "assistant", "content": row.completion})
+    return (*system, *turns), (None,) * (len(system) + 2)
 
 
 def _tools(row: Row) -> list[Any] | None:

@@ -8,8 +8,6 @@ the run's checkpoints.
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,8 @@ from megatrain.config import Config, TokenizerTraining
 from megatrain.config.paths import chat_template, check_tokenizer
 from megatrain.data import cache
 from megatrain.data.readers import Source
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import CheckpointError, ConfigError, StorageError
+from megatrain.system.atomic import published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -195,7 +194,7 @@ def _check_same(config: Config, tokenizer: "PreTrainedTokenizerBase", checkpoint
     from megatrain.data import fingerprint
 
     saved = Checkpoint.open(checkpoint)
-    before = saved.state()["state"].get("run", {}).get("tokenizer")
+    before = saved.state().state.get("run", {}).get("tokenizer")
     if before is None:
         return  # of an earlier version, or of the Python API
     now = fingerprint.of_tokenizer(tokenizer)
@@ -236,7 +235,10 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
 def _texts(sources: Iterable[Source]) -> Iterator[str]:
     for source in sources:
         for row in source.rows():
-            yield from (text for text in (row.text, row.completion) if text)
+            if row.skip:
+                continue
+            own = row.text[row.piece.overlap :] if row.piece else row.text
+            yield from (text for text in (own, row.completion) if text)
             for message in row.messages:
                 yield message["content"]
 
@@ -244,14 +246,7 @@ def _texts(sources: Iterable[Source]) -> Iterator[str]:
 def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, name: str) -> None:
     """Renamed into place when complete. Without a writable cache the tokenizer is trained again next time."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder))
-        try:
+        with published(folder / name) as partial:
             tokenizer.save_pretrained(partial)
-            partial.rename(folder / name)
-        except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
-            if not (folder / name).is_dir():
-                raise
-    except OSError as error:
+    except (OSError, StorageError) as error:
         _log.warning("the trained tokenizer cannot be cached in %s: %s", folder, error)

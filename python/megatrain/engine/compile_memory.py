@@ -2,7 +2,8 @@
 
 `torch.compile` traces a layer's forward and backward as one graph and cuts it in two where least has to be kept: what
 is pointwise is made again in backward. The same tracing and the same cut, on tensors without data, say how many bytes
-that is. The fused attention kernels are one opaque operation here, which keeps what they keep.
+that is (min-cut rematerialization, as in torch's `_functorch/partitioners.py`). The fused attention kernels are one
+opaque operation here, which keeps what they keep.
 """
 
 import functools

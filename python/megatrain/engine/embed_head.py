@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
@@ -66,7 +66,7 @@ def accumulate(targets: Sequence[Tensor], grads: Sequence[Tensor | None], first:
 class EmbedTemplate:
     """The model's own forward up to its first layer."""
 
-    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region) -> None:
+    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region, casts: CastBuffer | None = None) -> None:
         self.decoder = decoder
         real = decoder.base.get_submodule(decoder.layers_name)
         assert isinstance(real, nn.ModuleList)
@@ -74,6 +74,9 @@ class EmbedTemplate:
         replace_module(self._base, decoder.layers_name, stopping_layers(real))
         if decoder.vision_spec is not None:
             recompute_blocks(self._base.get_submodule(part) for part in decoder.vision_spec.parts)
+        self.draws: bool | None = None if decoder.vision_spec is None else False
+        """Whether it draws random numbers in training; None before its first call. The checkpoints of the blocks that
+        see images restore torch's default generator, so that these draw from that."""
         self._build_no_masks(self._base.get_submodule(decoder.layers_name.rpartition(".")[0]))
         self._features: tuple[Tensor, ...] = ()
         self._replays: dict[str, Replay] = {}
@@ -83,7 +86,7 @@ class EmbedTemplate:
         move_shared_buffers(self._base, region.device)
         prefix = f"{decoder.base_name}." if decoder.base_name else ""
         names = {n.removeprefix(prefix): i for n, i in decoder.local_names(0).items()}
-        self.bound = BoundTensors(places_of(self._base, names), layout, region)
+        self.bound = BoundTensors(places_of(self._base, names), layout, region, casts)
         self.layout = layout
         self._tables = {index for index, _ in decoder.tables}
         self.others = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
@@ -104,6 +107,11 @@ class EmbedTemplate:
     def _note_features(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._features = tuple(kwargs.get("deepstack_visual_embeds") or ())
 
+    @property
+    def module(self) -> nn.Module:
+        """The model's base up to its first layer."""
+        return self._base
+
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""
         if self._base.training != training:
@@ -112,7 +120,7 @@ class EmbedTemplate:
     @torch.no_grad()
     def forward(self, micro: "MicroBatch") -> tuple[Tensor, tuple[Tensor, ...]]:
         """Hidden states (batch, seq, width) that reach the first layer, and features of images (T, width) that are
-        added behind the first layers, one by one; the weights must be bound."""
+        added after the first layers, one by one; the weights must be bound."""
         if self.decoder.probe.plain_embedding and not micro.images:
             return F.embedding(micro.input_ids, self.bound.tensors[self.decoder.tables[0][0]]), ()
         return self._run(micro, lambda ids, weight, _: F.embedding(ids, weight))
@@ -196,7 +204,14 @@ class RowSums:
 class HeadTemplate:
     """Final norm and language-model head, and the loss on them."""
 
-    def __init__(self, decoder: Decoder, layout: UnitLayout, region: Region, embed: UnitLayout) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: UnitLayout,
+        region: Region,
+        embed: UnitLayout,
+        casts: CastBuffer | None = None,
+    ) -> None:
         self.decoder = decoder
         self.layout = layout
         self.kind = decoder.head
@@ -212,15 +227,19 @@ class HeadTemplate:
             root = base if name.startswith(prefix) and prefix else self._shell.model
             owner, _, leaf = (name.removeprefix(prefix) if root is base else name).rpartition(".")
             places[index] = (root.get_submodule(owner), leaf)
-        self.bound = BoundTensors(places, layout, region)
+        self.bound = BoundTensors(places, layout, region, casts)
         self._region = region
         self._embed_slice = None
         self._tied: nn.Parameter | None = None
+        self._tied_cast: Tensor | None = None
+        """Where the copy of a tied weight is that is stored in another type than the head computes with."""
         names = decoder.local_names(decoder.num_layers + 1)
         if decoder.tied:
             assert self.kind.weight is not None
             self._embed_slice = embed.slices[decoder.tensors[self.kind.weight].tensor]
             view = region.view(self._embed_slice.byte, self._embed_slice.shape, self._embed_slice.dtype)
+            if view.dtype != decoder.dtype:
+                view = self._tied_cast = self.bound.reserve_cast(self._embed_slice.shape, decoder.dtype)
             self._tied = nn.Parameter(view, requires_grad=self._embed_slice.trainable)
             for alias in decoder.aliases:
                 owner, _, leaf = alias.rpartition(".")
@@ -239,11 +258,17 @@ class HeadTemplate:
 
     def bind(self, image: int, tied_image: int | None) -> None:
         """Makes the weights views of the head's image, and a tied one a view of the embed unit's."""
-        self.bound.bind(image)
-        if self._tied is not None and tied_image is not None and self._embed_slice is not None:
-            cut = self._embed_slice
-            view = self._region.view(tied_image + cut.byte, cut.shape, cut.dtype)
-            self._tied.data = view if view.dtype == self.decoder.dtype else view.to(self.decoder.dtype)
+        unit = self.decoder.num_layers + 1
+        if self._tied is None or tied_image is None or self._embed_slice is None:
+            self.bound.bind(image, unit)
+            return
+        cut = self._embed_slice
+        view = self._region.view(tied_image + cut.byte, cut.shape, cut.dtype)
+        if self._tied_cast is not None:
+            self.bound.bind(image, unit, [(self._tied_cast, view)])
+            return
+        self.bound.bind(image, unit)
+        self._tied.data = view
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off."""
@@ -270,7 +295,7 @@ class HeadTemplate:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits of hidden states behind the final norm, with its scale and cap."""
+        """The model's own logits of hidden states after the final norm, with its scale and cap."""
         if not self.kind.plain:
             return self._shell(hidden)
         logits = F.linear(hidden, self.weight, self.bias)
@@ -292,15 +317,15 @@ class HeadTemplate:
         """Sum of losses (0-d) and the gradient of `hidden`; all other gradients are added to their sums."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            behind = self.tail(leaf)
+            normed = self.tail(leaf)
         if options.loss_fn is not None:
-            loss, grad_behind = self._custom(behind.detach(), micro, options, sums, tied_sum, first)
+            loss, grad_normed = self._custom(normed.detach(), micro, options, sums, tied_sum, first)
         elif self.kind.plain:
-            loss, grad_behind = self._plain(behind.detach(), micro, options, sums, tied_sum, first)
+            loss, grad_normed = self._plain(normed.detach(), micro, options, sums, tied_sum, first)
         else:
-            loss, grad_behind = self._own(behind.detach(), micro, options, sums, first)
+            loss, grad_normed = self._own(normed.detach(), micro, options, sums, first)
         inputs = (leaf, *(self.bound.tensors[i] for i in self.tail_indices))
-        grads = torch.autograd.grad(behind, inputs, grad_behind, allow_unused=True)
+        grads = torch.autograd.grad(normed, inputs, grad_normed, allow_unused=True)
         targets = [t for i in self.tail_indices if (t := sums[i]) is not None]
         accumulate(targets, grads[1:], first)
         assert grads[0] is not None
@@ -308,14 +333,14 @@ class HeadTemplate:
 
     def _plain(
         self,
-        behind: Tensor,
+        normed: Tensor,
         micro: "MicroBatch",
         options: LossOptions,
         sums: list[Tensor | None],
         tied_sum: Tensor | None,
         first: bool,
     ) -> tuple[Tensor, Tensor]:
-        flat = behind.reshape(-1, behind.shape[-1])
+        flat = normed.reshape(-1, normed.shape[-1])
         targets, rows = micro.targets, micro.rows
         gather = rows.shape[0] < _DENSE_ROWS * flat.shape[0]
         if gather:
@@ -344,9 +369,9 @@ class HeadTemplate:
         grad = result.grad_hidden
         assert grad is not None
         if gather:
-            whole = torch.zeros_like(behind).reshape(-1, behind.shape[-1])
+            whole = torch.zeros_like(normed).reshape(-1, normed.shape[-1])
             grad = whole.index_copy_(0, rows, grad)
-        return result.loss_sum, grad.view_as(behind)
+        return result.loss_sum, grad.view_as(normed)
 
     def _parameters(self, sums: list[Tensor | None], tied_sum: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """What the head proper trains, and where each gradient is summed."""
@@ -356,11 +381,11 @@ class HeadTemplate:
         return [p for p, _ in pairs], [t for _, t in pairs]
 
     def _own(
-        self, behind: Tensor, micro: "MicroBatch", options: LossOptions, sums: list[Tensor | None], first: bool
+        self, normed: Tensor, micro: "MicroBatch", options: LossOptions, sums: list[Tensor | None], first: bool
     ) -> tuple[Tensor, Tensor]:
         """A head that is no plain matmul: its own forward and autograd, in chunks of tokens."""
         parameters, totals = self._parameters(sums, None)
-        flat = behind.reshape(-1, behind.shape[-1])
+        flat = normed.reshape(-1, normed.shape[-1])
         grad = torch.empty_like(flat)
         loss_sum = torch.zeros((), dtype=torch.float64, device=flat.device)
         chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
@@ -373,11 +398,11 @@ class HeadTemplate:
             loss_sum += losses.detach().sum(dtype=torch.float64)
             accumulate([grad[start : start + chunk]], grads[:1], True)
             accumulate(totals, grads[1:], first and start == 0)
-        return loss_sum, grad.view_as(behind)
+        return loss_sum, grad.view_as(normed)
 
     def _custom(
         self,
-        behind: Tensor,
+        normed: Tensor,
         micro: "MicroBatch",
         options: LossOptions,
         sums: list[Tensor | None],
@@ -387,7 +412,7 @@ class HeadTemplate:
         """A loss of the caller's."""
         assert options.loss_fn is not None
         parameters, totals = self._parameters(sums, tied_sum)
-        leaf = behind.requires_grad_()
+        leaf = normed.requires_grad_()
         with torch.enable_grad():
             loss = options.loss_fn(leaf, self.logits, micro.batch)
             _check_loss(loss, leaf.device)
@@ -395,13 +420,13 @@ class HeadTemplate:
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
         accumulate(totals, grads[1:], first)
         grad = grads[0]
-        return loss.detach().double(), grad if grad is not None else torch.zeros_like(behind)
+        return loss.detach().double(), grad if grad is not None else torch.zeros_like(normed)
 
     @torch.no_grad()
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:
         """Sum of losses (0-d) and log-probabilities of the targets (batch * seq,), 0 where not supervised."""
-        behind = self.tail(hidden)
-        flat = behind.reshape(-1, behind.shape[-1])
+        normed = self.tail(hidden)
+        flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
             result = chunked_loss(
                 flat,

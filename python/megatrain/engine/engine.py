@@ -22,7 +22,14 @@ from megatrain.engine import numerics
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.embed_head import LossFn
-from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs, check_list_of_batches
+from megatrain.engine.inputs import (
+    Batch,
+    InputPreprocessor,
+    MicroBatch,
+    StepInputs,
+    check_list_of_batches,
+    largest_shape,
+)
 from megatrain.engine.optimizer import AdamW
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
@@ -41,6 +48,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """A model in training. Not thread-safe, except `prepare`."""
 
+    @arguments.known_keywords
     def __init__(
         self,
         model: "nn.Module | Decoder",
@@ -71,8 +79,24 @@ class Engine:
 
         `micro_batch` is the largest (rows, seq) and `micro_batches` the most of a step; with both, everything is
         planned and allocated now. Without, that happens at first use, for what is used first, and again (which needs
-        both plans' memory for a moment) whenever a step is larger. `memory` is {"gpu": "70GiB", "host":
-        …}; `plan` gives numbers instead of deriving them. `max_grad_norm` None does not clip.
+        both plans' memory for a moment) whenever a step is larger.
+
+        - `optimizer`: AdamW's settings; torch's defaults where it is left out.
+        - `max_grad_norm`: gradients are scaled down to this global norm; None does not clip.
+        - `precision`: of weights and activations in compute, bf16 or fp32; `auto` is bf16 on CUDA, fp32 on the CPU.
+        - `grad_precision`: what gradients are sent to the host in, bf16 or fp32; with fp32 compute always fp32.
+        - `update`: `just_in_time` (once the norm is known) or `immediate` (as gradients arrive; without clipping).
+        - `device`: auto, cuda, cuda:N or cpu.
+        - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
+        - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
+          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits.
+        - `freeze`: patterns of parameter names that are not trained.
+        - `label_smoothing`, `z_loss`: terms of the built-in loss.
+        - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
+        - `seed`: of random initial weights and of dropout.
+        - `load`: fills the store, called once with the decoder and the core; None: from the model's own values.
+        - `rates`: the machine's measured rates, for the planner.
+        - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports.
 
         Raises ConfigError for what cannot be done, DoesNotFit with the sum.
         """
@@ -140,6 +164,7 @@ class Engine:
         )
 
     @classmethod
+    @arguments.known_keywords
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
@@ -151,11 +176,30 @@ class Engine:
         trust_remote_code: bool = False,
         device: "str | torch.device | _core.Device" = "auto",
         progress: ProgressFn | Literal["auto"] | None = "auto",
-        **options: Any,
+        optimizer: AdamW | None = None,
+        max_grad_norm: float | None = 1.0,
+        grad_precision: str = "bf16",
+        update: str = "just_in_time",
+        memory: Mapping[str, Any] | None = None,
+        plan: Mapping[str, Any] | None = None,
+        micro_batch: tuple[int, int] | None = None,
+        micro_batches: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        deterministic: bool = False,
+        seed: int = 0,
+        rates: Mapping[str, float] | None = None,
+        tokenizer: Any = None,
+        tokenizer_dir: str | Path | None = None,
     ) -> "Engine":
-        """A model from a local folder, a `.gguf` file or a hub id; `options` as for the constructor. The files are
-        checked now, and read straight into the store when it exists. How far that is `progress(what, done, total)` is
-        told in bytes; `auto` is a line on standard error where that is a terminal, None nothing."""
+        """A model from a local folder, a `.gguf` file or a hub id (of which `revision` is a branch, tag or commit). The
+        files are checked now, and read straight into the store when it exists.
+
+        `attention` is sdpa, eager or auto. `trust_remote_code` runs code that the folder brings with it.
+        `progress(what, done, total)` is called with the bytes read so far; `auto` is a line on standard error where
+        that is a terminal, None nothing. `tokenizer_dir` is the model's folder where it is not given. Everything else
+        is as for the constructor. Raises what that raises.
+        """
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(
             arguments.model_path(path),
@@ -166,8 +210,26 @@ class Engine:
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-        options.setdefault("tokenizer_dir", folder)
-        return cls(decoder, device=core_device, load=load, **options)
+        return cls(
+            decoder,
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
+            grad_precision=grad_precision,
+            update=update,
+            device=core_device,
+            memory=memory,
+            plan=plan,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            deterministic=deterministic,
+            seed=seed,
+            load=load,
+            rates=rates,
+            tokenizer=tokenizer,
+            tokenizer_dir=folder if tokenizer_dir is None else tokenizer_dir,
+        )
 
     # ------------------------------------------------------------------------------------------- training
 
@@ -260,14 +322,17 @@ class Engine:
     # ----------------------------------------------------------------------------------- without training
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update."""
+        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update.
+
+        As many batches pass through the model at a time as a step was planned for; one, where nothing was planned yet.
+        """
         self._usable()
         total, tokens = 0.0, 0
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
-        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches):
-            run = self._passes.evaluate(prepared)
+        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
+            run = self._passes.evaluate(prepared, largest=largest_shape(batches))
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
             tokens += prepared.num_tokens
         if not tokens:
@@ -285,8 +350,8 @@ class Engine:
             for b in given
         ]
         found: list[Tensor] = []
-        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches, keep_empty=True):
-            run = self._passes.evaluate(prepared)
+        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches or 1, keep_empty=True):
+            run = self._passes.evaluate(prepared, largest=largest_shape(labelled))
             for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
                 assert values is not None
                 found.append(values.view(micro.shape)[:, :-1].float().cpu())
@@ -379,7 +444,10 @@ class Engine:
     def save_pretrained(
         self, folder: str | Path, *, dtype: Any = "auto", layout: Any = "source", overwrite: bool = False
     ) -> None:
-        """Writes the model as a Hugging Face folder, in the layout of its source or in the library's own."""
+        """Writes the model as a Hugging Face folder, in the layout of its source or in the library's own. Raises
+        ConfigError for a model in a wrapper (PEFT's, say), whose names for its tensors nothing else can load."""
+        self._usable()
+        arguments.refuse_wrapper(self.decoder.model)
         export.save_pretrained(
             self.decoder,
             self.core,
@@ -397,8 +465,8 @@ class Engine:
         return numerics.key(
             self.decoder,
             self.device,
-            micro_batch=self._runtime.micro_batch,
-            micro_batches=self._runtime.micro_batches,
+            micro_batch=self._runtime.nominal[0],
+            micro_batches=self._runtime.nominal[1],
             grad_precision=self.grad_precision,
             loss_chunk=self._runtime.settings.get("loss_chunk"),
             compiled=self._runtime.compiled,
@@ -424,6 +492,15 @@ class Engine:
             self._saving.cancel()
         self._runtime.close()
 
+    def __repr__(self) -> str:
+        decoder = self.decoder
+        split = self._runtime.micro_batch
+        planned = f"{self._runtime.micro_batches} micro-batches of {split}" if split is not None else "not planned yet"
+        return (
+            f"<Engine {type(decoder.model).__name__}, {decoder.num_parameters:,} parameters, {decoder.num_trainable:,} "
+            f"trained in {decoder.precision} on {self.device}, {planned}>"
+        )
+
     def __reduce__(self) -> Any:
         """Refused: an engine is memory and threads of this process, so that a copy of it would be none."""
         raise TypeError("an engine cannot be pickled or copied; use engine.save(folder) and engine.load(folder)")
@@ -440,7 +517,7 @@ class Engine:
         return state.find(self.decoder, name, trained)
 
     @property
-    def core(self) -> Any:
+    def core(self) -> "_core.Engine":
         """The native engine; planned and allocated here where it is not yet."""
         self._usable()
         return self._runtime.core

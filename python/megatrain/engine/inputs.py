@@ -6,6 +6,7 @@ and rotary tables (by the recorder), which embedding rows are looked up. The dev
 
 import collections
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.loss import IGNORE
+from megatrain.engine.numerics import full_precision
 from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
@@ -103,6 +105,21 @@ def check_list_of_batches(batches: Any) -> None:
         raise ConfigError(f"micro-batches must be a list of dicts, not {type(batches).__name__}")
 
 
+def largest_shape(batches: Sequence[Batch]) -> tuple[int, int]:
+    """(batch, seq) of the batch with most tokens, so that one plan serves them all. What is no batch is left to
+    `InputPreprocessor.prepare` to refuse."""
+    largest = (0, 0)
+    given: Sequence[Any] = batches
+    for batch in given:
+        try:
+            rows = batch["input_ids"]
+            shape = len(rows), len(rows[0])
+        except (TypeError, KeyError, IndexError):
+            continue
+        largest = max(largest, shape, key=math.prod)
+    return largest
+
+
 class InputPreprocessor:
     """Checks and records micro-batches for one model; safe to call from another thread."""
 
@@ -121,7 +138,8 @@ class InputPreprocessor:
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("a step needs at least one micro-batch")
-        checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
+        with full_precision:  # rotary tables are products of matrices
+            checked = [self._check(i, batch, need_labels, more_keys) for i, batch in enumerate(batches)]
         # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
         whole = self.decoder.router is not None and any(m.num_tokens for m in checked)
         used = [m for m in checked if m.num_tokens or keep_empty or whole]
@@ -134,11 +152,10 @@ class InputPreprocessor:
         )
 
     def in_groups(
-        self, batches: Sequence[Batch], most: int | None, *, need_labels: bool = True, keep_empty: bool = False
+        self, batches: Sequence[Batch], size: int, *, need_labels: bool = True, keep_empty: bool = False
     ) -> Iterator[StepInputs]:
-        """Batches as they are given, `most` at a time (None: all at once); groups without a supervised token are left
-        out, except with `keep_empty`."""
-        size = most or max(1, len(batches))
+        """Batches as they are given, `size` at a time; groups without a supervised token are left out, except with
+        `keep_empty`."""
         for start in range(0, len(batches), size):
             part = batches[start : start + size]
             prepared = self.prepare(part, need_labels=need_labels, keep_empty=keep_empty)
@@ -200,7 +217,7 @@ class InputPreprocessor:
 
     def _of_shape(self, shape: tuple[int, int]) -> tuple[Record, Record]:
         """Record of a micro-batch without padding or packing, on the CPU and on the device: its shape decides it."""
-        with self._lock:
+        with self._lock, full_precision:
             if shape not in self._plain:
                 record = self.decoder.recorder.record(torch.zeros(shape, dtype=torch.int64))
                 self._plain[shape] = record, record.to(self._device)
@@ -225,8 +242,13 @@ class InputPreprocessor:
         decoder = self.decoder
         _in_range(where, "token id", ids, decoder.num_embeddings, "the model's embedding has")
         limit = decoder.max_positions
-        if limit is not None and shape[1] > limit:
-            raise ConfigError(f"{where}: sequence of {shape[1]} tokens, but the model has positions for {limit}")
+        # packed rows are as long as one likes: what counts is the largest position, for models that are given them
+        counts = batch.get("position_ids") is None or "position_ids" not in decoder.recorder.accepts
+        if limit is not None and shape[1] > limit and counts:
+            raise ConfigError(
+                f"{where}: sequence of {shape[1]} tokens, but the model has positions for {limit}; shorten the row, or "
+                "give the position_ids of its documents where it holds several"
+            )
         labels = batch.get("labels")
         if labels is None and need_labels:
             raise ConfigError(f"{where} has no labels")

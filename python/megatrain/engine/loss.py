@@ -2,7 +2,8 @@
 
 For every chunk of rows: logits in fp32 (a bf16 head multiplies bf16 operands and keeps the fp32 sums), one pass that
 turns them into their own gradient in place, then the two matmuls of the backward. Peak memory is one chunk of logits,
-whatever the number of tokens. `chunked_loss` is the training path, `token_logprobs` the one that only scores.
+whatever the number of tokens (chunked linear cross-entropy, as in Liger Kernel, arXiv 2410.10989). `chunked_loss` is
+the training path, `token_logprobs` the one that only scores.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ _CHUNK_ROUND = {"cuda": 256, "cpu": 32}
 
 
 class LossResult(NamedTuple):
-    """What a head's loss comes to."""
+    """Result of a head's loss."""
 
     loss_sum: Tensor
     """0-d, fp64: sum over supervised rows, not scaled."""
@@ -71,7 +72,7 @@ def chunked_loss(
     scale: float = 1.0,  # gradients are those of scale * loss_sum
     chunk: int | None = None,  # rows of logits at a time; None: `default_chunk`
     label_smoothing: float = 0.0,  # as torch.nn.functional.cross_entropy
-    z_loss: float = 0.0,  # coefficient of logsumexp(logits)**2
+    z_loss: float = 0.0,  # coefficient of logsumexp(logits)**2 (PaLM, arXiv 2204.02311, section 5)
     logit_scale: float = 1.0,  # logits are multiplied with it (Cohere, Granite)
     softcap: float | None = None,  # logits become softcap * tanh(logits / softcap) (Gemma 2)
     grad_weight: Tensor | None = None,  # (V, H), fp32 or the dtype of the arithmetic: += gradient of the weight

@@ -6,8 +6,9 @@ runs under, so that nothing of the caller's changes the bits.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,8 @@ def key(
     compiled: bool,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step."""
+    """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step; None where the
+    engine was made without: it is then the caller's, who gives each step's micro-batches."""
     import transformers
 
     return {
@@ -87,10 +89,90 @@ def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def _agree(name: str, stored: Any, current: Any) -> bool:
-    """Whether two values are the same; earlier versions did not name the kernels of attention."""
+    """Whether two values are the same; earlier versions did not name the kernels of attention, and named a split that
+    nobody had asked for."""
+    if name in ("micro_batch", "micro_batches") and (stored is None or current is None):
+        return True
     if name == "attention" and stored == "sdpa" and isinstance(current, str):
         return current.partition(":")[0] == "sdpa"
     return bool(stored == current)
+
+
+class _FullPrecision:
+    """fp32 matmuls and convolutions in fp32, never in TF32 or bf16, whatever the caller has set for the process with
+    `torch.set_float32_matmul_precision`, `allow_tf32` or `fp32_precision`.
+
+    Torch keeps these for the whole process, and a loader's thread prepares a step while another one computes: the first
+    one in notes what was set, the last one out puts it back. Convolutions are among them because torch's default for
+    cuDNN's is TF32 (docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: _Fp32Settings | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = _Fp32Settings.read()
+                ieee = ["ieee"] * len(_fp32_kernels())
+                _Fp32Settings("highest", False, ieee, ieee).set()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._before is not None:
+                self._before.set()
+
+
+class _Fp32Settings(NamedTuple):
+    """Torch's settings of fp32 kernels, by its older interface and its newer one: some releases refuse to compute where
+    the two disagree, so both are set."""
+
+    matmul: str
+    cudnn: bool
+    kernels: list[str]
+    """Of each kind of kernel, what it resolves to."""
+    own: list[str]
+    """What to set it to for that: `none` where it is what it follows, which torch does not tell from set alike."""
+
+    @classmethod
+    def read(cls) -> "_Fp32Settings":
+        """Those in force."""
+        try:
+            matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        except RuntimeError:  # the caller has used both interfaces, and the newer one counts
+            matmul, cudnn = "highest", False
+        found = [str(kernel.fp32_precision) for kernel in _fp32_kernels()]
+        above = [str(parent.fp32_precision) for parent in _fp32_parents()]
+        return cls(
+            matmul, cudnn, found, ["none" if one == other else one for one, other in zip(found, above, strict=True)]
+        )
+
+    def set(self) -> None:
+        """Puts them in force."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.cudnn
+        for kernel, wanted, own in zip(_fp32_kernels(), self.kernels, self.own, strict=True):
+            if kernel.fp32_precision != wanted:
+                kernel.fp32_precision = own
+
+
+def _fp32_kernels() -> list[Any]:
+    """What holds the precision of each kind of fp32 kernel."""
+    of: Any = torch.backends
+    return [of.cuda.matmul, of.cudnn.conv, of.cudnn.rnn, of.mkldnn.matmul, of.mkldnn.conv]
+
+
+def _fp32_parents() -> list[Any]:
+    """What each of them follows where it is not set itself."""
+    of: Any = torch.backends
+    return [of, of.cudnn, of.cudnn, of.mkldnn, of.mkldnn]
+
+
+full_precision = _FullPrecision()
 
 
 @contextlib.contextmanager
@@ -98,6 +180,7 @@ def arithmetic(device: torch.device, deterministic: bool) -> Iterator[None]:
     """Random state, arithmetic and determinism as a pass wants them, and as the caller had them afterwards."""
     cuda = device.type == "cuda"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(full_precision)
         stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
         # the precision is the engine's own, and a layer is replayed under the one it was computed in
         stack.enter_context(torch.autocast(device.type, enabled=False))

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatrain.config.constraints import check_eps
+from megatrain.engine.options import known_keywords, nearest
 from megatrain.errors import ConfigError
 from megatrain.names import match
 
@@ -37,6 +39,7 @@ class AdamW:
     Raises ConfigError for values out of range.
     """
 
+    @known_keywords
     def __init__(
         self,
         lr: float = 1e-3,
@@ -51,7 +54,7 @@ class AdamW:
             where = f"optimizer.groups[{number}]"
             unknown = sorted(set(given) - {"params", *_KEYS})
             if unknown:
-                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; a group takes params, {', '.join(_KEYS)}")
+                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; {nearest(unknown[0], ('params', *_KEYS))}")
             params = given.get("params")
             params = (params,) if isinstance(params, str) else tuple(params or ())
             if not params or not all(isinstance(p, str) for p in params):
@@ -115,4 +118,5 @@ def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> G
     for value in (beta1, beta2):
         if not 0.0 <= value < 1.0:
             raise ConfigError(f"{where}: betas must be in [0, 1), not {(beta1, beta2)}")
+    check_eps(eps, (beta1, beta2), f"{where}: eps")
     return Group(params=params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)

@@ -2,12 +2,15 @@
 
 import contextlib
 import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from megatrain.config import constraints
 from megatrain.errors import ConfigError
 from megatrain.units import is_count, parse_size
 
@@ -34,10 +37,7 @@ def check(
     precisions: Iterable[str],
 ) -> None:
     """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: several processes are not supported yet; start one"
-        )
+    constraints.refuse_processes()
     if grad_precision not in precisions:
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
@@ -57,15 +57,14 @@ def check(
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
+    workspace = (plan or {}).get("loss_workspace")
+    if workspace is not None:
+        _size("plan.loss_workspace", workspace)
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     if max_grad_norm is not None and not positive(max_grad_norm):
         raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
-    if update == "immediate" and max_grad_norm is not None:
-        raise ConfigError(
-            f"update: immediate changes weights before the gradient norm is known, so it cannot honour "
-            f"max_grad_norm {max_grad_norm}; set max_grad_norm to null, or update to just_in_time"
-        )
+    constraints.refuse_clipped_immediate(update, max_grad_norm)
 
 
 def mapping(name: str, given: Any) -> None:
@@ -84,13 +83,18 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
             raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
         if given is None or given == "auto":
             continue
-        if isinstance(given, bool) or not isinstance(given, int | str):
-            raise ConfigError(f"memory.{key} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
-        try:
-            limits[key] = parse_size(given)
-        except ValueError as error:
-            raise ConfigError(f"memory.{key}: {error}") from None
+        limits[key] = _size(f"memory.{key}", given)
     return limits
+
+
+def _size(name: str, given: Any) -> int:
+    """Bytes of a size. Raises ConfigError for what is none."""
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise ConfigError(f"{name} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
+    try:
+        return parse_size(given)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> None:
@@ -98,8 +102,26 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
     if micro_batch is not None and positions is not None and micro_batch[1] > positions:
         raise ConfigError(
             f"micro_batch is {tuple(micro_batch)} and the model has positions for {positions} tokens; lower its second "
-            "number"
+            "number. Rows of several documents, whose position_ids restart, may be longer: they are planned by their "
+            f"tokens, as {(-(-micro_batch[0] * micro_batch[1] // positions), positions)} here"
         )
+
+
+def refuse_wrapper(model: Any) -> None:
+    """Raises ConfigError for a module that wraps a whole transformers model: what it saves has the wrapper's names."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return
+    for name, module in model.named_modules():
+        head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+        if head is not None:
+            raise ConfigError(
+                f"{type(model).__name__} wraps {type(module).__name__} ({name}), so its weights have names such as "
+                f"{next(iter(dict(model.named_parameters())), name)}, which transformers cannot load. Of a PEFT model "
+                "save the adapter: model.save_pretrained(folder, state_dict=dict(engine.state_dict())); of another "
+                "wrapper read engine.state_dict() and save it under the names you need"
+            )
 
 
 def model_path(given: Any) -> str:
@@ -126,6 +148,24 @@ def positive(value: Any) -> bool:
         return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
     except (TypeError, ValueError):
         return False
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, with a TypeError for a misspelt keyword that names the nearest one."""
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {nearest(name, names)}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

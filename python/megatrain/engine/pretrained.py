@@ -8,7 +8,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.hf_config import load_config
 from megatrain.system.terminal import on_a_terminal
-from megatrain.weights import loader, matching
+from megatrain.weights import loader, matching, source
 
 ProgressFn = Callable[[str, int, int], None]
 """Called with what is done, bytes done, and bytes in all; from several threads in turn."""
@@ -29,22 +29,22 @@ def open_pretrained(
     Raises ConfigError."""
     if progress not in ("auto", None) and not callable(progress):
         raise ConfigError(f"progress must be auto, None or a function of (what, done, total), not {progress!r}")
-    files = loader.resolve(path, revision)
-    source = loader.open_weights(files)
+    files = source.resolve(path, revision)
+    weights = source.open_weights(files)
     decoder = Decoder.from_config(
         load_config(files.folder, trust_remote_code, **files.arguments()),
         precision=precision,
         freeze=freeze,
         attention=attention,
         trust_remote_code=trust_remote_code,
-        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()},
+        frozen_dtypes={name: entry.dtype for name, entry in weights.entries.items()},
     )
-    matching.match(source, decoder)
+    matching.match(weights, decoder)
 
     def load(decoder: Decoder, core: Any) -> None:
         told = on_a_terminal() if progress == "auto" else progress
         loader.load(
-            source,
+            weights,
             decoder,
             core,
             progress=None if told is None else lambda done, total: told("reading weights", done, total),

@@ -17,7 +17,7 @@ from megatrain.engine import compile_memory
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
-from megatrain.engine.template import LayerCall, RoutedCall
+from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
 from megatrain.errors import ConfigError
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
@@ -87,7 +87,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
         return known[structure, rows, seq]
     first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first])
+    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
     def to_meta(value: Any) -> Any:
@@ -132,7 +132,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]),
+            on_meta(decoder.layers[first]).train(),
             record.args[first],
             record.kwargs[first],
             (rows, seq, decoder.hidden_size),
@@ -175,6 +175,7 @@ def plan_request(
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
+    loss_fn: bool | int = False,  # whether a loss function of the caller's is used; its device memory in bytes if known
     card_bytes: int | None = None,  # memory of the card; None: as much as an H100's
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
@@ -227,7 +228,7 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        **_workspace(decoder, measured, tokens, micro_batches, chunk, device),
+        **_workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn),
         "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
@@ -264,6 +265,16 @@ def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device:
         "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
         "launch_s": _LAUNCH_S,
     }
+
+
+def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
+    """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
+    least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
+    return [
+        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
+        + (asked["input_bytes"] if planned["input"] == "host" else 0)
+        for asked, planned in zip(request["units"], plan["units"], strict=True)
+    ]
 
 
 def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
@@ -305,8 +316,29 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 """Measured rates that the planner reads."""
 
 
+def loss_fn_bytes(decoder: Decoder, tokens: int) -> int:
+    """Device memory of a loss function of the caller's that forms the logits of a whole micro-batch and their
+    cross-entropy, backward included. What it needs more is for the caller to declare (`loss_workspace`)."""
+    size = decoder.dtype.itemsize
+    # logits, their fp32 copy, log-probabilities and the gradients of both: never more than this at one time
+    per_logit = size + 12
+    if decoder.head.softcap is not None or decoder.head.logit_scale != 1.0:
+        per_logit += 2 * size
+    head = [t for t in decoder.units[-1].tensors if t.role == "trainable"]
+    if decoder.tied and decoder.head.weight is not None:
+        head += [t for t in (decoder.tensors[decoder.head.weight],) if t.role == "trainable"]
+    gradients = sum(torch.Size(t.shape).numel() for t in head) * size
+    return tokens * decoder.vocab_size * per_logit + gradients + tokens * decoder.hidden_size * (2 * size + 8)
+
+
 def _workspace(
-    decoder: Decoder, measured: list[Measured], tokens: int, micro_batches: int, chunk: int, device: str
+    decoder: Decoder,
+    measured: list[Measured],
+    tokens: int,
+    micro_batches: int,
+    chunk: int,
+    device: str,
+    loss_fn: bool | int,
 ) -> dict[str, int]:
     """Upper bounds of what torch allocates on the device at one time for work in progress: beside everything that is
     kept, and when all of that is gone."""
@@ -322,6 +354,8 @@ def _workspace(
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    if loss_fn:
+        loss = max(loss, (loss_fn_bytes(decoder, tokens) if loss_fn is True else loss_fn) + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0
@@ -332,11 +366,12 @@ def _workspace(
         grads = int(tokens * decoder.vision_spec.kept_bytes) if trained else 0
         grads += sum(torch.Size(t.shape).numel() for t in trained) * size
         deepstack = decoder.vision_spec.deepstack * hidden
+    casts = cast_bytes(decoder)
     # between two layers every micro-batch has one gradient or one set of hidden states
     passing = (micro_batches + 1) * hidden + micro_batches * deepstack
     return {
-        "workspace_bytes": max(beside, loss, front) + passing,
-        "late_workspace_bytes": max(*running, embed + front + grads) + passing,
+        "workspace_bytes": max(beside, loss, front) + passing + casts,
+        "late_workspace_bytes": max(*running, embed + front + grads) + passing + casts,
     }
 
 

@@ -3,35 +3,48 @@
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core
+from megatrain.config import constraints
 from megatrain.engine import options as arguments
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.inputs import StepInputs
+from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, plan_request
+from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
-from megatrain.engine.template import GradientViews, LayerTemplate, unit_layouts
-from megatrain.errors import ConfigError, EngineBroken
+from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes, unit_layouts
+from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
 from megatrain.system import hardware
+from megatrain.units import parse_size
 from megatrain.weights import initialize
+
+if TYPE_CHECKING:
+    from megatrain.engine.state_dict import Plane
 
 log = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""
 
+_REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
+    "weights",
+    "grads",
+    "accumulators",
+    "stage",
+)
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -61,7 +74,7 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; known are {', '.join(sorted(PLAN_KEYS))}")
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder, self._optimizer = decoder, optimizer
         self._core_device, self.device = core_device, device
         self._update = update
@@ -73,14 +86,19 @@ class Runtime:
             chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
             self.settings.setdefault("loss_chunk", chunk)
         self._rates = dict(rates or {})
+        declared = self.settings.get("loss_workspace")
+        self._loss_fn: bool | int = False if declared is None else parse_size(declared)
+        """Whether a loss function of the caller's is planned for, and with how many bytes if that was declared."""
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
+        self.nominal = micro_batch, micro_batches
+        """The split of a step that was asked for; None: steps are split as the caller gives them."""
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self._sized = micro_batch is not None and micro_batches is not None
-        self._core: Any = None
-        self._workshop: StepTemplates | None = None
+        self._core: _core.Engine | None = None
+        self._templates: StepTemplates | None = None
         self._plan: dict[str, Any] = {}
         self._closed = False
         self.undefined = ""
@@ -91,19 +109,19 @@ class Runtime:
             self._start(micro_batch, micro_batches, self._fill)
 
     @property
-    def core(self) -> Any:
+    def core(self) -> _core.Engine:
         """The native engine; planned, allocated and filled here where it is not yet."""
         if self._core is None:
             seq = min(self._decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
-            self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
+            return self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
         return self._core
 
     @property
-    def workshop(self) -> StepTemplates:
+    def templates(self) -> StepTemplates:
         """Templates and views over the core's memory."""
         assert self.core is not None  # which makes them
-        assert self._workshop is not None
-        return self._workshop
+        assert self._templates is not None
+        return self._templates
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -127,35 +145,37 @@ class Runtime:
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
+            loss_fn=self._loss_fn,
         )
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
         return core_groups(self._decoder, self._optimizer, seen)
 
-    def ready(self, prepared: StepInputs, between_passes: bool) -> Any:
-        """The core, planned at least for these micro-batches. `between_passes`: no gradients wait for their update."""
-        largest, count = prepared.largest, len(prepared.micro_batches)
+    def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
+        """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
+        `between_passes`: no gradients wait for their update."""
+        count = len(prepared.micro_batches)
+        largest = max(prepared.largest, larger, key=math.prod)
         if self._core is None:
             self._start(self.micro_batch or largest, self.micro_batches or count, self._fill)
         assert self.micro_batch is not None
         assert self.micro_batches is not None
         more_tokens = largest[0] * largest[1] > self.micro_batch[0] * self.micro_batch[1]
         if not self._sized and between_passes and (more_tokens or count > self.micro_batches):
-            self._plan_again(largest if more_tokens else self.micro_batch, max(count, self.micro_batches))
-            return self._core
+            return self._plan_again(largest if more_tokens else self.micro_batch, max(count, self.micro_batches))
         if count > self.micro_batches:
             raise ConfigError(
                 f"{count} micro-batches, but the engine was planned for {self.micro_batches} a step; create it with "
                 f"micro_batches={count}"
             )
-        planned_memory = self.workshop.stage is not None or self.device.type == "cuda"
+        planned_memory = self.templates.stage is not None or self.device.type == "cuda"
         if planned_memory and more_tokens:
             raise ConfigError(
                 f"a micro-batch of {largest[0]} by {largest[1]} tokens, but the engine was planned for "
                 f"{self.micro_batch[0]} by {self.micro_batch[1]}; create it with the largest micro_batch"
             )
-        return self._core
+        return self.core
 
     def plan_sums(self) -> None:
         """Plans a store for gradients of several passes, where sizes were not given and nothing forbids it."""
@@ -166,6 +186,37 @@ class Runtime:
             assert self.micro_batch is not None
             assert self.micro_batches is not None
             self._plan_again(self.micro_batch, self.micro_batches)
+
+    def plan_loss_fn(self, between_passes: bool) -> None:
+        """Counts what a loss function of the caller's needs, from the first step with one on; nothing moves where the
+        plan stays the same otherwise. Raises DoesNotFit, with what to do, and nothing has changed then."""
+        if self._loss_fn is not False:
+            return
+        self._loss_fn = True
+        if self._core is None or self.micro_batch is None or self.micro_batches is None:
+            return
+        try:
+            planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
+            if _placement(planned) == _placement(self._plan):
+                self._plan = planned
+            elif not between_passes:
+                raise ConfigError(
+                    "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
+                    "first, or create the engine with plan={'loss_workspace': …}"
+                )
+            else:
+                self._plan_again(self.micro_batch, self.micro_batches)
+        except BaseException as error:
+            self._loss_fn = False
+            if not isinstance(error, DoesNotFit):
+                raise
+            refusal = DoesNotFit(
+                f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
+                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
+                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+            )
+            refusal.items = error.items
+            raise refusal from None
 
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
@@ -182,19 +233,24 @@ class Runtime:
 
     def close(self) -> None:
         """Gives all memory back."""
-        core, self._core, self._workshop, self._closed = self._core, None, None, True
+        core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
 
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
-    def _start(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
+    def _start(
+        self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
+    ) -> _core.Engine:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
         with _current(self.device):
-            self._start_there(micro_batch, micro_batches, fill)
+            return self._start_there(micro_batch, micro_batches, fill)
 
-    def _start_there(self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[Any], None]) -> None:
+    def _start_there(
+        self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
+    ) -> _core.Engine:
         self.check()
-        request = json.dumps(self.request(micro_batch, micro_batches))
+        asked = self.request(micro_batch, micro_batches)
+        request = json.dumps(asked)
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
             planned = _core.plan(request)
@@ -205,20 +261,22 @@ class Runtime:
             log.warning("%s", warning)
         try:
             fill(core)
-            workshop = self._build(core, json.loads(planned))
+            templates = self._build(core, asked, json.loads(planned))
         except BaseException:
             core.close()
             raise
-        self._core, self._workshop, self._plan = core, workshop, json.loads(planned)
+        self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        return core
 
-    def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> None:
+    def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
-        before = self._core
+        before = self.core
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
-        self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+        made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
         before.close()
+        return made
 
     def _machine(self) -> hardware.Machine:
         """This machine, with the engine's own card as the one that is used."""
@@ -226,7 +284,7 @@ class Runtime:
             return hardware.read(gpus=False)
         return hardware.read().with_free_memory(self.device.index)
 
-    def _fill(self, core: Any) -> None:
+    def _fill(self, core: _core.Engine) -> None:
         """Puts the model's values into the store, each tensor given up as soon as it is there."""
         decoder = self._decoder
         values = decoder.values
@@ -244,7 +302,7 @@ class Runtime:
         self._emptied = True
         for name, ref in decoder.tensors.items():
             value = values.pop(name).detach().cpu()
-            plane = "master" if ref.role == "trainable" else "weights"
+            plane: Plane = "master" if ref.role == "trainable" else "weights"
             if ref.role != "trainable":
                 value = value.to(ref.dtype)
             try:
@@ -252,44 +310,65 @@ class Runtime:
             except ValueError as error:
                 raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
-    def _build(self, core: Any, plan: dict[str, Any]) -> StepTemplates:
+    def _build(self, core: _core.Engine, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
         """Templates and views over the core's regions."""
         decoder = self._decoder
         layouts = unit_layouts(decoder, json.loads(core.layout()))
 
-        def region(name: Any) -> Region | None:
+        def region(name: Literal["weights", "grads", "accumulators", "stage"]) -> Region | None:
             buffer = core.region(name)
             return Region(from_dlpack(buffer)) if len(buffer) else None
 
-        places, grads, sums, stage = (region(n) for n in ("weights", "grads", "accumulators", "stage"))
+        places, grads, sums, stage = (region(n) for n in _REGIONS)
         assert places is not None
+        size = cast_bytes(decoder)
+        casts = CastBuffer(size, places.device) if size else None
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
             weights=places,
+            casts=casts,
             stage=stage,
-            stage_bytes=int(plan.get("stage_bytes") or 0),
-            embed=EmbedTemplate(decoder, layouts[0], places),
-            layers=[
-                LayerTemplate(decoder, s, layouts[first + 1], places, self.compiled)
-                for s, first in enumerate(decoder.structures)
-            ],
-            head=HeadTemplate(decoder, layouts[-1], places, layouts[0]),
+            staged_bytes=staged_bytes(request, plan),
+            embed=EmbedTemplate(decoder, layouts[0], places, casts),
+            layers=self._layer_templates(layouts, places, casts),
+            head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
-            generator=_seeder(self.device),
+            random=KeyedRandom(self.device),
             group=int(plan["group"]),
         )
 
+    def _layer_templates(
+        self, layouts: list[UnitLayout], weights: Region, casts: CastBuffer | None
+    ) -> list[LayerTemplate]:
+        """The template of each layer. A structure has several where its layers' frozen tensors are stored in several
+        types."""
+        made: dict[tuple[int, tuple[Slice, ...]], LayerTemplate] = {}
+        templates = []
+        for layer, structure in enumerate(self._decoder.structure_of):
+            layout = layouts[layer + 1]
+            key = structure, layout.slices
+            if key not in made:
+                made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
+            templates.append(made[key])
+        return templates
 
-def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
+
+def _placement(plan: dict[str, Any]) -> dict[str, Any]:
+    """What of a plan decides where things are, beside what torch allocates."""
+    return {key: value for key, value in plan.items() if key not in ("items", "totals", "estimate")}
+
+
+def _copy_state(decoder: Decoder, source: _core.Engine, target: _core.Engine) -> None:
     """Moves every plane and count from one core to another, a tensor at a time."""
     for ref in decoder.tensors.values():
         size = torch.Size(ref.shape).numel()
+        planes: list[tuple[Plane, torch.Tensor]]
         if ref.role == "frozen":
             planes = [("weights", torch.empty(size, dtype=ref.dtype))]
         else:
-            planes = [(plane, torch.empty(size)) for plane in ("master", "exp_avg", "exp_avg_sq")]
+            planes = [("master", torch.empty(size)), ("exp_avg", torch.empty(size)), ("exp_avg_sq", torch.empty(size))]
             target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
         for plane, values in planes:
             source.read(ref.unit, ref.tensor, plane, values)
@@ -297,18 +376,15 @@ def _copy_state(decoder: Decoder, source: Any, target: Any) -> None:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 on a card that computes in it, and fp32 on the CPU. Raises ConfigError where neither is right."""
-    if precision == "auto":
-        if device.type == "cpu":
-            return "fp32"
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return "bf16"
-        raise ConfigError(
-            f"precision: auto: {torch.cuda.get_device_name(device)} has no native bf16; ask for precision: fp32"
-        )
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision must be auto, {' or '.join(PRECISIONS)}, not {precision!r}")
-    return precision
+    """The precision of compute on a device, by the rule that the configuration has too."""
+    card = device.type == "cuda"
+    return constraints.choose_precision(
+        precision,
+        device.type,
+        native_bf16=card and torch.cuda.get_device_capability(device) >= (8, 0),
+        card=torch.cuda.get_device_name(device) if card else "",
+        key="precision",
+    )
 
 
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
@@ -341,10 +417,3 @@ def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Dev
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Within, a card is torch's current device, on which kernels of Triton and generators without a device run."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _seeder(device: torch.device) -> Callable[[int], None]:
-    """Seeds the generator that layers on the device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index].manual_seed  # type: ignore[return-value]
-    return torch.default_generator.manual_seed  # type: ignore[return-value]

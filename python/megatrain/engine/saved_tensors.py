@@ -2,7 +2,8 @@
 
 All three are one pair of hooks on saved tensors. Packing turns a saved tensor into a handle: a weight becomes its place
 in the unit's image, since the slot will hold another unit by then; the layer's input becomes a reference to wherever
-the input is; anything else stays as it is, goes to the stage, or is forgotten and made again.
+the input is; anything else stays as it is, goes to the stage, or is forgotten and made again. Recomputation follows
+torch's non-reentrant checkpoint (docs.pytorch.org/docs/stable/checkpoint.html), which stops early in the same way.
 """
 
 import dataclasses
@@ -27,11 +28,12 @@ _SMALL_BYTES = 4096
 
 
 class _Stop(Exception):
-    """EmbedHead a recomputation at the last tensor that backward needs."""
+    """Ends a recomputation at the last tensor that backward needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weight:
+    cast: bool  # in the cast buffer, else in the unit's image
     byte: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -72,6 +74,7 @@ class CheckpointedCall:
 
     __slots__ = (
         "_aux",
+        "_casts",
         "_count",
         "_image",
         "_input",
@@ -83,12 +86,12 @@ class CheckpointedCall:
         "_region",
         "_rerun",
         "_reseed",
-        "_shape",
         "_shared",
         "_stage",
         "_stage_at",
         "_stage_bytes",
         "_staged",
+        "_staged_input",
         "_storages",
         "aux",
     )
@@ -100,9 +103,11 @@ class CheckpointedCall:
         region: Region | None,  # `weights`; None where nothing will be unpacked
         storages: frozenset[int],  # those that hold weights
         image: int,  # byte of the unit's image in the region
-        reseed: Callable[[], None],  # puts the random state where this turn's forward found it
+        reseed: Callable[[], None],  # puts the random state where this call's forward found it
+        casts: Region | None = None,  # copies of weights that are computed in another type than stored (`CastBuffer`)
     ) -> None:
         self._layer = layer
+        self._casts = casts
         self._region = region
         self._storages = storages
         self._image = image
@@ -116,6 +121,7 @@ class CheckpointedCall:
         self._stage_at: int | None = None
         self._stage_bytes = 0
         self._staged = 0
+        self._staged_input: _Staged | None = None
         self._on_stage: dict[tuple[int, int, int], tuple[StorageWeakRef, _Staged, int]] = {}
         self._shared: frozenset[int] = frozenset()
 
@@ -126,19 +132,20 @@ class CheckpointedCall:
 
     def use_stage(self, stage: Region | None, at: int, capacity: int, shared: frozenset[int]) -> None:
         """Saved tensors (offloaded) and, where the input goes to the host, the input are copied to `stage` from byte
-        `at` on, `capacity` bytes at most. `shared` are storages that stay on the device anyway (masks, rotary
-        tables). With no stage, only the bytes are counted."""
+        `at` on. `capacity` is how many bytes from there the core copies to the host and back for this unit: what is
+        beyond them is lost. `shared` are storages that stay on the device anyway (masks, rotary tables). With no
+        stage, only the bytes are counted."""
         self._stage, self._stage_at, self._stage_bytes, self._shared = stage, at, capacity, shared
 
     def forward(self, hidden: Tensor, activation: str, input_on_host: bool) -> Tensor:
         """The layer's output (detached) for `hidden` (batch, seq, width), with what its backward needs."""
         leaf = hidden.detach().requires_grad_()
         self._leaf = leaf
-        self._shape = tuple(hidden.shape)
         self._input = leaf.detach()
         self._input_storage = leaf.untyped_storage()._cdata
         if input_on_host:
-            self._copy_to_stage(self._input)
+            staged = self._copy_to_stage(self._input)
+            self._staged_input = staged if isinstance(staged, _Staged) else None
         pack = {"keep": self._keep, "offload": self._offload, "recompute": self._forget}[activation]
         self._reseed()
         with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
@@ -149,7 +156,7 @@ class CheckpointedCall:
             self.aux = aux.detach()
             self._aux = get_gradient_edge(aux) if aux.requires_grad else None
         self._on_stage.clear()
-        if input_on_host:
+        if self._staged_input is not None and self._stage is not None:
             # the graph's leaf must not hold the memory that has gone to the host
             leaf.data = leaf.new_empty(0)
             self._input = leaf.new_empty(0)
@@ -166,8 +173,8 @@ class CheckpointedCall:
         """Gradients of the input and of each parameter; None where there is none."""
         self._image = image
         self._stage_at = stage_at
-        if not self._input.numel() and stage_at is not None and self._stage is not None:
-            self._input = self._stage.view(stage_at, self._shape, self._leaf.dtype)
+        if self._staged_input is not None and self._stage is not None:
+            self._input = self._from_stage(self._staged_input)
             self._input_storage = self._stage.storage
         outputs, grads = [self._out], [grad]
         if aux is not None and self._aux is not None:
@@ -177,12 +184,14 @@ class CheckpointedCall:
     # -------------------------------------------------------------------------------------------- packing
 
     def _common(self, tensor: Tensor, storage: int) -> _Weight | _Input | None:
-        if storage in self._storages:
-            byte = int(tensor.storage_offset()) * tensor.element_size() - self._image
-            return _Weight(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        cast = self._casts is not None and storage == self._casts.storage
+        if cast or storage in self._storages:
+            byte = int(tensor.storage_offset()) * tensor.element_size() - (0 if cast else self._image)
+            return _Weight(cast, byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if storage == self._input_storage and tensor.dtype == self._input.dtype:
             offset = int(tensor.storage_offset()) - int(self._input.storage_offset())
-            return _Input(offset, tuple(tensor.shape), tensor.stride())
+            if offset >= 0 and offset + _extent(tensor) <= _extent(self._input):
+                return _Input(offset, tuple(tensor.shape), tensor.stride())
         return None
 
     def _keep(self, tensor: Tensor) -> Any:
@@ -229,7 +238,7 @@ class CheckpointedCall:
         end = self._staged + tensor.numel() * tensor.element_size()
         if self._stage is not None:
             if end > self._stage_bytes:
-                _say_overflow(self._stage_bytes, end)
+                _warn_overflow(self._stage_bytes)
                 return _Kept(tensor, tensor._version)
             assert self._stage_at is not None
             target = self._stage.view(self._stage_at + staged.byte, shape, tensor.dtype, stride)
@@ -244,8 +253,9 @@ class CheckpointedCall:
     def _unpack(self, handle: Any) -> Tensor:
         kind = type(handle)
         if kind is _Weight:
-            assert self._region is not None
-            return self._region.view(self._image + handle.byte, handle.shape, handle.dtype, handle.stride)
+            region, start = (self._casts, 0) if handle.cast else (self._region, self._image)
+            assert region is not None
+            return region.view(start + handle.byte, handle.shape, handle.dtype, handle.stride)
         if kind is _Kept:
             if handle.tensor._version != handle.version:
                 raise RuntimeError(
@@ -257,14 +267,17 @@ class CheckpointedCall:
             base = self._input
             return base.as_strided(handle.shape, handle.stride, int(base.storage_offset()) + handle.offset)
         if kind is _Staged:
-            assert self._stage is not None
-            assert self._stage_at is not None
-            return self._stage.view(self._stage_at + handle.byte, handle.shape, handle.dtype, handle.stride)
+            return self._from_stage(handle)
         if self._rerun is None:
             self._rerun = self._recompute()
         tensor, self._rerun[handle.index] = self._rerun[handle.index], None
         assert tensor is not None, "a saved tensor was asked for twice"
         return cast("Tensor", tensor)
+
+    def _from_stage(self, handle: _Staged) -> Tensor:
+        assert self._stage is not None
+        assert self._stage_at is not None
+        return self._stage.view(self._stage_at + handle.byte, handle.shape, handle.dtype, handle.stride)
 
     def _recompute(self) -> list[Tensor | None]:
         """Runs the layer again up to the last tensor that its backward needs (its last matmul is not repeated)."""
@@ -289,16 +302,23 @@ class CheckpointedCall:
 
 
 @functools.cache
-def _say_overflow(capacity: int, needed: int) -> None:
+def _warn_overflow(capacity: int) -> None:
     log.warning(
-        "a layer saves at least %d bytes, more than the %d that are staged for it; the rest stays on the device",
-        needed,
+        "a layer saves more activations than the %d bytes planned for one micro-batch of it on the host; the rest "
+        "stays on the device",
         capacity,
     )
 
 
 def _never(_: Any) -> Tensor:
     raise AssertionError("the graph of a recomputation is never walked")
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements of storage from a tensor's first one to its last one."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_dense(tensor: Tensor) -> bool:

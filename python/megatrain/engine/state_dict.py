@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,9 +10,14 @@ from torch import Tensor
 from megatrain.engine.options import nearest
 
 if TYPE_CHECKING:
+    from megatrain import _core
     from megatrain.engine.engine import Engine
     from megatrain.models.decoder import Decoder
     from megatrain.models.types import TensorRef
+
+
+Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
+"""What the native engine reads and writes of a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +67,13 @@ def find(decoder: "Decoder", name: str, trained: bool) -> "TensorRef":
     return ref
 
 
-def weight(core: Any, ref: "TensorRef") -> Tensor:
+def weight(core: "_core.Engine", ref: "TensorRef") -> Tensor:
     """A copy of the fp32 master of a trained tensor, or of a frozen one in its own type."""
     trained = ref.role == "trainable"
     return read(core, ref, "master" if trained else "weights", torch.float32 if trained else ref.dtype)
 
 
-def optimizer_state(core: Any, ref: "TensorRef") -> dict[str, Any]:
+def optimizer_state(core: "_core.Engine", ref: "TensorRef") -> dict[str, Any]:
     """Copies of the moments (fp32), and how often the tensor was updated."""
     return {
         "exp_avg": read(core, ref, "exp_avg", torch.float32),
@@ -77,7 +82,7 @@ def optimizer_state(core: Any, ref: "TensorRef") -> dict[str, Any]:
     }
 
 
-def read(core: Any, ref: "TensorRef", plane: str, dtype: torch.dtype) -> Tensor:
+def read(core: "_core.Engine", ref: "TensorRef", plane: Plane, dtype: torch.dtype) -> Tensor:
     """A copy of one plane of a tensor, in the tensor's shape."""
     out = torch.empty(torch.Size(ref.shape).numel(), dtype=dtype)
     core.read(ref.unit, ref.tensor, plane, out)

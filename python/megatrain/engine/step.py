@@ -2,40 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.device_memory import Region
+from megatrain._core import ComputeOp, Engine
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
+from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.saved_tensors import CheckpointedCall
-from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout
+from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
 from megatrain.models.decoder import Decoder
 from megatrain.models.vision import add_features, of_features
 
+T = TypeVar("T")
+
 Phase = Literal["embed", "forward", "loss", "backward", "embed_backward"]
-
-
-class ComputeOp(Protocol):
-    """`megatrain._core.ComputeOp`."""
-
-    phase: Phase
-    unit: int
-    micro_batch: int
-    first: bool
-    last: bool
-    weights: int
-    tied_weights: int | None
-    grad: int | None
-    accumulator: int | None
-    tied_accumulator: int | None
-    tied_grad: int | None
-    round_tied: bool
-    activation: Literal["keep", "offload", "recompute"]
-    input_on_host: bool
-    stage: int | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,18 +29,21 @@ class StepTemplates:
     decoder: Decoder
     layouts: list[UnitLayout]
     weights: Region
+    casts: CastBuffer | None
+    """None where every weight is computed in the type it is stored in."""
     stage: Region | None
-    stage_bytes: int
+    staged_bytes: list[int]
+    """By unit: what the core copies of the stage to the host and back for one micro-batch."""
     embed: EmbedTemplate
     layers: list[LayerTemplate]
-    """By structure."""
+    """By layer; those of one structure whose tensors are laid out alike share theirs."""
     head: HeadTemplate
     grads: list[GradientViews]
     """By unit: views in region `grads`, transfer precision."""
     sums: list[GradientViews]
     """By unit: views in region `accumulators`, fp32."""
-    generator: Callable[[int], None]
-    """Seeds the device's random state."""
+    random: KeyedRandom
+    """What layers draw random numbers from."""
     group: int
     """Micro-batches that pass through a unit before the next one is loaded."""
 
@@ -64,8 +51,23 @@ class StepTemplates:
         """Switches dropout on or off everywhere."""
         self.embed.train(training)
         self.head.train(training)
-        for layer in self.layers:
+        for layer in set(self.layers):
             layer.train(training)
+
+    def drawing(self, template: "EmbedTemplate | LayerTemplate", call: Callable[..., T]) -> Callable[..., T]:
+        """`call` of a template, with the random numbers it draws in training from our generator. What has drawn none in
+        its first call is called as it is from then on."""
+        if template.draws is False:
+            return call
+
+        def run(*args: Any) -> T:
+            self.random.drew = False
+            with self.random:
+                result = call(*args)
+            template.draws = bool(template.draws) or self.random.drew or has_dropout(template.module)
+            return result
+
+        return run
 
 
 class Pass:
@@ -73,7 +75,7 @@ class Pass:
 
     def __init__(
         self,
-        workshop: StepTemplates,
+        templates: StepTemplates,
         prepared: StepInputs,
         preparer: InputPreprocessor,
         options: LossOptions,
@@ -83,18 +85,20 @@ class Pass:
         step: int = 0,
         collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,  # instead of scoring, without training
     ) -> None:
-        self._shop = workshop
+        self._templates = templates
         self._options = options
         self._training = training
         self._seed, self._step = seed, step
         self._collect = collect
         self._preparer = preparer
         self._prepared = prepared
+        if templates.casts is not None:
+            templates.casts.clear()
         count = len(prepared.micro_batches)
         # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
         with_batch = options.loss_fn is not None
         moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
-        moved[: workshop.group] = map(preparer.with_record, moved[: workshop.group])
+        moved[: templates.group] = map(preparer.with_record, moved[: templates.group])
         self._micro: list[MicroBatch | None] = list(moved)
         tables = prepared.tables if training else {}
         self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
@@ -106,7 +110,7 @@ class Pass:
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
-        self._fp32_sums = count > 1 or workshop.grads[0].dtype == torch.float32
+        self._fp32_sums = count > 1 or templates.grads[0].dtype == torch.float32
         self._routed: dict[tuple[int, int], Tensor] = {}
         """By unit and micro-batch: (2, E) sums of its routers."""
         self._router_grad: Tensor | None = None
@@ -127,7 +131,7 @@ class Pass:
         }
 
     def run(
-        self, core: Any, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
+        self, core: Engine, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
     ) -> None:
         """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
         before its backward begins; `check` may raise before each operation."""
@@ -143,36 +147,44 @@ class Pass:
 
     def _embed(self, op: ComputeOp) -> None:
         m = op.micro_batch
-        shop = self._shop
+        templates = self._templates
         micro = self._micro[m]
         assert micro is not None
-        if m >= shop.group:  # masks of one group at a time
+        if m >= templates.group:  # masks of one group at a time
             micro = self._micro[m] = self._preparer.with_record(micro)
-        shop.embed.bound.bind(op.weights)
+        templates.embed.bound.bind(op.weights, 0)
         self._reseed(m, 0)
-        self._hidden[m], features = shop.embed.forward(micro)
+        forward = (
+            templates.drawing(templates.embed, templates.embed.forward) if self._training else templates.embed.forward
+        )
+        self._hidden[m], features = forward(micro)
         self._features[m] = dict(enumerate(features, 1))
 
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
-        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        templates, micro, hidden = self._templates, self._micro[m], self._hidden[m]
         assert micro is not None
         assert micro.record is not None
         assert hidden is not None
-        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template = templates.layers[unit - 1]
         template.bind(op.weights, unit - 1)
         layer = self._layer(template, micro, unit - 1)
         if not self._training:
             self._hidden[m] = self._with_features(micro, unit, m, layer(hidden))
             return
         turn = CheckpointedCall(
-            layer, shop.weights, frozenset((shop.weights.storage,)), op.weights, lambda: self._reseed(m, unit)
+            layer,
+            templates.weights,
+            frozenset((templates.weights.storage,)),
+            op.weights,
+            lambda: self._reseed(m, unit),
+            templates.casts.region if templates.casts is not None else None,
         )
         if op.stage is not None:
             shared = micro.record.storages() | (
                 micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
             )
-            turn.use_stage(shop.stage, op.stage, shop.stage_bytes, shared)
+            turn.use_stage(templates.stage, op.stage, templates.staged_bytes[unit], shared)
         self._hidden[m] = None  # the turn holds it, or the stage does
         self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
         if turn.aux is not None:
@@ -188,31 +200,34 @@ class Pass:
 
     def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
         """The `layer`-th layer as a function of the micro-batch's hidden states."""
-        if micro.document_buckets is not None and layer in micro.document_buckets.layers:
-            return micro.document_buckets.call(template, layer, self._training)
+        by_document = micro.document_buckets is not None and layer in micro.document_buckets.layers
         assert micro.record is not None
-        args, kwargs = micro.record.args[layer], micro.record.kwargs[layer]
-        if not self._training:
-            return template.call(args, kwargs)
-        return template.training_call(args, kwargs, micro.counted)
+        if by_document and micro.document_buckets is not None:
+            call: Any = micro.document_buckets.call(template, layer, self._training)
+        elif self._training:
+            call = template.training_call(micro.record.args[layer], micro.record.kwargs[layer], micro.counted)
+        else:
+            return template.call(micro.record.args[layer], micro.record.kwargs[layer])
+        compiled = template.compiled and not by_document
+        return call if compiled or not self._training else self._templates.drawing(template, call)
 
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch
-        shop, micro, hidden = self._shop, self._micro[m], self._hidden[m]
+        templates, micro, hidden = self._templates, self._micro[m], self._hidden[m]
         assert micro is not None
         assert hidden is not None
         self._hidden[m] = None
-        shop.head.bind(op.weights, op.tied_weights)
+        templates.head.bind(op.weights, op.tied_weights)
         if not self._training:
             if self._collect is not None:
-                self.collected[m] = self._collect(shop.head, hidden)
+                self.collected[m] = self._collect(templates.head, hidden)
             else:
-                self.losses[m], self.logprobs[m] = shop.head.score(hidden, micro, self._options)
+                self.losses[m], self.logprobs[m] = templates.head.score(hidden, micro, self._options)
             self._micro[m] = None
             return
         self._reseed(m, op.unit)
         sums = self._targets(op)
-        self.losses[m], self._grad[m] = shop.head.train_step(
+        self.losses[m], self._grad[m] = templates.head.train_step(
             hidden, micro, self._options, sums, self._tied_sum(op), op.first
         )
         self._round(op)
@@ -221,15 +236,15 @@ class Pass:
 
     def _backward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
-        shop, grad = self._shop, self._grad[m]
+        templates, grad = self._templates, self._grad[m]
         assert grad is not None
         micro = self._micro[m]
         assert micro is not None
         assert micro.record is not None
-        vision_spec, visual = shop.decoder.vision_spec, micro.record.visual
+        vision_spec, visual = templates.decoder.vision_spec, micro.record.visual
         if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
             self._features[m][unit] = of_features(grad, visual)
-        template = shop.layers[shop.decoder.structure_of[unit - 1]]
+        template = templates.layers[unit - 1]
         template.bind(op.weights, unit - 1)
         if self._routed and self._router_grad is None:
             self._balance()
@@ -245,7 +260,7 @@ class Pass:
 
     def _balance(self) -> None:
         """The router's auxiliary loss, once every layer has seen every micro-batch, and what it sends back to each."""
-        router, count = self._shop.decoder.router, len(self._micro)
+        router, count = self._templates.decoder.router, len(self._micro)
         assert router is not None
         units = {unit for unit, _ in self._routed}
         assert len(self._routed) == len(units) * count, "backward began before all routers had run"
@@ -256,30 +271,31 @@ class Pass:
 
     def _embed_backward(self, op: ComputeOp) -> None:
         m = op.micro_batch
-        shop, micro, grad = self._shop, self._micro[m], self._grad[m]
+        templates, micro, grad = self._templates, self._micro[m], self._grad[m]
         assert micro is not None
         assert grad is not None
         self._grad[m] = self._micro[m] = None
-        shop.embed.bound.bind(op.weights)
+        templates.embed.bound.bind(op.weights, 0)
         if op.first:
             self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
         if op.grad is not None:
             self._reseed(m, 0)
             features = self._features[m]
-            of_rows, of_others = shop.embed.backward(micro, grad, [features[unit] for unit in sorted(features)])
-            for (table, _), where, part in zip(shop.decoder.tables, micro.lookups, of_rows, strict=True):
+            backward = templates.drawing(templates.embed, templates.embed.backward)
+            of_rows, of_others = backward(micro, grad, [features[unit] for unit in sorted(features)])
+            for (table, _), where, part in zip(templates.decoder.tables, micro.lookups, of_rows, strict=True):
                 if table in self._rows and part is not None:
                     self._rows[table].add(where, part)
             targets = self._targets(op)
-            accumulate([t for i in shop.embed.others if (t := targets[i]) is not None], of_others, op.first)
+            accumulate([t for i in templates.embed.others if (t := targets[i]) is not None], of_others, op.first)
         if op.last and op.grad is not None:
             self._finish_embedding(op)
 
     def _finish_embedding(self, op: ComputeOp) -> None:
         """The embedding's own use is added once to the head's, where tied, and rounded with everything else."""
-        shop = self._shop
+        templates = self._templates
         assert op.grad is not None
-        grads, sums = shop.grads[0].at(op.grad), self._targets(op)
+        grads, sums = templates.grads[0].at(op.grad), self._targets(op)
         tied = self._tied_tensor()
         for table, rows in self._rows.items():
             grad = grads[table]
@@ -289,36 +305,41 @@ class Pass:
                 continue
             total = grad
             if op.tied_accumulator is not None:
-                view = shop.sums[0].at(op.tied_accumulator)[table]
+                view = templates.sums[0].at(op.tied_accumulator)[table]
                 assert view is not None
                 total = view
             rows.add_to(total)
             if total is not grad:
                 grad.copy_(total)
-        if op.accumulator is not None and shop.embed.others:
-            rounded = [(g, s) for i in shop.embed.others if (g := grads[i]) is not None and (s := sums[i]) is not None]
+        if op.accumulator is not None and templates.embed.others:
+            rounded = [
+                (g, s) for i in templates.embed.others if (g := grads[i]) is not None and (s := sums[i]) is not None
+            ]
             torch._foreach_copy_([g for g, _ in rounded], [s for _, s in rounded])
         self._rows = {}
 
     def _targets(self, op: ComputeOp) -> list[Tensor | None]:
         """Where each tensor's gradient is summed: the accumulator where there is one, else the transfer buffer."""
         if op.accumulator is not None:
-            return self._shop.sums[op.unit].at(op.accumulator)
+            return self._templates.sums[op.unit].at(op.accumulator)
         if op.grad is not None:
-            return self._shop.grads[op.unit].at(op.grad)
-        return [None] * len(self._shop.layouts[op.unit].slices)
+            return self._templates.grads[op.unit].at(op.grad)
+        return [None] * len(self._templates.layouts[op.unit].slices)
 
     def _round(self, op: ComputeOp) -> None:
         """After a unit's last micro-batch its sum is rounded into the transfer buffer."""
         if op.last and op.accumulator is not None and op.grad is not None:
-            views, plane = self._shop.grads[op.unit], self._shop.sums[op.unit]
+            views, plane = self._templates.grads[op.unit], self._templates.sums[op.unit]
             views.flat(op.grad).copy_(plane.flat(op.accumulator))
 
     def _round_tied(self, op: ComputeOp) -> None:
         """Where no token is looked up, the head's use of the tied weight is all of its gradient."""
         tied = self._tied_tensor()
         if tied is not None and op.tied_accumulator is not None and op.tied_grad is not None:
-            grad, total = self._shop.grads[0].at(op.tied_grad)[tied], self._shop.sums[0].at(op.tied_accumulator)[tied]
+            grad, total = (
+                self._templates.grads[0].at(op.tied_grad)[tied],
+                self._templates.sums[0].at(op.tied_accumulator)[tied],
+            )
             if grad is not None and total is not None:
                 grad.copy_(total)
 
@@ -326,14 +347,14 @@ class Pass:
         """The embedding table whose other rows get no gradient from the embedding's backward, as `core.begin` takes
         it: index in the embed unit and distinct rows (U,); the largest one, or the one that the head uses too."""
         tables = self._prepared.tables
-        shapes = self._shop.layouts[0].slices
+        shapes = self._templates.layouts[0].slices
         largest = max(tables, key=lambda table: shapes[table].shape[0], default=None)
-        table = self._tied_tensor() if self._shop.decoder.tied else largest
+        table = self._tied_tensor() if self._templates.decoder.tied else largest
         return (table, tables[table][0]) if table is not None and table in tables else None
 
     def _tied_tensor(self) -> int | None:
         """Index in the embed unit of the tensor that the head uses too."""
-        decoder = self._shop.decoder
+        decoder = self._templates.decoder
         return decoder.tensors[decoder.head.weight].tensor if decoder.tied and decoder.head.weight else None
 
     def _tied_sum(self, op: ComputeOp) -> Tensor | None:
@@ -341,16 +362,16 @@ class Pass:
         if tied is None:
             return None
         if op.tied_accumulator is not None:
-            return self._shop.sums[0].at(op.tied_accumulator)[tied]
+            return self._templates.sums[0].at(op.tied_accumulator)[tied]
         if op.tied_grad is not None:
-            return self._shop.grads[0].at(op.tied_grad)[tied]
+            return self._templates.grads[0].at(op.tied_grad)[tied]
         return None
 
     def _reseed(self, m: int, unit: int) -> None:
         """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
         if self._training:
             micro = self._prepared.micro_batches[m].index
-            self._shop.generator(random_key(self._seed, self._step, micro, unit))
+            self._templates.random.seed(random_key(self._seed, self._step, micro, unit))
 
 
 def random_key(*numbers: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.compile import OneGraph
-from megatrain.engine.device_memory import Region
+from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
 from megatrain.models.decoder import Decoder
 from megatrain.models.moe import RoutedLayer, gates_of
@@ -85,18 +85,55 @@ class GradientViews:
         return plane
 
 
+CAST_ALIGN = 256
+"""Bytes to which everything in the cast buffer is aligned."""
+
+
+def cast_bytes(decoder: Decoder) -> int:
+    """Bytes of the cast buffer: for the unit with most of them, its weights that are computed in another type than
+    they are stored in, in the type they are computed in. The head's include a tied weight of the embedding."""
+    most = 0
+    for unit in decoder.units:
+        refs = [ref for ref in unit.tensors if not ref.is_buffer]
+        wanted = [decoder.model.get_parameter(ref.name).dtype for ref in refs]
+        if unit.role == "head" and decoder.tied and decoder.head.weight is not None:
+            refs.append(decoder.tensors[decoder.head.weight])
+            wanted.append(decoder.dtype)
+        sizes = (
+            _aligned(torch.Size(ref.shape).numel() * dtype.itemsize)
+            for ref, dtype in zip(refs, wanted, strict=True)
+            if dtype != ref.dtype
+        )
+        most = max(most, sum(sizes))
+    return most
+
+
+def _aligned(size: int) -> int:
+    return -(-size // CAST_ALIGN) * CAST_ALIGN
+
+
 class BoundTensors:
     """Parameters and persistent buffers of a unit's module, as views of its image."""
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str] | None], layout: UnitLayout, region: Region) -> None:
-        """`places` gives, a tensor of the unit each, the module and attribute that hold it (None: nothing does)."""
+    def __init__(
+        self,
+        places: Sequence[tuple[nn.Module, str] | None],
+        layout: UnitLayout,
+        region: Region,
+        casts: CastBuffer | None,
+    ) -> None:
+        """`places` gives, per tensor of the unit, the module and attribute that hold it (None: nothing does). `casts`
+        is None where every tensor is computed in the type it is stored in."""
         self._layout = layout
         self._region = region
+        self._casts = casts
         self._views: dict[int, list[Tensor]] = {}
         self._bound: int | None = None
         self.tensors: list[Tensor] = []
-        self._casts = False
-        for place, cut in zip(places, layout.slices, strict=True):
+        self._cast: dict[int, Tensor] = {}
+        """By index of the tensor: where its copy in the type of its module is, for those stored in another one."""
+        self._cast_end = 0
+        for index, (place, cut) in enumerate(zip(places, layout.slices, strict=True)):
             view = region.view(cut.byte, cut.shape, cut.dtype)
             if place is None:
                 self.tensors.append(view)
@@ -107,34 +144,43 @@ class BoundTensors:
                 module._buffers[name] = view
                 self.tensors.append(view)
                 continue
-            wanted = old.dtype
-            self._casts |= wanted != cut.dtype
-            parameter = nn.Parameter(view.to(wanted), requires_grad=cut.trainable)
+            if old.dtype != cut.dtype:
+                view = self._cast[index] = self.reserve_cast(cut.shape, old.dtype)
+            parameter = nn.Parameter(view, requires_grad=cut.trainable)
             module._parameters[name] = parameter
             self.tensors.append(parameter)
-        self._wanted = [t.dtype for t in self.tensors]
+
+    def reserve_cast(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The place in the cast buffer of another copy of this unit's."""
+        assert self._casts is not None
+        view = self._casts.region.view(self._cast_end, shape, dtype)
+        self._cast_end += _aligned(view.numel() * dtype.itemsize)
+        return view
 
     @property
     def trainable(self) -> list[Tensor]:
         """What gradients are wanted of, in the unit's order."""
         return [t for t, cut in zip(self.tensors, self._layout.slices, strict=True) if cut.trainable]
 
-    def bind(self, image: int) -> None:
-        """Makes every tensor a view of the image at byte `image` of region `weights`.
+    def bind(self, image: int, unit: int, more: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Makes every tensor a view of the image of the `unit`-th unit at byte `image` of region `weights`.
 
-        A tensor stored in another type than its module computes with is converted, so it is a copy; the others cost
-        an assignment each.
+        A tensor stored in another type than its module computes with is a view of the cast buffer, into which it is
+        copied, `more` (target, source) with it; the others cost an assignment per tensor.
         """
-        if image == self._bound and not self._casts:
-            return
         views = self._views.get(image)
         if views is None:
             views = self._views[image] = [
                 self._region.view(image + cut.byte, cut.shape, cut.dtype) for cut in self._layout.slices
             ]
+        if self._casts is not None and (self._cast or more):
+            self._casts.fill(unit, [*((target, views[index]) for index, target in self._cast.items()), *more])
+        if image == self._bound:
+            return
         self._bound = None  # until all are: what is cut off here must not pass for bound
-        for tensor, view, dtype in zip(self.tensors, views, self._wanted, strict=True):
-            tensor.data = view if view.dtype == dtype else view.to(dtype)
+        for index, (tensor, view) in enumerate(zip(self.tensors, views, strict=True)):
+            if index not in self._cast:
+                tensor.data = view
         self._bound = image
 
 
@@ -150,6 +196,11 @@ def places_of(module: nn.Module, names: dict[str, int]) -> list[tuple[nn.Module,
     return places
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether some part of a module draws random numbers in training by its kind, though it may not run every time."""
+    return any(isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 for child in module.modules())
+
+
 def move_shared_buffers(module: nn.Module, device: torch.device) -> None:
     """Moves the buffers that no checkpoint holds (rotary frequencies, scales) to the device, once a run."""
     for child in module.modules():
@@ -160,15 +211,23 @@ def move_shared_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 class LayerTemplate:
-    """One module for every layer of a structure."""
+    """One module for every layer of a structure whose tensors are laid out alike."""
 
     def __init__(
-        self, decoder: Decoder, structure: int, layout: UnitLayout, region: Region, compiled: bool = False
+        self,
+        decoder: Decoder,
+        first: int,  # number of a layer of the structure
+        layout: UnitLayout,
+        region: Region,
+        casts: CastBuffer | None = None,
+        compiled: bool = False,
     ) -> None:
-        first = decoder.structures[structure]
         self.module = copy_without(decoder.layers[first])
-        self.bound = BoundTensors(places_of(self.module, decoder.local_names(first + 1)), layout, region)
+        self.bound = BoundTensors(places_of(self.module, decoder.local_names(first + 1)), layout, region, casts)
         self.layout = layout
+        self.compiled = compiled
+        self.draws: bool | None = None
+        """Whether it draws random numbers in training; None before its first call."""
         self.parameters = self.bound.trainable
         self.weight_grads = WeightGradients(self.module, self.parameters)
         move_shared_buffers(self.module, region.device)
@@ -185,8 +244,8 @@ class LayerTemplate:
         self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
 
     def bind(self, image: int, layer: int) -> None:
-        """Makes this the `layer`-th layer, whose image is at byte `image` of region `weights`."""
-        self.bound.bind(image)
+        """Makes this the `layer`-th layer (from 0), whose image is at byte `image` of region `weights`."""
+        self.bound.bind(image, layer + 1)
         for module, name in self._index:
             setattr(module, name, layer)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatrain import _core
 from megatrain.engine import numerics
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step came to."""
+    """Result of one optimizer step."""
 
     loss: float
     """Mean over the supervised tokens of the step, before its update; 0 where there are none."""
@@ -85,7 +86,7 @@ class Passes:
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
-        self._told_of_math = False
+        self._math_reported = False
         self.guard = InterruptGuard(runtime.device)
         self.waiting: Waiting | None = None
         """None where no pass has been made since the last update."""
@@ -95,7 +96,7 @@ class Passes:
     def train(
         self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
     ) -> StepOutput | float:
-        """Forward and backward; with `apply` the verdict too, and what the step came to instead of the loss."""
+        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss."""
         self._refuse_loss(loss_fn)
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
@@ -106,9 +107,11 @@ class Passes:
             log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
         if not prepared.micro_batches:
             self.waiting = self.waiting or Waiting()
-            return self._apply(None) if apply else 0.0
+            return self._apply() if apply else 0.0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
+        if loss_fn is not None:
+            self._runtime.plan_loss_fn(not self.num_waiting)
         core = self._runtime.ready(prepared, not self.num_waiting)
         options = LossOptions(
             scale=1.0 / divisor,
@@ -134,7 +137,7 @@ class Passes:
                 before.seen or prepared.seen,
                 normalizer,
             )
-            return self._apply(core) if apply else loss
+            return self._apply() if apply else loss
 
         return self._run(body, finish=self._immediate)
 
@@ -168,8 +171,7 @@ class Passes:
 
     def apply(self) -> StepOutput:
         """The verdict over the gradients that wait."""
-        core = self._runtime.core if self.num_waiting else None
-        return self._run(lambda: self._apply(core), finish=self._immediate)
+        return self._run(self._apply, finish=self._immediate)
 
     def discard(self) -> None:
         """Drops the gradients that wait: their weights have been replaced."""
@@ -179,9 +181,14 @@ class Passes:
             self._runtime.core.abandon()
         self.waiting = None
 
-    def evaluate(self, prepared: StepInputs, collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None) -> Pass:
-        """A pass without backward, with what it found."""
-        core = self._runtime.ready(prepared, not self.num_waiting)
+    def evaluate(
+        self,
+        prepared: StepInputs,
+        collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,
+        largest: tuple[int, int] = (0, 0),
+    ) -> Pass:
+        """A pass without backward, with what it found. `largest`: (batch, seq) of what is to be evaluated after it."""
+        core = self._runtime.ready(prepared, not self.num_waiting, largest)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
 
         @torch.inference_mode(False)
@@ -199,7 +206,7 @@ class Passes:
         return self._run(body, finish=False)
 
     def _run(self, body: Callable[[], T], *, finish: bool) -> T:
-        """What `body` returns, behind the shield."""
+        """What `body` returns, run by the guard."""
         try:
             return self.guard.run(body, finish=finish)
         except ValueError:
@@ -212,7 +219,7 @@ class Passes:
         return self.waiting.micro_batches if self.waiting is not None else 0
 
     @torch.inference_mode(False)
-    def _train(self, core: Any, prepared: StepInputs, options: LossOptions) -> Pass:
+    def _train(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
         self._tell_of_math(prepared)
         run = self._pass(prepared, options, training=True)
         immediate = self._immediate
@@ -237,14 +244,14 @@ class Passes:
 
     def _tell_of_math(self, prepared: StepInputs) -> None:
         """Says once where a deterministic run on a card does not have the attention that it asks for."""
-        if self._told_of_math or not self._deterministic or self._runtime.device.type != "cuda":
+        if self._math_reported or not self._deterministic or self._runtime.device.type != "cuda":
             return
         reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))
         if reason is not None:
-            self._told_of_math = True
+            self._math_reported = True
             log.warning("deterministic: %s", reason)
 
-    def _apply(self, core: Any) -> StepOutput:
+    def _apply(self) -> StepOutput:
         waiting = self.waiting
         if waiting is None or not waiting.micro_batches:
             self.waiting = None
@@ -252,7 +259,7 @@ class Passes:
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
         groups, idle = self._runtime.core_groups(waiting.seen)
-        outcome = core.apply(groups, self._max_grad_norm, idle)
+        outcome = self._runtime.core.apply(groups, self._max_grad_norm, idle)
         self.waiting = None
         self.num_steps += 1
         return StepOutput(
@@ -265,17 +272,17 @@ class Passes:
             aux_loss=waiting.aux_loss,
         )
 
-    def _abandon(self, core: Any) -> None:
+    def _abandon(self, core: _core.Engine) -> None:
         with contextlib.suppress(MegatrainError):
             core.abandon()
 
     def _pass(self, prepared: StepInputs, options: LossOptions, *, training: bool, **more: Any) -> Pass:
-        workshop = self._runtime.workshop
-        workshop.train(training)
+        templates = self._runtime.templates
+        templates.train(training)
         # micro-batches of a step that was begun earlier have numbers of their own
         seed = random_key(self._seed, self.num_waiting)
         return Pass(
-            workshop, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
+            templates, prepared, self._preparer, options, training=training, seed=seed, step=self.num_steps, **more
         )
 
     def _stream(self) -> int:

@@ -27,7 +27,7 @@ from megatrain.models.trace import Probe, probe, untouched
 from megatrain.models.types import CORE_DTYPES, PRECISIONS, TensorRef, Unit
 from megatrain.models.vision import VisionSpec, part_names, stub_out, trace_vision
 from megatrain.names import format_names, match, patterns
-from megatrain.weights.hf_layout import published
+from megatrain.weights.hf_layout import library, published
 
 if TYPE_CHECKING:
     from megatrain.weights.hf_layout import Layout
@@ -333,17 +333,32 @@ class Decoder:
             raise ConfigError(f"freeze: {list(patterns)} leaves no parameter to train")
 
     def _by_own_names(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Types by the library's names of tensors, where they are by those of a published checkpoint."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        """Types by the library's names of tensors, where they are by those of a published checkpoint, or with or
+        without the base model's prefix. A tensor made from several has the type that holds the values of all."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in (*self.model.named_parameters(), *self._persistent())}
         if dtypes.keys() <= shapes.keys():
             return dtypes
-        found = {
-            name: dtypes[theirs]
-            for theirs, stored in published(self.model, shapes).items()
-            if theirs in dtypes
-            for name in stored.names
-        }
-        return found | dtypes
+        prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
+        found: dict[str, torch.dtype] = {}
+        for layout in (published(self.model, shapes), library(shapes)):
+            of_layout: dict[str, torch.dtype] = {}
+            for theirs, stored in layout.items():
+                spellings = (theirs, prefix + theirs, theirs.removeprefix(prefix))
+                dtype = next((dtypes[name] for name in spellings if name in dtypes), None)
+                if dtype is not None:
+                    for name in stored.names:
+                        of_layout[name] = torch.promote_types(of_layout.get(name, dtype), dtype)
+            found |= of_layout
+        return found
+
+    def _persistent(self) -> list[tuple[str, Tensor]]:
+        """Buffers that belong to the model's state, by name."""
+        return [
+            (f"{m}.{n}" if m else n, buffer)
+            for m, module in self.model.named_modules()
+            for n, buffer in module._buffers.items()
+            if buffer is not None and n not in module._non_persistent_buffers_set
+        ]
 
     def _unused(self) -> list[str]:
         """Parameters that no part of the forward touches: torch gives them no gradient and does not update them."""
@@ -385,13 +400,7 @@ class Decoder:
         """Sorts every parameter and persistent buffer into its unit, in model order."""
         held: dict[int, list[tuple[str, str, Tensor, bool]]] = {i: [] for i in range(self.num_layers + 2)}
         layer_prefix = ".".join(p for p in (self.base_name, self.layers_name) if p) + "."
-        persistent = [
-            (f"{m}.{n}" if m else n, buffer)
-            for m, module in self.model.named_modules()
-            for n, buffer in module._buffers.items()
-            if buffer is not None and n not in module._non_persistent_buffers_set
-        ]
-        for names, is_buffer in ((list(self.model.named_parameters()), False), (persistent, True)):
+        for names, is_buffer in ((list(self.model.named_parameters()), False), (self._persistent(), True)):
             for name, tensor in names:
                 place = self._unit_of(name)
                 unit = {"embed": 0, "head": self.num_layers + 1}[place] if isinstance(place, str) else place + 1

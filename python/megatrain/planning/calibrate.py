@@ -20,6 +20,7 @@ from typing import Any
 
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
+from megatrain.system.atomic import write_whole
 from megatrain.system.hardware import GIB, Machine
 
 log = logging.getLogger("megatrain")
@@ -193,12 +194,10 @@ def keep(machine: Machine, device: str, found: dict[str, float], busy: str | Non
     path = cache_file(machine, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
         document = {"machine": machine.name, "rates": found, "busy": busy}
-        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        log.warning("the measured rates cannot be kept: %s: %s", path, error.strerror)
+        write_whole(path, json.dumps(document, indent=1) + "\n")
+    except (OSError, StorageError) as error:
+        log.warning("the measured rates cannot be kept: %s", error)
         return None
     return path
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.config import Config
+from megatrain.config import Config, constraints
 from megatrain.errors import ConfigError, DoesNotFit, StorageError
 from megatrain.planning import calibrate, remedies
 from megatrain.system import hardware as facts
@@ -81,16 +81,12 @@ def choose_device(config: Config, machine: Machine) -> Literal["cuda", "cpu"]:
 
 def choose_precision(config: Config, device: str, machine: Machine) -> Literal["bf16", "fp32"]:
     """`train.precision` on this device. Raises ConfigError when the card has no native bf16."""
-    asked = config.train.precision
-    if device == "cpu":
-        return "fp32" if asked == "auto" else asked
-    native = machine.gpu is not None and machine.gpu.capability >= (8, 0)
-    if asked == "fp32" or native:
-        return "bf16" if asked == "auto" else asked
-    name = machine.gpu.name if machine.gpu else "the card"
-    raise ConfigError(
-        f"train.precision is {asked} and {name} has no native bf16 (compute capability 8.0); write train.precision: "
-        "fp32, or device: cpu"
+    return constraints.choose_precision(
+        config.train.precision,
+        device,
+        native_bf16=machine.gpu is not None and machine.gpu.capability >= (8, 0),
+        card=machine.gpu.name if machine.gpu else "the card",
+        key="train.precision",
     )
 
 

@@ -5,7 +5,6 @@ Memory is what the *process* may use: the machine's available memory, cut by the
 and by each of that group's parents (both control-group versions).
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.system import atomic
 from megatrain.units import parse_size
 
 log = logging.getLogger("megatrain")
@@ -147,11 +147,10 @@ class SystemProbe:
 
     def disk_free(self, path: Path) -> int | None:
         """Free bytes where `path` is or would be made."""
-        for folder in (path, *path.absolute().parents):
-            with contextlib.suppress(OSError):
-                facts = os.statvfs(folder)
-                return facts.f_bavail * facts.f_frsize
-        return None
+        try:
+            return atomic.free_bytes(path)
+        except OSError:
+            return None
 
     def kernel(self) -> str:
         """The kernel's release."""

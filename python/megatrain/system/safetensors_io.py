@@ -3,9 +3,14 @@
 Reading checks every file before its first tensor is used: size, header, offsets, index. Writing plans whole folders of
 shards first (names, offsets, sizes are known before the first byte), then fills them in chunks from several threads,
 each with one aligned buffer, and returns one CRC32 per chunk.
+
+Format: https://huggingface.co/docs/safetensors. Index of a folder of shards: as transformers' `save_pretrained` writes
+it (`metadata.total_size`, `weight_map`). The `safetensors` package maps whole files, which here would count against the
+memory limit of a control group; it is used in tests, as the judge of what is written.
 """
 
 import json
+import logging
 import math
 import mmap
 import os
@@ -21,7 +26,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatrain.system.atomic import CHUNK_BYTES, storage_error
+from megatrain.system.atomic import CHUNK_BYTES, is_regular, storage_error
+from megatrain.units import is_count
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one shard, as the hub has them."""
@@ -30,6 +38,7 @@ INDEX_SUFFIX = ".index.json"
 
 _T = TypeVar("_T")
 _HEADER_LIMIT = 100_000_000
+"""Most bytes of a header, as the format allows, and here of an index too."""
 _HEADER_ALIGN = 4096
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -75,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file: what it is called and what lies where in it."""
+    """One safetensors file: its path, and which bytes of it are which tensor."""
 
     path: Path
     entries: tuple[Entry, ...]
@@ -97,6 +106,8 @@ def read_shard(path: Path) -> Shard:
     """Reads and checks a file's header. Raises DamagedFile unless every byte of the file is accounted for: a file that
     is too short is cut, and bytes beyond the last tensor are refused too, since they say that it is another file."""
     try:
+        if not is_regular(path):
+            raise DamagedFile(f"{path} is not a file; fetch or copy it again")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(1024)
@@ -117,7 +128,7 @@ def read_shard(path: Path) -> Shard:
     try:
         described = json.loads(header)
         entries = tuple(_entry(name, value, 8 + length) for name, value in described.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(
             f"{path} is damaged: its header of {length} bytes (of {size}) is not that of a safetensors file ({error}); "
             "fetch or copy it again"
@@ -141,8 +152,11 @@ def read_shard(path: Path) -> Shard:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor name to file name. Raises DamagedFile."""
+    """`weight_map` of an index: tensor name to file name, in the index's own folder. Raises DamagedFile."""
     try:
+        size = path.stat().st_size
+        if not is_regular(path) or size > _HEADER_LIMIT:
+            raise DamagedFile(f"{path} ({size} bytes) is not an index of shards; fetch or copy it again")
         text = path.read_bytes()
     except OSError as error:
         raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
@@ -153,9 +167,14 @@ def read_index(path: Path) -> dict[str, str]:
             raise TypeError("weight_map is not a mapping of names to files")
         for name, file in weight_map.items():
             # by name, never by real path: hub snapshots are folders of links
-            if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+            if (
+                not isinstance(file, str)
+                or file in ("", ".", "..")
+                or set(file) & set("/\\\0")
+                or len(os.fsencode(file)) > 255
+            ):
                 raise TypeError(f"{name} is said to be in {file!r}, which is not a file name")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedFile(
             f"{path} ({len(text)} bytes) is not an index of shards ({error}); fetch or copy it again"
         ) from None
@@ -163,14 +182,23 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_folder(folder: Path, stem: str = "model") -> list[Shard]:
-    """The shards `STEM.safetensors`, or those that `STEM.safetensors.index.json` names, each checked. Raises
-    DamagedFile; FileNotFoundError when there is neither."""
+    """The single file `STEM.safetensors`, or the shards that `STEM.safetensors.index.json` names, each checked. Where a
+    folder holds both, the single file is read, as transformers does (`_get_resolved_checkpoint_files`), and a warning
+    names the index. Raises DamagedFile; FileNotFoundError when there is neither."""
     single = folder / f"{stem}.safetensors"
     index = folder / f"{stem}.safetensors{INDEX_SUFFIX}"
-    if not index.exists():
-        if not single.exists():
-            raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
+    if single.exists():
+        if index.exists() and not _names_only(index, single.name):
+            log.warning(
+                "%s holds two sets of weights: %s is read, as transformers does, and %s with its shards is ignored; "
+                "remove the one that is out of date",
+                folder,
+                single.name,
+                index.name,
+            )
         return [read_shard(single)]
+    if not index.exists():
+        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
     for name in names:
@@ -195,6 +223,14 @@ def read_folder(folder: Path, stem: str = "model") -> list[Shard]:
     return shards
 
 
+def _names_only(index: Path, file: str) -> bool:
+    """Whether an index is one of a single file."""
+    try:
+        return set(read_index(index).values()) == {file}
+    except DamagedFile:
+        return False
+
+
 def _refuse_pointer(path: Path, start: bytes, size: int) -> None:
     if start.startswith(b"version https://git-lfs"):
         expected = re.search(rb"\nsize (\d+)", start)
@@ -209,8 +245,10 @@ def _entry(name: str, value: dict[str, Any], base: int) -> Entry:
     begin, end = value["data_offsets"]
     if value["dtype"] not in _DTYPES:
         raise ValueError(f"{name} has the type {value['dtype']}, which is not supported")
-    entry = Entry(name, _DTYPES[value["dtype"]], tuple(int(size) for size in value["shape"]), base + begin)
-    if begin < 0 or end - begin != entry.nbytes:
+    if not all(is_count(number, 0) for number in (begin, end, *value["shape"])):
+        raise ValueError(f"{name} has the shape {value['shape']} and the offsets {value['data_offsets']}")
+    entry = Entry(name, _DTYPES[value["dtype"]], tuple(value["shape"]), base + begin)
+    if end - begin != entry.nbytes:
         raise ValueError(f"{name} of shape {list(entry.shape)} takes {entry.nbytes} bytes, but {end - begin} are given")
     return entry
 
@@ -237,8 +275,8 @@ def plan_shards(
     groups: list[list[Entry]] = [[]]
     filled = 0
     for tensor in sorted(tensors, key=_narrowness) if by_width else tensors:
-        document_buckets = by_width and groups[-1] and groups[-1][-1].dtype.itemsize != tensor.dtype.itemsize
-        if document_buckets or (groups[-1] and filled + tensor.nbytes > limit):
+        another_width = by_width and groups[-1] and groups[-1][-1].dtype.itemsize != tensor.dtype.itemsize
+        if another_width or (groups[-1] and filled + tensor.nbytes > limit):
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
@@ -335,13 +373,15 @@ def write_shards(
 def check_sums(path: Path, size: int, sums: Sequence[int]) -> str | None:
     """What is wrong with a file of which size and CRC32 per chunk are known, or None."""
     try:
+        if not is_regular(path):
+            return f"{path.name} is not a file"
         actual = path.stat().st_size
         if actual != size:
             return f"{path.name} has {actual} bytes instead of {size}"
         with path.open("rb") as file:
             for number, expected in enumerate(sums):
-                if zlib.crc32(file.read(CHUNK_BYTES)) != expected:
-                    begin = number * CHUNK_BYTES
+                begin = number * CHUNK_BYTES
+                if zlib.crc32(file.read(min(CHUNK_BYTES, size - begin))) != expected:
                     return f"{path.name} is damaged between bytes {begin} and {min(begin + CHUNK_BYTES, size)}"
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, paths
+from megatrain.config import Config
+from megatrain.config.data_files import find
 from megatrain.errors import ConfigError
 from megatrain.planning import calibrate
 from megatrain.system.hardware import format_bytes
@@ -152,8 +153,8 @@ def _data_bytes(config: Config) -> int | None:
         if source.path.startswith("python:"):
             return None
         with contextlib.suppress(ConfigError):
-            files = paths.find(source)
-            if any(file.endswith((".gz", ".parquet")) for file in files):
+            files = find(source).files
+            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
                 return None
             part = source.split if isinstance(source.split, float) else 1.0
             total += sum(Path(file).stat().st_size for file in files) * part * source.weight

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, diff, earlier
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.training.run_dir import steps_in
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ def resolve_resume(config: Config, run: Path, build: Callable[[ResumePoint | Non
         except DamagedCheckpoint as error:
             if config.output.resume != "auto":
                 raise
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
             damaged.add(error.folder)
 
 
@@ -78,7 +78,7 @@ def _find(config: Config, run: Path, damaged: set[Path]) -> ResumePoint | None:
     are skipped. Raises ConfigError, and DamagedCheckpoint when its state cannot be read."""
     wanted = config.output.resume
     if wanted == "never":
-        if steps_in(run / "checkpoints") or (run / "metrics.jsonl").exists():
+        if steps_in(run) or (run / "metrics.jsonl").exists():
             raise ConfigError(
                 f"output.resume is never and {run} holds a run already; remove it, name another output.dir, or "
                 "write output.resume: auto to go on with it"
@@ -125,7 +125,7 @@ def _named(path: Path) -> "Checkpoint":
 
 def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint:
     try:
-        state = found.state()["state"]["run"]
+        state = found.state().state["run"]
         position = Position(**state["position"])
         before = Config.from_dict(earlier(state["config"]))
         numerics = dict(state["numerics"])

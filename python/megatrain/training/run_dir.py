@@ -13,17 +13,16 @@ import fcntl
 import json
 import logging
 import os
-import re
-import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
 from megatrain.config import Config
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.atomic import storage_error
+from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log = logging.getLogger("megatrain")
@@ -36,7 +35,7 @@ CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
     "status.json",
     "lock",
 )
-CHECKPOINTS, EXPORT, REPORT = "checkpoints", "export", "report.html"
+EXPORT, REPORT = "export", "report.html"
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Error numbers that mean that a disk is full or failing."""
@@ -44,16 +43,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 ENDED = ("done", "stopped", "failed", "killed")
 """States in `status.json` that a run does not leave by itself; in any other it is still going on, or was killed."""
 
-_STEP = re.compile(r"step-(\d+)")
-
 _ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
 """Names that tell a run's folder from any other."""
-_LEFTOVERS = (
-    f".tmp-{EXPORT}",
-    f".removing-{EXPORT}",
-    *(f"{name}.tmp" for name in (CONFIG, PLAN, METRICS, STATUS)),
-)
-"""What an interrupted run can leave at the top of its folder."""
+_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
+"""What a killed process can have been writing at the top of a run's folder."""
 _REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
 """What a run replaces in its folder."""
 
@@ -108,7 +101,7 @@ class MetricsFile:
             self._file.write((record.as_json() if isinstance(record, StepRecord) else dumps(record)) + "\n")
             self._file.flush()
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from None
+            raise storage_error(error, self._path) from None
 
     def close(self) -> None:
         """Closes the file. What a full disk had no room for was reported when it was written."""
@@ -145,11 +138,21 @@ class RunFolder:
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()}")
             self._lock.flush()
+        self._recover()
         self._open = contextlib.ExitStack()
         self._handler: logging.Handler | None = None
         self._status_lock, self._killed = threading.Lock(), False
         self._status_before = _bytes(path / STATUS)
         self._log_before = _size(path / LOG)
+
+    def _recover(self) -> None:
+        """Undoes half-made replacements of a killed process; only the owner of the lock may. Raises StorageError."""
+        for folder in (*(self.checkpoint(step) for step in self.steps()), self.export):
+            try:
+                recover(folder)
+            except OSError as error:
+                self._lock.close()
+                raise storage_error(error, folder) from None
 
     @property
     def checkpoints(self) -> Path:
@@ -172,11 +175,11 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Writes the effective configuration, every default spelled out. Raises StorageError."""
-        replace(self.path / CONFIG, _HEADER + text)
+        write_whole(self.path / CONFIG, _HEADER + text)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Writes the plan in force. Raises StorageError."""
-        replace(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
+        write_whole(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows
@@ -190,7 +193,7 @@ class RunFolder:
                 return
             self._killed = state == "killed"
             try:
-                replace(self.path / STATUS, text)
+                write_whole(self.path / STATUS, text)
             except StorageError:
                 _overwrite(self.path / STATUS, text)
 
@@ -206,7 +209,7 @@ class RunFolder:
         try:
             if path.exists():
                 kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
-                replace(path, "".join(kept))
+                write_whole(path, "".join(kept))
             file = MetricsFile(path)
         except OSError as error:
             raise storage_error(error, path) from None
@@ -223,34 +226,26 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending. `checkpoint.verify` checks whether each is complete."""
-        return steps_in(self.checkpoints)
+        return steps_in(self.path)
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
-        return self.checkpoints / f"step-{step}"
+        return step_folder(self.path, step)
 
     def retain(self, keep: int, always: set[int]) -> list[int]:
         """Removes all but the newest `keep` checkpoints and those in `always`; returns the removed steps."""
         steps = self.steps()
         removed = [step for step in steps[: max(0, len(steps) - keep)] if step not in always]
         for step in removed:
-            # Renamed first: a half-removed folder must never look like a checkpoint.
-            doomed = self.checkpoints / f".removing-step-{step}"
-            shutil.rmtree(doomed, ignore_errors=True)
-            self.checkpoint(step).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(self.checkpoint(step))
         return removed
 
     def clear_leftovers(self) -> None:
         """Removes what an interrupted save, export or removal left, by the names that only we use, and logs it."""
-        found = [self.path / name for name in _LEFTOVERS]
-        if self.checkpoints.is_dir():
-            found += [e for e in self.checkpoints.iterdir() if e.name.startswith((".tmp-step-", ".removing-step-"))]
-        found = [entry for entry in found if entry.exists()]
-        if found:
-            names = ", ".join(str(entry.relative_to(self.path)) for entry in sorted(found))
-            log.info("removing what an interrupted run left unfinished in %s: %s", self.path, names)
-            _remove(found)
+        removed = remove_leftovers(self.checkpoints, "step-*") + remove_leftovers(self.path, *_LEFTOVERS)
+        if removed:
+            names = ", ".join(str(entry.relative_to(self.path)) for entry in sorted(removed))
+            log.warning("removed what a killed run left unfinished in %s: %s", self.path, names)
 
     def withdraw(self) -> None:
         """Restores `status.json` and `log.txt` as they were when the folder was opened, since a refused request did not
@@ -265,7 +260,7 @@ class RunFolder:
             if self._status_before is None:
                 status.unlink(missing_ok=True)
             elif _bytes(status) != self._status_before:
-                replace(status, self._status_before)
+                write_whole(status, self._status_before)
 
     def discard_if_empty(self) -> None:
         """Removes the folders that this process created if they are still empty: a refusal leaves nothing behind."""
@@ -291,14 +286,6 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self._handler.close()
             self._handler = None
-
-
-def steps_in(checkpoints: Path) -> list[int]:
-    """Steps N of the folders `step-N`, ascending."""
-    if not checkpoints.is_dir():
-        return []
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -335,14 +322,6 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and ((path / CHECKPOINTS).is_dir() or (path / METRICS).is_file())
 
 
-def _remove(entries: Iterable[Path]) -> None:
-    for entry in entries:
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
 def _bytes(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
@@ -352,21 +331,6 @@ def _bytes(path: Path) -> bytes | None:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file whole: to a temporary file, flushed to disk, then renamed over it. Raises StorageError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise storage_error(error, path) from None
 
 
 def _overwrite(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.data.train_tokenizer import without_remark_on_type
 from megatrain.errors import CheckpointError, ConfigError, MegatrainError
 
@@ -69,7 +70,7 @@ def find_model(source: Path, step: str | None = None) -> Path:
     exported = source / "export"
     if step is None and (exported / "config.json").is_file():
         return exported
-    if step is None and not checkpoint.list_checkpoints(source):
+    if step is None and not steps_in(source):
         raise CheckpointError(
             f"{source} holds neither an export nor a complete checkpoint; train first, or name a Hugging Face folder"
         )

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
+from megatrain.checkpoint.checkpoint import Checkpoint
+from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
 from megatrain.config.validation import check_schedule_length
@@ -27,11 +30,12 @@ from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
 from megatrain.training import metrics
-from megatrain.training.run_dir import CHECKPOINTS, steps_in
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
-from megatrain.weights.loader import ModelFiles, Weights, load, open_weights, resolve
+from megatrain.weights.loader import load
 from megatrain.weights.matching import exported
+from megatrain.weights.source import ModelFiles, open_weights, resolve
+from megatrain.weights.types import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +121,7 @@ def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
     if _is_pretrained(config, files) and files is not None and files.gguf is None:
         with contextlib.suppress(ConfigError):
             source = open_weights(files)
-    return _model_setup(config, machine, files, source, None)
+    return _model_setup(config, machine, files, source, _types(source), None)
 
 
 def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
@@ -128,7 +132,8 @@ def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[
         source = open_weights(files)
     # Both read the same files, so that a hub id is looked up once.
     tokenizer = build_tokenizer(_located(config, files), resume)
-    return _model_setup(config, machine, files, source, tokenizer), tokenizer
+    stored = _types(source) if resume is None else Checkpoint.open(resume).types()
+    return _model_setup(config, machine, files, source, stored, tokenizer), tokenizer
 
 
 def _is_pretrained(config: Config, files: ModelFiles | None) -> bool:
@@ -140,6 +145,7 @@ def _model_setup(
     machine: Machine,
     files: ModelFiles | None,
     source: Weights | None,
+    stored: dict[str, torch.dtype] | None,  # of every tensor where it is read from, which frozen ones keep
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> ModelSetup:
     device = planner.choose_device(config, machine)
@@ -153,7 +159,7 @@ def _model_setup(
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
-        frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()} if source is not None else None,
+        frozen_dtypes=stored,
     )
     if source is not None:
         decoder.layout = exported(source, decoder)
@@ -192,7 +198,7 @@ def prepare_run(
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder / CHECKPOINTS)), config)
+        planner.check_disk(needed, folder, len(steps_in(folder)), config)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -301,6 +307,12 @@ def most_rows(config: Config, train: Dataset, held_out: Dataset | None = None) -
     return most
 
 
+def vocabulary_size(config: Config, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many token ids the model of `config` has embeddings for; nothing of it is built."""
+    files = _files(config, plan_only=False)
+    return int(text_config(_hf_config(config, files, tokenizer)).vocab_size)
+
+
 def run_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer alone. A run that resumes from `checkpoint` uses that run's."""
     return build_tokenizer(_located(config, _files(config, plan_only=False)), checkpoint)
@@ -363,6 +375,10 @@ def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
     if config.model.tokenizer is None and files is not None and files.gguf is None:
         return files.folder
     return None
+
+
+def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
+    return None if source is None else {name: entry.dtype for name, entry in source.entries.items()}
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:

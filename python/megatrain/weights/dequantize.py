@@ -1,8 +1,12 @@
-"""Quantised checkpoints, read as the numbers that they stand for: MXFP4 (gpt-oss), and FP8 with a scale for each block
+"""Quantised checkpoints, read as the numbers that they stand for: MXFP4 (gpt-oss), and FP8 with one scale per block
 (DeepSeek-V3).
 
 Some models are published in no other form. Their weights are dequantised as they are read, piece by piece, to what
 transformers gives with `dequantize=True`; an export is not quantised again.
+
+Formats: OCP Microscaling Formats (MX) Specification 1.0 for MXFP4, whose blocks gpt-oss stores as `_blocks` and
+`_scales`; DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3, for FP8 in blocks of 128 x 128 with
+`_scale_inv`. Reference: transformers' `integrations/mxfp4.py` and `integrations/finegrained_fp8.py`.
 """
 
 import functools
@@ -23,7 +27,7 @@ from megatrain.system.safetensors_io import Entry
 from megatrain.weights.permute import boxes
 
 if TYPE_CHECKING:
-    from megatrain.weights.loader import Weights
+    from megatrain.weights.types import Weights
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +36,13 @@ _FP8 = torch.float8_e4m3fn
 _FP8_BLOCK = (128, 128)
 _SCALE = "_scale_inv"
 _UNUSED = ("activation_scale", "input_scale")
-"""Of FP8: for activations, which are not quantised here."""
+"""Endings of FP8 scales for activations, which are not quantised here."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MXFP4_BLOCK = 32
-"""Elements, two a byte, that have one scale."""
+"""Elements that share one scale; two are stored per byte."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SPAN = 1 << 13
-"""Blocks of MXFP4 that are widened at once."""
+"""Blocks of MXFP4 that are dequantised at a time."""
 
 
 def settings(config: Any, where: object) -> dict[str, Any] | None:

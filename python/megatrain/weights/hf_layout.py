@@ -1,9 +1,10 @@
-"""How published checkpoints store what the installed transformers holds in one tensor: experts apart, transposed,
-several tensors in one, other names.
+"""How published checkpoints store what the installed transformers holds in one tensor: one tensor per expert,
+transposed, several tensors in one, other names.
 
-transformers knows the way from its own tensors to the published ones. It is run once, on tensors without storage: each
-result is then a view that tells which elements of which tensor it stands for. So weights can be read into place, and
-written from it, without ever forming the tensors in between.
+transformers converts its own tensors to the published ones (`conversion_mapping.py`, `revert_weight_conversion` in
+`core_model_loading.py`, since version 5). That conversion is run once, on tensors without storage: each result is then
+a view, which shows the elements of the tensor that it stands for. So weights are read into place, and written from it,
+without forming the tensors in between.
 """
 
 import copy
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatrain.units import is_count
 from megatrain.weights.permute import gather
 
 log = logging.getLogger(__name__)
@@ -130,6 +132,26 @@ def _stored(described: Any) -> Stored:
     return Stored(tuple(described["shape"]), tuple(Block(**block) for block in blocks))
 
 
+def _is_within(stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a recorded tensor is made of elements that the model's tensors have."""
+    return (
+        all(is_count(size, 0) for size in stored.shape)
+        and stored.numel == sum(block.numel for block in stored.blocks)
+        and all(
+            is_count(number, 0)
+            for block in stored.blocks
+            for number in (block.start, block.numel, *block.sizes, *block.order)
+        )
+        and all(
+            block.name in shapes
+            and block.start + block.numel <= math.prod(shapes[block.name])
+            and sorted(block.order) == list(range(len(block.sizes)))
+            and (not block.order or math.prod(block.sizes) == block.numel)
+            for block in stored.blocks
+        )
+    )
+
+
 def read_layout(described: Any, shapes: Mapping[str, tuple[int, ...]]) -> Layout | None:
     """What `describe` made, for a model's tensors of `shapes`; None for the published layout, and for one that does not
     hold every one of these tensors whole."""
@@ -137,7 +159,14 @@ def read_layout(described: Any, shapes: Mapping[str, tuple[int, ...]]) -> Layout
         return library(shapes)
     if not isinstance(described, dict):
         return None
-    layout = {theirs: _stored(value) for theirs, value in described.items()}
+    try:
+        layout = {theirs: _stored(value) for theirs, value in described.items()}
+        valid = all(_is_within(stored, shapes) for stored in layout.values())
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        log.warning("the recorded layout of the model's source is damaged: the published one is written")
+        return None
     there = _counts(set(layout.values()), shapes)
     complete = {name for name, count in there.items() if count == math.prod(shapes[name])}
     if complete != set(shapes) or {name for stored in layout.values() for name in stored.names} != complete:

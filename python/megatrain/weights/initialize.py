@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
-from megatrain.weights.loader import Core, Decoder, TensorRef
+from megatrain.weights.types import Core, Decoder, TensorRef
 
 
 def initialize(

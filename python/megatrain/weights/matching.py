@@ -12,7 +12,7 @@ from megatrain.system.safetensors_io import Entry
 from megatrain.weights.hf_layout import Layout, Stored, library, published, transposed
 
 if TYPE_CHECKING:
-    from megatrain.weights.loader import Decoder, Weights
+    from megatrain.weights.types import Decoder, Weights
 
 _PIECE_BYTES = 16 << 20
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatrain.system.safetensors_io import aligned_buffer
 
 Range = tuple[int, int]
-"""First index of a dimension, and the one behind the last."""
+"""First index of a dimension, and the one after the last."""
 
 
 def gather(
@@ -52,7 +52,7 @@ def _copy(out: Tensor, transposed: Tensor) -> None:
 
 
 def boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, ...]]:
-    """Cuts elements [start, stop) of a row-major array into boxes, a range for each dimension; one behind the other."""
+    """Cuts elements [start, stop) of a row-major array into boxes, one range per dimension, in order."""
     if start >= stop:
         return
     inner = math.prod(sizes[1:])
@@ -71,7 +71,7 @@ def boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, 
 
 
 def runs(box: Sequence[Range], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First element and length of every stretch of consecutive elements of a row-major array that a box is made of."""
+    """First element and length of every run of consecutive elements of a row-major array that a box is made of."""
     partial = [dim for dim, size in enumerate(sizes) if box[dim] != (0, size)]
     if not partial:
         yield 0, math.prod(sizes)

@@ -315,8 +315,7 @@ impl<'a> Space<'a> {
 
         let offloads = request.requests.activation == Some(Activation::Offload);
         let backward_s = |first: usize| self.first_layers[first].backward_s;
-        let again_s =
-            |first: usize| if offloads { 0.0 } else { self.first_layers[first.min(recomputed)].recompute_s };
+        let again_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first.min(recomputed)].recompute_s };
         let (forward, backward) = (forward_s(layers), backward_s(layers) + again_s(layers));
         // Those whose state lives on the host are the last ones. As many as there are slots may be loaded before their
         // turn comes, and one may be under way.

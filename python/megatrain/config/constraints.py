@@ -1,0 +1,75 @@
+"""What may be asked for together, and within which bounds: one rule each, for the engine's arguments and for the
+configuration alike. Needs neither torch nor a card."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megatrain.errors import ConfigError
+
+_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How torchrun, Open MPI and MPICH tell a process how many there are."""
+
+_SMALLEST_NORMAL = 2.0**-126
+_EPS_MARGIN = 256
+
+
+def choose_precision(
+    asked: str,
+    device: str,  # cuda or cpu
+    *,
+    native_bf16: bool,  # whether the card computes in bf16 itself: compute capability 8.0 or later
+    card: str,  # its name, for the message
+    key: str,  # what the precision is called where it was asked for, for the message
+) -> Literal["bf16", "fp32"]:
+    """The precision of compute: `auto` is bf16 on CUDA and fp32 on the CPU. Raises ConfigError for another word, and
+    for bf16 on a card that does not compute in it."""
+    if asked not in ("auto", "bf16", "fp32"):
+        raise ConfigError(f"{key} must be auto, bf16 or fp32, not {asked!r}")
+    precision = asked if asked != "auto" else "bf16" if device == "cuda" else "fp32"
+    if precision == "bf16" and device == "cuda" and not native_bf16:
+        raise ConfigError(
+            f"{key} is {asked} and {card} has no native bf16 (compute capability 8.0); write {key}: fp32, or "
+            "device: cpu"
+        )
+    return "bf16" if precision == "bf16" else "fp32"
+
+
+def refuse_clipped_immediate(update: str, max_grad_norm: float | None, section: str = "") -> None:
+    """Raises ConfigError for immediate updates with clipping. `section`: what goes before the keys in the message."""
+    if update == "immediate" and max_grad_norm is not None:
+        raise ConfigError(
+            f"{section}update: immediate cannot clip, since it changes weights before the gradient norm is known, and "
+            f"{section}max_grad_norm is {max_grad_norm} (1.0 is its default); set max_grad_norm to null (None), or "
+            "update to just_in_time"
+        )
+
+
+def refuse_processes() -> None:
+    """Raises ConfigError where a launcher has started more than one process."""
+    for name in _LAUNCHED:
+        count = os.environ.get(name, "")
+        if count not in ("", "1"):
+            raise ConfigError(f"{name} is {count}: more than one process is not supported yet; start a single one")
+
+
+def smallest_eps(beta2: float) -> float:
+    """The smallest `eps` with which AdamW's update is that of torch.optim.AdamW for every gradient.
+
+    A second moment below the smallest normal fp32 number is stored as 0 (subnormal numbers make the optimizer several
+    times slower), so that the update of an element whose gradients stay below x = sqrt(2^-126 / (1 - beta2)) is
+    lr·m/eps instead of lr·m/(sqrt(v) + eps). The difference is at most (x / eps)^2 of lr: below 2e-5 from 256 x on,
+    where with eps = 0 it would be infinite. 8.8e-16 for torch's default beta2 of 0.999.
+    """
+    return _EPS_MARGIN * math.sqrt(_SMALLEST_NORMAL / (1.0 - beta2))
+
+
+def check_eps(eps: float, betas: Sequence[Any], key: str) -> None:
+    """Raises ConfigError for an `eps` below `smallest_eps`."""
+    least = smallest_eps(float(betas[1]))
+    if eps < least:
+        raise ConfigError(
+            f"{key} is {eps:g}; with betas[1] {betas[1]:g} it must be at least {least:.2g}, since second moments below "
+            "1.2e-38 are stored as 0 and a smaller eps would divide by next to nothing. torch's default is 1e-8"
+        )

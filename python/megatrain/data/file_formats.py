@@ -1,0 +1,330 @@
+"""Values out of files: JSON, JSON lines, CSV, Parquet, Arrow and text, plain or compressed, read piece by piece.
+
+Memory stays bounded whatever a file's size: lines, the elements of a JSON list and batches of columnar files come one
+after the other, and a long text comes in pieces that overlap. Whatever cannot be read is an error that names file and
+line.
+"""
+
+import codecs
+import csv
+import dataclasses
+import gzip
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from megatrain.config.data_files import is_document, suffix_of
+from megatrain.errors import ConfigError
+
+PIECE = 1 << 18
+"""Characters of a long text that are read at a time."""
+OVERLAP = 1 << 12
+"""Characters at the end of a piece that the next one repeats, so that both can be tokenized in context."""
+_BLOCK = 1 << 20
+"""Bytes read from a file at a time."""
+_LONGEST_WORD = 16
+"""Characters, and more than any word or escape of JSON has."""
+_INSTALL = "pip install 'megatrain[datasets]'"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a text that is too long to be held at once."""
+
+    text: str
+    start: int
+    """Where it begins in the whole text, in characters."""
+    overlap: int
+    """How many of its first characters the piece before ended with."""
+    last: bool
+
+
+def read_values(file: str) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each row; the number is the line, or the position of a file without lines, from 1.
+
+    Raises ConfigError for a file that is not what its suffix says, or whose package is not installed.
+    """
+    suffix = suffix_of(file)
+    try:
+        if suffix in (".jsonl", ".ndjson"):
+            yield from _json_lines(file)
+        elif suffix == ".json":
+            yield from _json(file)
+        elif suffix in (".csv", ".tsv"):
+            yield from _csv(file, "," if suffix == ".csv" else "\t")
+        elif suffix == ".parquet":
+            yield from _parquet(file)
+        else:
+            assert not is_document(file)
+            yield from _arrow(file)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def read_text(file: str, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+    """A document from character `start` to `stop`, in pieces that end with a line where one ends late enough."""
+    try:
+        yield from _pieces(_between(_characters(file), start, stop))
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _pieces(blocks: Iterator[str]) -> Iterator[Piece]:
+    held, start, overlap = "", 0, 0
+    for block in blocks:
+        held += block
+        while len(held) > overlap + 2 * PIECE:
+            end = held.rfind("\n", overlap + PIECE // 2, overlap + PIECE) + 1 or overlap + PIECE
+            yield Piece(held[:end], start, overlap, last=False)
+            start, held, overlap = start + end - OVERLAP, held[end - OVERLAP :], OVERLAP
+    if held or start == 0:
+        yield Piece(held, start, overlap, last=True)
+
+
+def _between(blocks: Iterator[str], start: int, stop: int | None) -> Iterator[str]:
+    at = 0
+    for block in blocks:
+        low, high = max(0, start - at), len(block) if stop is None else max(0, stop - at)
+        at += len(block)
+        if part := block[low:high]:
+            yield part
+
+
+def line_end_after(file: str, position: int) -> int:
+    """The character after the first line break at or after `position`; the length of the text where there is none."""
+    at = 0
+    for block in _characters(file):
+        found = block.find("\n", max(0, position - at))
+        if at + len(block) > position and found >= 0:
+            return at + found + 1
+        at += len(block)
+    return at
+
+
+def count_characters(file: str) -> int:
+    """The length of a document, without holding it."""
+    return sum(len(block) for block in _characters(file))
+
+
+def _characters(file: str) -> Iterator[str]:
+    """A file's text, block by block. Raises ConfigError naming the byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    done = 0
+    with _open(file) as stream:
+        while True:
+            data = stream.read(_BLOCK)
+            waiting = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, error, done - waiting) from None
+            done += len(data)
+            if text:
+                yield text
+            if not data:
+                return
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError, before: int = 0) -> ConfigError:
+    return ConfigError(
+        f"{where} is not UTF-8: {error.reason} at byte {before + error.start}; convert it, for instance with iconv"
+    )
+
+
+def _open(file: str) -> BinaryIO:
+    if file.lower().endswith(".gz"):
+        return io.BufferedReader(gzip.open(file))
+    if file.lower().endswith(".zst"):
+        arrow = _package("pyarrow", file, "zstd")
+        stream: BinaryIO = io.BufferedReader(arrow.input_stream(file, compression="zstd"))
+        return stream
+    return open(file, "rb")  # noqa: PTH123 - the caller closes it
+
+
+def _package(name: str, file: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {_INSTALL}") from None
+
+
+def _json_lines(file: str) -> Iterator[tuple[int, Any]]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.isspace():
+                continue
+            try:
+                # Without the line break, lest a column of a message is that of the next line.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{file}:{number}", error) from None
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{file}:{number} is not JSON: {error.msg} at column {error.colno}") from None
+            except RecursionError as error:
+                raise ConfigError(f"{file}:{number} is not JSON: {error}") from None
+            yield number, value
+
+
+def _json(file: str) -> Iterator[tuple[int, Any]]:
+    """A list of rows, element by element; also one object a line under the wrong name."""
+    blocks = _characters(file)
+    held = ""
+    for block in blocks:
+        held += block
+        if held.strip():
+            break
+    if held.lstrip().startswith("["):
+        yield from enumerate(_json_list(file, held, blocks), start=1)
+        return
+    rows = iter(_json_lines(file))
+    try:
+        first = [next(rows), next(rows)]
+    except (ConfigError, StopIteration):
+        raise _no_list(file) from None
+    yield from first
+    yield from rows
+
+
+def _no_list(file: str) -> ConfigError:
+    """What is wrong with a JSON file that is neither a list nor one object a line."""
+    try:
+        value = json.loads("".join(_characters(file)))
+    except json.JSONDecodeError as error:
+        return ConfigError(f"{file}:{error.lineno} is not JSON: {error.msg} at column {error.colno}")
+    return ConfigError(f"{file} holds a JSON {type(value).__name__}; expected a list of rows")
+
+
+def _json_list(file: str, held: str, blocks: Iterator[str]) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
+    at = held.index("[") + 1
+    lines = 1 + held.count("\n", 0, at)
+    column = at - (held.rfind("\n", 0, at) + 1)
+    ended, wanted, expected = False, 0, "]"  # `expected`: what may stand here instead of a value
+    while True:
+        while not ended and (at >= len(held) or wanted > len(held) - at):
+            block = next(blocks, None)
+            ended = block is None
+            held, at = held[at:] + (block or ""), 0
+        text = held[at:].lstrip() if at < len(held) and held[at].isspace() else None
+        if text is not None:
+            blank = len(held) - at - len(text)
+            lines, column = _moved(lines, column, held[at : at + blank])
+            at += blank
+            if at >= len(held) and not ended:
+                continue
+        char = held[at : at + 1]
+        if char == "]" and expected in ("]", ",]"):
+            rest = held[at + 1 :] + "".join(blocks)
+            if rest.strip():
+                raise ConfigError(f"{file}:{lines} is not JSON: extra data after the list")
+            return
+        if expected == ",]":
+            if char != ",":
+                what = f"expected , or ] and found {char!r}" if char else "the list does not end; the file is cut off"
+                raise ConfigError(f"{file}:{lines} is not JSON: {what} at column {column + 1}")
+            at, column, expected = at + 1, column + 1, "value"
+            continue
+        try:
+            value, stop = decoder.raw_decode(held, at)
+        except (json.JSONDecodeError, RecursionError) as error:
+            if not isinstance(error, json.JSONDecodeError):
+                raise ConfigError(f"{file}:{lines} is not JSON: {error}") from None
+            cut_off = error.msg.startswith("Unterminated") or error.pos >= len(held) - _LONGEST_WORD
+            if cut_off and not ended:
+                wanted = 2 * max(len(held) - at, 1)  # the row may go on in the next block
+                continue
+            line, position = _moved(lines, column, held[at : error.pos])
+            raise ConfigError(f"{file}:{line} is not JSON: {error.msg} at column {position + 1}") from None
+        if stop == len(held) and not ended:  # a number may go on
+            wanted = len(held) - at + 1
+            continue
+        wanted = 0
+        lines, column = _moved(lines, column, held[at:stop])
+        at, expected = stop, ",]"
+        yield value
+
+
+def _moved(line: int, column: int, text: str) -> tuple[int, int]:
+    breaks = text.count("\n")
+    return line + breaks, len(text) - text.rfind("\n") - 1 if breaks else column + len(text)
+
+
+def _csv(file: str, separator: str) -> Iterator[tuple[int, Any]]:
+    """Rows by the names of the first line; every cell is a string."""
+    csv.field_size_limit(sys.maxsize)
+    lines = _lines(file)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    try:
+        names = next(reader, None)
+        if names is None:
+            return
+        if len(set(names)) < len(names) or not all(names):
+            raise ConfigError(f"{file}:1: the first line has to name each column once; it is {separator.join(names)}")
+        before = reader.line_num
+        for cells in reader:
+            number, before = before + 1, reader.line_num
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise ConfigError(
+                    f"{file}:{number} has {len(cells)} cells, and the first line names {len(names)} columns; put "
+                    'cells with separators or line breaks in "quotes"'
+                )
+            yield number, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise ConfigError(f"{file}:{reader.line_num} is not CSV: {error}") from None
+
+
+def _lines(file: str) -> Iterator[str]:
+    held = ""
+    for block in _characters(file):
+        *lines, held = (held + block).split("\n")
+        yield from (line + "\n" for line in lines)
+    if held:
+        yield held
+
+
+def _parquet(file: str) -> Iterator[tuple[int, Any]]:
+    parquet = _package("pyarrow.parquet", file, "Parquet")
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield number, _present(value)
+    except ValueError as error:  # pyarrow's errors about content derive from it
+        raise ConfigError(f"{file} is not a readable Parquet file: {error}") from None
+
+
+def _arrow(file: str) -> Iterator[tuple[int, Any]]:
+    """Arrow's stream format, as `datasets` saves it, or its file format."""
+    arrow = _package("pyarrow", file, "Arrow")
+    number = 0
+    try:
+        with arrow.memory_map(file) as stream:
+            try:
+                batches: Any = arrow.ipc.open_stream(stream)
+            except arrow.ArrowInvalid:
+                stream.seek(0)
+                reader = arrow.ipc.open_file(stream)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            for batch in batches:
+                for low in range(0, batch.num_rows, 1024):
+                    for value in batch.slice(low, 1024).to_pylist():
+                        number += 1
+                        yield number, _present(value)
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a readable Arrow file: {error}") from None
+
+
+def _present(value: Any) -> Any:
+    """A value without its nulls: in columnar files every row has every column, and a null stands for "not there"."""
+    if isinstance(value, dict):
+        return {key: _present(part) for key, part in value.items() if part is not None}
+    return [_present(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,292 @@
+"""Values from files as rows: text, a conversation, or a prompt with its completion.
+
+Which of them a value is follows from its columns, as TRL, axolotl and LLaMA-Factory name them. Columns that nothing
+reads are remarked on, so that no part of a row is left out without a word.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from megatrain.config import SourceConfig
+from megatrain.data import messages as chat
+from megatrain.data.file_formats import Piece
+from megatrain.data.messages import Message, brief, checked
+from megatrain.errors import ConfigError
+
+Kind = Literal["text", "chat", "completion"]
+Remark = tuple[str, str]
+"""(kind, name) of what a user should be told about a row; `remarks.describe` has the sentences."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it was found."""
+
+    kind: Kind
+    file: int
+    """Index into the source's files."""
+    number: int
+    """Line or position in the file, from 1; 0: the file is the row."""
+    text: str = ""
+    """The text; of a completion the prompt."""
+    completion: str = ""
+    """What follows the prompt."""
+    system: str = ""
+    """Of a completion: what a chat template is given as system message."""
+    messages: tuple[Message, ...] = ()
+    """Messages with `role` and `content`."""
+    marks: tuple[bool | None, ...] = ()
+    """For each message whether its turn is learnt, as the row marks it; None, or no entry: not marked."""
+    prompt_turns: int = 0
+    """How many of the messages are the prompt, and not learnt unless everything is."""
+    tools: tuple[Any, ...] | None = None
+    """Tool descriptions for the chat template."""
+    skip: str = ""
+    """Why the row is left out; empty: it is not."""
+    remarks: tuple[Remark, ...] = ()
+    piece: Piece | None = None
+    """Set where `text` is a part of a long text."""
+
+
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_NAMES = ("text", "messages", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
+          "chosen", "rejected", "label")  # fmt: skip
+
+
+class RowParser:
+    """Makes rows of one source's values."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._form = config.format
+        self._names = {name: config.fields.get(name, name) for name in _NAMES}
+
+    def row(self, value: Any, file: int, number: int, where: str) -> Row:
+        """`where` names the row in messages. Raises ConfigError for a value that is not as it should be."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(f'{where} holds a {type(value).__name__}; expected an object such as {{"text": …}}')
+        reader = _Reader(value, self._config, self._aliased(value), where)
+        kind = self._form if self._form != "auto" else self._detect(reader)
+        row = self._read(kind, reader, file, number)
+        if row is None:
+            raise self._unknown(kind, value, where)
+        if row.kind != "text":
+            for key in _MEDIA:
+                if value.get(key):
+                    raise ConfigError(f"{where} has {key}; {chat.NO_MEDIA}, or leave {key} out")
+        unused = [
+            ("column", str(key)) for key, part in value.items() if key not in reader.used and part not in (None, "", [])
+        ]
+        return dataclasses.replace(row, remarks=(("rows", reader.what), *reader.remarks, *unused))
+
+    def _aliased(self, value: Mapping[str, Any]) -> dict[str, str]:
+        """Columns by our names, with what else they are usually called."""
+        names = dict(self._names)
+        for name, other in (("messages", "conversations"), ("messages", "conversation"), ("label", "kto_tag"),
+                            ("tools", "functions")):  # fmt: skip
+            if name not in self._config.fields and names[name] not in value and other in value:
+                names[name] = other
+        return names
+
+    def _detect(self, reader: "_Reader") -> str:
+        if reader.has("messages"):
+            return "chat"
+        if reader.has("chosen") and reader.has("rejected"):
+            raise ConfigError(
+                f"{reader.where} is a preference pair (chosen and rejected), which methods such as DPO learn from and "
+                "fine-tuning does not; to train on the chosen answers alone write format: preference"
+            )
+        if reader.has("prompt") and reader.has("completion"):
+            return "completion"
+        if reader.has("instruction") and reader.has("output"):
+            return "alpaca"
+        return "text" if reader.has("text") else ""
+
+    def _read(self, kind: str, reader: "_Reader", file: int, number: int) -> Row | None:
+        if kind == "text" and reader.has("text"):
+            reader.what = f"text ({reader.names['text']})"
+            return Row(kind="text", file=file, number=number, text=reader.string("text"))
+        if kind == "preference" and reader.has("chosen"):
+            return self._preference(reader, file, number)
+        if kind == "alpaca" and reader.has("instruction") and reader.has("output"):
+            reader.what = f"Alpaca rows ({reader.names['instruction']}, {reader.names['output']})"
+            turns = [*self._alpaca_prompt(reader), {"role": "assistant", "content": reader.string("output")}]
+            return reader.conversation(turns, [], file, number)
+        if kind == "chat" and reader.has("messages"):
+            reader.what = f"conversations ({reader.names['messages']})"
+            parsed = reader.messages("messages")
+            return reader.conversation(parsed.messages, parsed.marks, file, number)
+        if kind in ("chat", "completion") and reader.has("prompt") and reader.has("completion"):
+            reader.what = f"prompts with completions ({reader.names['prompt']}, {reader.names['completion']})"
+            return self._completion(kind, reader, "completion", file, number)
+        return None
+
+    def _completion(self, kind: str, reader: "_Reader", answer: str, file: int, number: int) -> Row:
+        """A prompt and what is learnt after it: strings, or lists of messages of which the last are learnt."""
+        prompt, completion = reader.value("prompt"), reader.value(answer)
+        if isinstance(prompt, str) and isinstance(completion, str) and kind == "completion":
+            text, after = reader.string("prompt"), reader.string(answer)
+            row = Row(kind="completion", file=file, number=number, text=text, completion=after,
+                      system=reader.optional("system"))  # fmt: skip
+            return reader.labelled(row)
+        before = reader.turns("prompt", "user")
+        after_turns = reader.turns(answer, "assistant")
+        turns, marks = [*before.messages, *after_turns.messages], [*before.marks, *after_turns.marks]
+        return reader.conversation(turns, marks, file, number, prompt_turns=len(before.messages))
+
+    def _preference(self, reader: "_Reader", file: int, number: int) -> Row:
+        reader.what = f"the chosen answers of preference pairs ({reader.names['chosen']})"
+        reader.remarks.append(("preference", ""))
+        if reader.has("prompt"):
+            return self._completion("chat", reader, "chosen", file, number)
+        before: list[Message] = []
+        if reader.has("messages"):
+            before = list(reader.messages("messages").messages)
+        elif reader.has("instruction"):
+            before = self._alpaca_prompt(reader)
+        chosen = reader.turns("chosen", "assistant")
+        shared = 0
+        if not before and reader.has("rejected"):
+            # The whole conversation stands in both: what they share is the prompt.
+            rejected = reader.turns("rejected", "assistant")
+            reader.used.discard(reader.names["rejected"])
+            shared = chat.same(chosen.messages, rejected.messages)
+            if shared == len(chosen.messages):
+                shared = 0
+        marks = [*[None] * len(before), *chosen.marks]
+        return reader.conversation([*before, *chosen.messages], marks, file, number, prompt_turns=len(before) + shared)
+
+    def _alpaca_prompt(self, reader: "_Reader") -> list[Message]:
+        """Earlier exchanges, then the instruction with its input on the next line, as LLaMA-Factory joins them."""
+        turns: list[Message] = []
+        history = reader.value("history") if reader.has("history") else None
+        if isinstance(history, str):
+            history = chat.decoded(history, f"{reader.where}: {reader.names['history']}") if history.strip() else None
+        for index, pair in enumerate(history or ()):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise ConfigError(
+                    f"{reader.where}: {reader.names['history']}[{index}] is {brief(pair)}; expected a question and "
+                    "its answer"
+                )
+            for role, text in zip(("user", "assistant"), pair, strict=True):
+                place = f"{reader.where}: {reader.names['history']}[{index}]"
+                turns.append({"role": role, "content": checked(text, place)})
+        asked, given = reader.string("instruction"), reader.optional("input")
+        turns.append({"role": "user", "content": f"{asked}\n{given}" if given and asked else asked or given})
+        return turns
+
+    def _unknown(self, kind: str, value: Mapping[str, Any], where: str) -> ConfigError:
+        names = self._names
+        wanted = {
+            "text": names["text"],
+            "chat": names["messages"],
+            "completion": f"{names['prompt']} and {names['completion']}",
+            "alpaca": f"{names['instruction']} and {names['output']}",
+            "preference": names["chosen"],
+        }.get(kind, "text, messages, prompt and completion, or instruction and output")
+        return ConfigError(
+            f"{where} has the keys {', '.join(map(str, value)) or '(none)'}; expected {wanted}. Name other keys in the "
+            "source's fields, such as fields: {text: body} or fields: {prompt: question, completion: answer}"
+        )
+
+
+class _Reader:
+    """Columns of one value, and which of them were read."""
+
+    def __init__(self, value: Mapping[str, Any], config: SourceConfig, names: dict[str, str], where: str) -> None:
+        self._value = value
+        self._fields = config.fields
+        self.names = names
+        self.where = where
+        self.used: set[str] = set()
+        self.remarks: list[Remark] = []
+        self.what = ""
+
+    def has(self, name: str) -> bool:
+        """Whether the column is there; a null is not."""
+        return self._value.get(self.names[name]) is not None or (
+            name in ("text", "prompt", "completion", "messages", "instruction", "output")
+            and self.names[name] in self._value
+        )
+
+    def value(self, name: str) -> Any:
+        """A column as it is."""
+        self.used.add(self.names[name])
+        return self._value[self.names[name]]
+
+    def string(self, name: str) -> str:
+        """A column of text."""
+        return checked(self.value(name), f"{self.where}: {self.names[name]}")
+
+    def optional(self, name: str) -> str:
+        """A column of text, empty where the row has none."""
+        return self.string(name) if self.has(name) else ""
+
+    def messages(self, name: str) -> chat.Parsed:
+        """A column of messages."""
+        parsed = chat.parse(self.value(name), self._fields, f"{self.where}: {self.names[name]}")
+        self.remarks += parsed.remarks
+        return parsed
+
+    def turns(self, name: str, role: str) -> chat.Parsed:
+        """A column of messages, or a string or single message that is one turn."""
+        value = self.value(name)
+        if isinstance(value, Mapping):
+            value = [value]
+        if isinstance(value, str):
+            text = checked(value, f"{self.where}: {self.names[name]}")
+            return chat.Parsed(({"role": role, "content": text},), (None,))
+        parsed = chat.parse(value, self._fields, f"{self.where}: {self.names[name]}")
+        self.remarks += parsed.remarks
+        return parsed
+
+    def conversation(
+        self,
+        turns: Sequence[Message],
+        marks: Sequence[bool | None],
+        file: int,
+        number: int,
+        *,
+        prompt_turns: int = 0,
+    ) -> Row:
+        """A row of messages, with the columns that belong to it."""
+        turns, marks = list(turns), [*marks, *[None] * (len(turns) - len(marks))]
+        system = self.names["system"]
+        if self.has("system") and not (turns and turns[0]["role"] == "system"):
+            if text := self.string("system"):
+                turns, marks = [{"role": "system", "content": text}, *turns], [None, *marks]
+                prompt_turns += bool(prompt_turns)
+        elif self.has("system") and self._value[system] == turns[0]["content"]:
+            self.used.add(system)
+        tools = None
+        if self.has("tools"):
+            tools = chat.tools_of(self.value("tools"), self.where)
+            if tools and self.names["tools"] == "functions" and "tools" not in self._fields:  # OpenAI's earlier form
+                tools = tuple({"type": "function", "function": tool} for tool in tools)
+        self.remarks += [("marked", message["role"]) for message, mark in zip(turns, marks, strict=True)
+                         if mark and message["role"] != "assistant"]  # fmt: skip
+        row = Row(
+            kind="chat",
+            file=file,
+            number=number,
+            messages=tuple(turns),
+            marks=tuple(marks),
+            prompt_turns=prompt_turns,
+            tools=tools,
+        )
+        return self.labelled(row)
+
+    def labelled(self, row: Row) -> Row:
+        """Leaves out an answer that is labelled as a bad one, as rows for KTO are."""
+        label = self._value.get(self.names["label"])
+        if isinstance(label, str) and label.lower() in ("true", "false"):  # CSV
+            label = label.lower() == "true"
+        if not isinstance(label, bool):
+            return row
+        self.used.add(self.names["label"])
+        return (
+            row
+            if label
+            else dataclasses.replace(row, skip=f"its answer is labelled as a bad one ({self.names['label']}: false)")
+        )

@@ -1,0 +1,94 @@
+"""What this folder and `checkpoint/` need of a model, of the core that stores it, and of a source of weights."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.system.safetensors_io import Entry
+from megatrain.weights.hf_layout import Layout
+
+
+class TensorRef(Protocol):
+    """Where one tensor of the model lies in the store."""
+
+    @property
+    def unit(self) -> int: ...
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a frozen tensor its own; of a trainable one that of the compute weights."""
+
+    @property
+    def role(self) -> str:
+        """`trainable` or `frozen`."""
+
+
+class Decoder(Protocol):
+    """The model, as far as its weights go."""
+
+    layout: Layout | None
+    """How its source holds the tensors, so that an export does too; None: as models of its kind are published."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """By Hugging Face name, each stored tensor once."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors, each to the name in `tensors`."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, without storage."""
+
+    @property
+    def config(self) -> Any:
+        """Its configuration."""
+
+    @property
+    def precision(self) -> str:
+        """`bf16` or `fp32`: how trainable tensors are stored."""
+
+
+class Core(Protocol):
+    """What moves planes; `megatrain._core.Engine`."""
+
+    def read(self, unit: int, tensor: int, plane: Any, out: Any, start: int = 0) -> None: ...
+    def write(self, unit: int, tensor: int, plane: Any, source: Any, start: int = 0) -> None: ...
+    def step_count(self, unit: int, tensor: int) -> int: ...
+    def set_step_count(self, unit: int, tensor: int, count: int) -> None: ...
+    def begin_save(
+        self, files: list[tuple[str, Any, bytes, list[tuple[int, int]]]], chunk_bytes: int, needed: int
+    ) -> None: ...
+    def save_progress(self) -> tuple[int, bool]: ...
+    def finish_save(self) -> tuple[list[tuple[str, list[int]]], list[list[int]]]: ...
+    def cancel_save(self) -> None: ...
+
+
+class Weights(Protocol):
+    """Tensors that can be read in pieces."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """By name."""
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Those whose last two dimensions the model has the other way round."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether values are made from others: then an export is laid out as published models that are not."""
+
+    def where(self, name: str) -> str:
+        """The file a tensor is in, for messages."""
+
+    def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:
+        """Elements [start, start + count) of a tensor, flat, in its own dtype; may lie in `buffer` (uint8)."""

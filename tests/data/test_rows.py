@@ -1,0 +1,176 @@
+"""Every column, field and key of a row is used, or named as unused."""
+
+import json
+
+import pytest
+
+from megatrain.config import SourceConfig
+from megatrain.data.readers import Source
+from megatrain.data.tokenization import Encoder
+from megatrain.errors import ConfigError
+from support.tiny_tokenizer import tiny_tokenizer
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASK, ANSWER = {"role": "user", "content": "hello there"}, {"role": "assistant", "content": "how are you?"}
+
+
+def read(path, *values, **settings):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return list(Source(SourceConfig(path=str(path), **settings)).rows())
+
+
+def encode(rows, template=CHATML, supervise="assistant"):
+    tokenizer = tiny_tokenizer(specials=("<|im_start|>", "<|im_end|>"), template=template)
+    return tokenizer, Encoder(tokenizer, supervise).encode(rows, [f"rows:{row.number}" for row in rows])
+
+
+def learnt(tokenizer, encoded):
+    runs, before = [], 0
+    for token, flag in zip(encoded.ids.tolist(), encoded.supervised.tolist(), strict=True):
+        if flag:
+            runs = [*runs, [token]] if not before else [*runs[:-1], [*runs[-1], token]]
+        before = flag
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss_mask": 0}, {"masked": True}]
+)
+def test_a_turn_that_is_marked_is_not_learnt(tmp_path, mark):
+    second = {"role": "assistant", "content": "paris"}
+    rows = read(tmp_path / "a.jsonl", {"messages": [ASK, {**ANSWER, **mark}, ASK, second]})
+    tokenizer, (encoded,) = encode(rows)
+    assert learnt(tokenizer, encoded) == ["paris<|im_end|>"]
+
+
+def test_keys_that_no_template_reads_change_nothing_and_are_named(tmp_path):
+    turns = [ASK, {**ANSWER, "weight": 1, "id": 7, "timestamp": "now"}]
+    rows = read(tmp_path / "a.jsonl", {"messages": turns, "source": "web"}, {"messages": [ASK, ANSWER]})
+    _, (keyed, plain) = encode(rows)
+    assert keyed.ids.tolist() == plain.ids.tolist()
+    assert keyed.supervised.tolist() == plain.supervised.tolist()
+    assert {("message key", "id"), ("message key", "timestamp"), ("column", "source")} <= set(keyed.remarks)
+    with pytest.raises(ConfigError, match=r"weight is float 0\.5; a turn is learnt or not"):
+        read(tmp_path / "b.jsonl", {"messages": [ASK, {**ANSWER, "weight": 0.5}]})
+
+
+def test_arguments_as_json_string_and_as_object_give_the_same_tokens_and_the_call_is_learnt(tmp_path):
+    def talk(arguments):
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "sum", "arguments": arguments}}],
+        }
+        return {"messages": [ASK, call, {"role": "tool", "content": "four"}, ANSWER]}
+
+    rows = read(tmp_path / "a.jsonl", talk('{"a": 2}'), talk({"a": 2}))
+    tokenizer, (one, other) = encode(rows, TOOLS)
+    assert one.ids.tolist() == other.ids.tolist()
+    assert learnt(tokenizer, one) == ['<call>sum({"a": 2})<|im_end|>', "how are you?<|im_end|>"]
+
+
+def test_reasoning_in_a_field_is_learnt_where_it_is_rendered_and_said_where_it_is_not(tmp_path):
+    rows = read(tmp_path / "a.jsonl", {"messages": [ASK, {**ANSWER, "reasoning_content": "two and two"}]})
+    tokenizer, (encoded,) = encode(rows, THINKING)
+    assert learnt(tokenizer, encoded) == ["<think>\ntwo and two\n</think>\n\nhow are you?<|im_end|>"]
+    tokenizer, (encoded,) = encode(rows)
+    assert learnt(tokenizer, encoded) == ["how are you?<|im_end|>"]
+    assert ("reasoning", "in a field of its own") in encoded.remarks
+
+
+def test_the_cost_of_a_long_conversation_grows_with_its_turns(tmp_path):
+    turns = [ASK, {"role": "assistant", "content": "<think>\ntwo\n</think>\n\nfour"}]
+    strip = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}")
+    counts = []
+    for pairs in (5, 50):
+        rows = read(tmp_path / "a.jsonl", {"messages": turns * pairs})
+        tokenizer = tiny_tokenizer(specials=("<|im_start|>", "<|im_end|>"), template=strip)
+        encoder, calls = Encoder(tokenizer), []
+        render = encoder._render
+        encoder._render = lambda *args, render=render, calls=calls, **kw: calls.append(1) or render(*args, **kw)
+        (encoded,) = encoder.encode(rows, ["rows:1"])
+        assert learnt(tokenizer, encoded) == ["four<|im_end|>"] * pairs
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+def test_answers_labelled_as_bad_are_left_out(tmp_path):
+    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
+    assert [row.skip for row in read(tmp_path / "a.jsonl", good, bad)] == [
+        "",
+        "its answer is labelled as a bad one (label: false)",
+    ]
+
+
+def test_a_system_column_parts_of_text_and_roles_of_their_own(tmp_path):
+    shared = {"system": "be kind", "conversations": [{"from": "prompter", "value": [{"type": "text", "text": "hi"}]}]}
+    (row,) = read(tmp_path / "a.jsonl", shared, fields={"role.user": "prompter"})
+    assert row.messages == ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"})
+
+
+def test_alpaca_rows_and_preference_pairs(tmp_path):
+    alpaca = {"instruction": "add", "input": "2 2", "output": "4", "history": [["hi", "ho"]]}
+    (row,) = read(tmp_path / "a.jsonl", alpaca)
+    assert [message["content"] for message in row.messages] == ["hi", "ho", "add\n2 2", "4"]
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(ConfigError, match=r"DPO.*format: preference"):
+        read(tmp_path / "b.jsonl", pair)
+    (row,) = read(tmp_path / "b.jsonl", pair, format="preference")
+    assert (row.messages[-1]["content"], row.prompt_turns) == ("b", 1)
+
+
+def test_of_a_prompt_of_messages_the_completion_alone_is_learnt(tmp_path):
+    rows = read(tmp_path / "a.jsonl", {"prompt": [ASK, ANSWER, ASK], "completion": [{**ANSWER, "content": "paris"}]})
+    tokenizer, (encoded,) = encode(rows)
+    assert learnt(tokenizer, encoded) == ["paris<|im_end|>"]
+
+
+def test_a_csv_file_has_rows(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,completion\nhi,"ho, ho"\n')
+    (row,) = Source(SourceConfig(path=str(tmp_path / "a.csv"))).rows()
+    assert (row.kind, row.text, row.completion, row.number) == ("completion", "hi", "ho, ho", 2)
+
+
+def test_a_generation_tag_in_a_comment_is_no_mark():
+    from megatrain.data.template_facts import template_facts
+
+    assert not template_facts("{# {% generation %} #}" + CHATML).marks_generation
+    assert template_facts("{% generation %}a{% endgeneration %}").marks_generation
+
+
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatrain.data.file_formats.PIECE", 3000)
+    monkeypatch.setattr("megatrain.data.file_formats.OVERLAP", 400)
+    monkeypatch.setattr("megatrain.data.tokenization.OVERLAP", 400)
+    text = "".join(f"line {n}: the capital of france, {n * n} and é日\n" for n in range(900))
+    (tmp_path / "a.txt").write_text(text)
+    tokenizer = tiny_tokenizer()
+    encoder = Encoder(tokenizer)
+    parts = list(encoder.encode_all(Source(SourceConfig(path=str(tmp_path / "a.txt"))), 2))
+    assert len(parts) > 5
+    assert [part.goes_on for part in parts] == [True] * (len(parts) - 1) + [False]
+    whole = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert [token for part in parts for token in part.ids.tolist()] == whole
+
+
+def test_a_folder_skips_cards_and_hidden_files_and_wants_one_split_named(tmp_path):
+    for name in ("README.md", "LICENSE", ".ipynb_checkpoints/a.jsonl", "a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    source = Source(SourceConfig(path=str(tmp_path)))
+    assert [name.rpartition("/")[2] for name in source.files] == ["a.jsonl"]
+    assert {name for _, name in source.skipped} == {"README.md", "LICENSE", ".ipynb_checkpoints/a.jsonl"}
+    (tmp_path / "test.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(ConfigError, match="holds the splits train, test; name one"):
+        Source(SourceConfig(path=str(tmp_path)))
+    assert len(Source(SourceConfig(path=str(tmp_path), split="train")).files) == 1

@@ -1,0 +1,106 @@
+"""What a loss function of the caller's allocates is in the plan, and refused where it does not fit."""
+
+import weakref
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatrain.engine import embed_head
+from megatrain.engine.profile import loss_fn_bytes
+from megatrain.errors import ConfigError, DoesNotFit
+from support.reference import batches, build, engine
+
+SIZES = {"micro_batch": (4, 64), "micro_batches": 1}
+BATCH = {"rows": 4, "seq": 64}
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of new tensors that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in {*before, *self.alive}:
+                storage = value.untyped_storage()
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def cross_entropy(hidden: Tensor, head: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = head(hidden).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def workspace(ours: Any) -> int:
+    return sum(item["bytes"] for item in ours.plan["items"] if item["what"] == "workspace (torch)")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", True)])
+def test_the_cross_entropy_of_all_logits_stays_within_what_is_planned(
+    kind: str, tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = engine(build(kind, vocab_size=4096, tie_word_embeddings=tied), precision=precision, **SIZES)
+    peaks, custom = [], embed_head.HeadTemplate._custom
+
+    def measured(*args: Any) -> Any:
+        with Peak() as peak:
+            result = custom(*args)
+        peaks.append(peak.peak)
+        return result
+
+    monkeypatch.setattr(embed_head.HeadTemplate, "_custom", measured)
+    ours.step(batches(1, vocab=4096, **BATCH), loss_fn=cross_entropy)
+    planned = loss_fn_bytes(ours.decoder, 4 * 64)
+    assert planned / 2 < peaks[0] <= planned, (peaks, planned)
+
+
+def test_the_first_step_with_loss_fn_plans_its_memory_and_gives_the_built_in_losses_numbers() -> None:
+    model = build(vocab_size=4096)
+    plain, ours = engine(model, **SIZES), engine(model, **SIZES)
+    before = workspace(ours)
+    for seed in range(2):
+        wanted = plain.step(batches(1, seed=seed, vocab=4096, **BATCH))
+        out = ours.step(batches(1, seed=seed, vocab=4096, **BATCH), loss_fn=cross_entropy)
+        assert out.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert out.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert workspace(ours) - before > 4 * 64 * 4096 * 8
+    assert workspace(plain) == before
+
+
+def test_a_loss_fn_that_does_not_fit_is_refused_before_the_step_and_the_engine_goes_on() -> None:
+    ours = engine(build(vocab_size=4096), memory={"gpu": "20MB", "host": "1GiB"}, **SIZES)
+    with pytest.raises(DoesNotFit, match=r"(?s)memory of loss_fn: the logits of 256 tokens.*loss_workspace") as refused:
+        ours.step(batches(1, vocab=4096, **BATCH), loss_fn=cross_entropy)
+    assert refused.value.items
+    assert ours.num_steps == 0
+    ours.step(batches(1, vocab=4096, **BATCH))
+    assert ours.num_steps == 1
+
+
+def test_a_declared_workspace_is_planned_from_the_start() -> None:
+    plain, declared = (
+        engine(build(), **SIZES, plan={"loss_workspace": size} if size else {}) for size in (None, "64MiB")
+    )
+    assert workspace(declared) - workspace(plain) > 60 << 20
+    before = declared.plan
+    declared.step(batches(1, **BATCH), loss_fn=cross_entropy)
+    assert declared.plan == before
+
+
+@pytest.mark.parametrize(("size", "words"), [("much", "plan.loss_workspace"), (True, "plan.loss_workspace is True")])
+def test_a_workspace_that_is_no_size_is_refused(size: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(build(), plan={"loss_workspace": size})

@@ -86,7 +86,7 @@ pub(crate) fn allowance(device_updates: bool, stages: bool) -> f64 {
 pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
     let (request, plan) = condensed(request, plan);
     let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
-    Ok(estimate(&request, &plan, &request.rates.sustained())?.step_s * allowance)
+    Ok(estimate(&request, &plan, &request.sustained_rates())?.step_s * allowance)
 }
 
 /// Most micro-batches of a group that are simulated one by one.
@@ -109,7 +109,15 @@ fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow
     let times = f64::from(plan.micro_batches) / f64::from(simulated);
     let mut request = request.clone();
     for unit in &mut request.units {
-        unit.flops *= times;
+        for amount in [
+            &mut unit.flops,
+            &mut unit.attention_flops,
+            &mut unit.spared_flops,
+            &mut unit.moved_bytes,
+            &mut unit.launch_s,
+        ] {
+            *amount *= times;
+        }
         unit.kept_bytes = (unit.kept_bytes as f64 * times) as u64;
         unit.input_bytes = (unit.input_bytes as f64 * times) as u64;
     }
@@ -153,7 +161,7 @@ impl Durations<'_> {
         let upload = |bytes: u64| bytes as f64 / (r.h2d_gbs * 1e9);
         let download = |bytes: u64| bytes as f64 / (r.d2h_gbs * 1e9);
         let memory = |bytes: u64| bytes as f64 / (r.hbm_gbs * 1e9);
-        let compute = |times: f64| times * self.request.units[unit].flops / (r.matmul_tflops * 1e12);
+        let work = &self.request.units[unit];
         match op.kind {
             Kind::Load | Kind::FetchActivation => upload(self.link_bytes(op)),
             Kind::OffloadActivation => download(self.link_bytes(op)),
@@ -165,10 +173,12 @@ impl Durations<'_> {
                 norm + download(self.link_bytes(op))
             }
             Kind::Embed | Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes),
-            Kind::Forward => compute(1.0),
-            Kind::Loss => compute(3.0),
-            Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => compute(3.0),
-            Kind::Backward => compute(2.0),
+            Kind::Forward => work.forward_s(r),
+            Kind::Loss => work.forward_s(r) + work.backward_s(r),
+            Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => {
+                work.recompute_s(r) + work.backward_s(r)
+            }
+            Kind::Backward => work.backward_s(r),
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())

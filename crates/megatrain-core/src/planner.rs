@@ -7,10 +7,13 @@
 //! budget is a candidate under a larger one, and more memory never makes a plan slower. A request is refused only when
 //! no point fits, with the sum of the point that misses by least.
 //!
+//! The same is done for each number of micro-batches in a group (`groups`).
+//!
 //! Every choice can be asked for in [`crate::plan::Requests`]; one that cannot be honoured is refused by name.
 use crate::error::Result;
 use crate::plan::{Plan, Request};
 
+mod groups;
 mod point;
 mod search;
 mod space;
@@ -22,7 +25,7 @@ mod space;
 /// [`crate::Error::SharedMemory`] with the sum.
 pub fn plan(request: &Request) -> Result<Plan> {
     request.check()?;
-    let mut plan = search::fastest(request)?;
+    let mut plan = groups::fastest(request)?;
     plan.estimate = crate::estimate::forecast(request, &plan)?;
     Ok(plan)
 }

@@ -3,7 +3,8 @@ use megatrain_core::error::{Error, Tier};
 use megatrain_core::estimate::estimate;
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{
-    Activation, Auto, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UnitRole, UpdateMode, plan,
+    Activation, Auto, Budget, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UnitRole, UpdateMode,
+    plan,
 };
 use megatrain_core::schedule::{Kind, Lane, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;
@@ -300,6 +301,7 @@ fn timed(layers: usize, load: f64, compute: f64, update: f64, mode: UpdateMode) 
         link_cost: 0.0,
         both_ways: 2.0,
         hbm_gbs: 1e9,
+        ..Rates::default()
     };
     request
 }
@@ -602,4 +604,44 @@ fn memory_that_device_and_host_share_is_given_out_once() {
             Err(other) => panic!("{other}"),
         }
     }
+}
+
+#[test]
+fn the_smallest_of_groups_is_taken_where_it_lets_activations_stay() {
+    // Eight micro-batches whose activations fit one at a time: in one group they would all be recomputed.
+    let mut request = model(8, 8);
+    request.device = DeviceKind::Cuda;
+    for unit in &mut request.units[1..=8] {
+        (unit.kept_bytes, unit.input_bytes, unit.flops) = (64 << 20, 1 << 20, 4e12);
+    }
+    request.budget = Budget { device: 2 << 30, host: 8 << 30 };
+    let chosen = plan(&request).unwrap();
+    let expected = |group: u32| {
+        let mut asked = request.clone();
+        asked.requests.group = Some(group);
+        plan(&asked).unwrap().estimate.expected_step_s
+    };
+    assert!(chosen.group < 8, "{}", chosen.group);
+    let fastest = [1, 2, 4, 8].map(expected).into_iter().fold(f64::INFINITY, f64::min);
+    assert!(chosen.estimate.expected_step_s <= fastest * 1.001);
+    request.one_group = true;
+    assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
+}
+
+#[test]
+fn computing_takes_the_time_of_attention_of_elementwise_kernels_and_of_launches_too() {
+    let mut request = model(4, 1);
+    let plain = plan(&request).unwrap().estimate;
+    for unit in &mut request.units[1..=4] {
+        unit.moved_bytes = 50e9;
+    }
+    let moving = plan(&request).unwrap().estimate;
+    assert!(moving.expected_step_s > plain.expected_step_s + 0.1, "{moving:?}");
+    assert!((moving.step_s - plain.step_s).abs() < 1e-9, "a bound counts the floating-point operations alone");
+    for unit in &mut request.units[1..=4] {
+        (unit.moved_bytes, unit.launch_s) = (1.0, 0.5);
+    }
+    assert!(plan(&request).unwrap().estimate.expected_step_s > 4.0 * 0.5 * 2.4 * 0.99);
+    request.units[1].spared_flops = f64::NAN;
+    assert!(plan(&request).is_err());
 }

@@ -97,6 +97,20 @@ pub struct UnitRequest {
     /// Floating-point operations of its forward's matmuls.
     #[serde(default)]
     pub flops: f64,
+    /// Those of `flops` that attention takes, which runs at a rate of its own.
+    #[serde(default)]
+    pub attention_flops: f64,
+    /// Those of `flops` that recomputation leaves out: it stops at the last tensor that backward needs, so the last
+    /// matmul is not repeated.
+    #[serde(default)]
+    pub spared_flops: f64,
+    /// Bytes of device memory that the forward's kernels other than matmuls and attention read and write.
+    #[serde(default)]
+    pub moved_bytes: f64,
+    /// Seconds that the calling thread takes to launch the forward's kernels: no forward is shorter, however small its
+    /// tensors.
+    #[serde(default)]
+    pub launch_s: f64,
 }
 
 /// How much memory may be used.
@@ -175,6 +189,9 @@ pub struct Rates {
     pub link_cost: f64,
     /// What the link carries both ways together beside the host's optimizer, as a multiple of what it carries one way.
     pub both_ways: f64,
+    /// Whether a unit's computing takes the time of its attention, elementwise kernels and launches too; a bound counts
+    /// the floating-point operations alone.
+    pub beside_matmuls: bool,
 }
 
 impl Default for Rates {
@@ -187,13 +204,16 @@ impl Default for Rates {
             hbm_gbs: 2500.0,
             link_cost: 0.0,
             both_ways: 2.0,
+            beside_matmuls: false,
         }
     }
 }
 
-/// Shares of the measured rates that a whole step sustains, measured on a card: matmuls with everything between them, and
-/// a link used in both directions.
-const SUSTAINED_MATMUL: f64 = 0.73;
+/// Shares of the measured rates that a whole step sustains, measured on a card: matmuls, whose clock the power limit lowers
+/// and which have gaps between them (705 of 746 TFLOP/s without the gaps); the same with everything that runs between
+/// matmuls, where that is not known; and a link used in both directions.
+const SUSTAINED_MATMUL: f64 = 0.92;
+const SUSTAINED_COMPUTE: f64 = 0.73;
 const SUSTAINED_LINK: f64 = 0.9;
 const SUSTAINED_HBM: f64 = 0.8;
 /// [`Rates::link_cost`] on a machine whose optimizer fell from 5.0 to 3.1 G parameters/s while 90 GB/s crossed the link.
@@ -202,17 +222,19 @@ const LINK_COST: f64 = 0.55;
 const BOTH_WAYS: f64 = 1.3;
 
 impl Rates {
-    /// What a step gets of the measured rates, each of which was measured alone.
+    /// What a step gets of the measured rates, each of which was measured alone. `profiled`: units say what they do
+    /// beside matmuls.
     #[must_use]
-    pub fn sustained(&self) -> Self {
+    pub fn sustained(&self, profiled: bool) -> Self {
         Self {
             h2d_gbs: self.h2d_gbs * SUSTAINED_LINK,
             d2h_gbs: self.d2h_gbs * SUSTAINED_LINK,
-            matmul_tflops: self.matmul_tflops * SUSTAINED_MATMUL,
+            matmul_tflops: self.matmul_tflops * if profiled { SUSTAINED_MATMUL } else { SUSTAINED_COMPUTE },
             adamw_gparams: self.adamw_gparams,
             hbm_gbs: self.hbm_gbs * SUSTAINED_HBM,
             link_cost: LINK_COST,
             both_ways: BOTH_WAYS,
+            beside_matmuls: true,
         }
     }
 }
@@ -255,6 +277,10 @@ pub struct Request {
     pub shared_memory: bool,
     /// The kind of device.
     pub device: DeviceKind,
+    /// Whether all micro-batches must pass forward before the first backward, since a term of the loss is taken over the
+    /// whole step.
+    #[serde(default)]
+    pub one_group: bool,
     /// Overrides.
     #[serde(default)]
     pub requests: Requests,
@@ -267,7 +293,60 @@ impl UnitRequest {
     /// A unit whose activations have no size and whose computing takes no time; set those fields where they are known.
     #[must_use]
     pub fn new(name: impl Into<String>, role: UnitRole, tensors: Vec<TensorSpec>) -> Self {
-        Self { name: name.into(), role, tensors, kept_bytes: 0, input_bytes: 0, flops: 0.0 }
+        Self {
+            name: name.into(),
+            role,
+            tensors,
+            kept_bytes: 0,
+            input_bytes: 0,
+            flops: 0.0,
+            attention_flops: 0.0,
+            spared_flops: 0.0,
+            moved_bytes: 0.0,
+            launch_s: 0.0,
+        }
+    }
+}
+
+/// What attention reaches of the rate of large matmuls, with the conversions and sums around its kernels: 355 and 226 of
+/// 705 TFLOP/s, cuDNN's fused attention on an H100 over 1,024 tokens of width 128. Longer rows reach more.
+const ATTENTION_FORWARD: f64 = 0.50;
+const ATTENTION_BACKWARD: f64 = 0.32;
+/// Fused attention's backward computes five products where forward computes two (FlashAttention-2, arXiv 2307.08691).
+const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
+/// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's.
+const BACKWARD_MOVES: f64 = 1.9;
+const BACKWARD_LAUNCHES: f64 = 1.4;
+
+/// Seconds of computing, at given rates.
+impl UnitRequest {
+    /// Forward with one micro-batch.
+    pub(crate) fn forward_s(&self, rates: &Rates) -> f64 {
+        let matmul_s = |flops: f64| flops / (rates.matmul_tflops * 1e12);
+        if !rates.beside_matmuls {
+            return matmul_s(self.flops);
+        }
+        let attention = matmul_s(self.attention_flops) / ATTENTION_FORWARD;
+        let moved = self.moved_bytes / (rates.hbm_gbs * 1e9);
+        (matmul_s(self.flops - self.attention_flops) + attention + moved).max(self.launch_s)
+    }
+
+    /// Backward with one micro-batch, whose activations were kept or brought back.
+    pub(crate) fn backward_s(&self, rates: &Rates) -> f64 {
+        let matmul_s = |flops: f64| flops / (rates.matmul_tflops * 1e12);
+        if !rates.beside_matmuls {
+            return matmul_s(2.0 * self.flops);
+        }
+        let attention = matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / ATTENTION_BACKWARD;
+        let moved = BACKWARD_MOVES * self.moved_bytes / (rates.hbm_gbs * 1e9);
+        let matmuls = matmul_s(2.0 * (self.flops - self.attention_flops));
+        (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s)
+    }
+
+    /// Recomputation before backward: forward up to the last tensor that backward needs.
+    pub(crate) fn recompute_s(&self, rates: &Rates) -> f64 {
+        let spared = if rates.beside_matmuls { self.spared_flops / (rates.matmul_tflops * 1e12) } else { 0.0 };
+        (self.forward_s(rates) - spared).max(0.0)
     }
 }
 
@@ -290,6 +369,7 @@ impl Request {
             budget,
             shared_memory: false,
             device: DeviceKind::Cpu,
+            one_group: false,
             requests: Requests::default(),
             rates: Rates::default(),
         }
@@ -301,6 +381,12 @@ impl Request {
     /// [`Error`] with what is wrong and where.
     pub fn from_json(text: &str) -> Result<Self> {
         serde_json::from_str(text).map_err(|source| Error::Json { what: "plan request", source })
+    }
+
+    /// The rates that a whole step of this model sustains.
+    #[must_use]
+    pub fn sustained_rates(&self) -> Rates {
+        self.rates.sustained(self.units.iter().any(|unit| unit.moved_bytes > 0.0))
     }
 
     /// The decoder layers: units 1 to this.
@@ -340,9 +426,21 @@ impl Request {
             if !names.insert(unit.name.as_str()) {
                 return Err(Error::DuplicateUnit { unit: unit.name.clone() });
             }
-            if !unit.flops.is_finite() || unit.flops < 0.0 {
-                let what = format!("unit {}: flops", unit.name);
-                return Err(Error::WrongNumber { what, value: unit.flops, allowed: "finite and at least 0" });
+            let numbers = [
+                ("flops", unit.flops),
+                ("attention_flops", unit.attention_flops),
+                ("spared_flops", unit.spared_flops),
+                ("moved_bytes", unit.moved_bytes),
+                ("launch_s", unit.launch_s),
+            ];
+            if let Some((name, value)) = numbers.into_iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
+                let what = format!("unit {}: {name}", unit.name);
+                return Err(Error::WrongNumber { what, value, allowed: "finite and at least 0" });
+            }
+            if unit.attention_flops + unit.spared_flops > unit.flops {
+                let what = format!("unit {}: attention_flops and spared_flops", unit.name);
+                let value = unit.attention_flops + unit.spared_flops;
+                return Err(Error::WrongNumber { what, value, allowed: "at most its flops" });
             }
         }
         let trainable = |t: &TensorSpec| t.role == Role::Trainable;

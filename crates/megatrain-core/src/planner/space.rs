@@ -64,8 +64,10 @@ struct FirstLayers {
     /// Bytes that they leave on the host, and bytes that cross the link each way for that in a step.
     staged: [u64; 2],
     crossing: [u64; 2],
-    /// Seconds of their forward, all micro-batches together.
+    /// Seconds of their forward, backward and recomputation, all micro-batches together.
     forward_s: f64,
+    backward_s: f64,
+    recompute_s: f64,
 }
 
 /// What depends on nothing but where units are updated.
@@ -97,7 +99,7 @@ struct Base {
 impl<'a> Space<'a> {
     pub(super) fn new(request: &'a Request) -> Result<Self> {
         let layers = request.num_layers();
-        let rates = request.rates.sustained();
+        let rates = request.sustained_rates();
         let group = request.requests.group.unwrap_or(request.micro_batches);
         let offloads = request.requests.activation == Some(Activation::Offload);
         let activation = if offloads { Activation::Offload } else { Activation::Recompute };
@@ -106,7 +108,10 @@ impl<'a> Space<'a> {
             let mut sums = first_layers[unit - 1];
             let sizes = &request.units[unit];
             sums.inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(sums.inputs);
-            sums.forward_s += f64::from(request.micro_batches) * sizes.flops / (rates.matmul_tflops * 1e12);
+            let times = f64::from(request.micro_batches);
+            sums.forward_s += times * sizes.forward_s(&rates);
+            sums.backward_s += times * sizes.backward_s(&rates);
+            sums.recompute_s += times * sizes.recompute_s(&rates);
             for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
                 let name = sizes.name.clone();
                 let choice = UnitPlan { name, state: State::Host, activation, input, update: Place::Host };
@@ -262,11 +267,11 @@ impl<'a> Space<'a> {
         let (layers, rates) = (&self.request.units[1..=self.request.num_layers()], &self.rates);
         let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
         for unit in layers {
-            let compute = f64::from(self.group) * unit.flops / (rates.matmul_tflops * 1e12);
+            let (ahead, back) = (unit.forward_s(rates), unit.backward_s(rates));
             let numel = unit.tensors.iter().map(|t| t.numel()).sum::<u64>() as f64;
             let load = numel * self.request.precision.dtype().size() as f64 / (rates.h2d_gbs * 1e9);
-            forward += load.max(compute);
-            backward += load.max(2.0 * compute);
+            forward += load.max(f64::from(self.group) * ahead);
+            backward += load.max(f64::from(self.group) * back);
             update += numel / (rates.adamw_gparams * 1e9);
         }
         if update <= backward {
@@ -309,13 +314,14 @@ impl<'a> Space<'a> {
         let forward_s = |first: usize| self.first_layers[first].forward_s;
 
         let offloads = request.requests.activation == Some(Activation::Offload);
-        let again_s = |first: usize| if offloads { 0.0 } else { forward_s(first.min(recomputed)) };
-        let (forward, backward) = (forward_s(layers), 2.0 * forward_s(layers) + again_s(layers));
+        let backward_s = |first: usize| self.first_layers[first].backward_s;
+        let again_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first.min(recomputed)].recompute_s };
+        let (forward, backward) = (forward_s(layers), backward_s(layers) + again_s(layers));
         // Those whose state lives on the host are the last ones. As many as there are slots may be loaded before their
         // turn comes, and one may be under way.
         let resident = point.state.saturating_sub(2);
         let hosted_forward = forward - forward_s(resident);
-        let hosted_backward = 2.0 * hosted_forward + again_s(layers) - again_s(resident);
+        let hosted_backward = backward_s(layers) - backward_s(resident) + again_s(layers) - again_s(resident);
         let smallest = base.smallest as f64;
         let loads = upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
         // What is staged and not yet taken away is in the staging buffers.
@@ -324,11 +330,11 @@ impl<'a> Space<'a> {
         let staged = (crossing - f64::from(point.stage_buffers) * buffer).max(0.0);
         let waits = |computed: f64, needed: f64| (needed - computed).max(0.0);
         let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
-        let loss =
-            3.0 * f64::from(request.micro_batches) * request.units[layers + 1].flops / (rates.matmul_tflops * 1e12);
+        let head = &request.units[layers + 1];
+        let loss = f64::from(request.micro_batches) * (head.forward_s(rates) + head.backward_s(rates));
         let backward = loss
             + backward
-            + waits(hosted_backward, loads).max(waits(2.0 * forward_s(recomputed) + again_s(layers), upload_s(staged)));
+            + waits(hosted_backward, loads).max(waits(backward_s(recomputed) + again_s(layers), upload_s(staged)));
 
         let both = 2.0 / rates.both_ways;
         let (fetched, written) = (base.fetched as f64, base.written as f64);

@@ -1,6 +1,6 @@
 //! Reading and writing planes, wherever a unit's state lives.
 use std::str::FromStr;
-use std::sync::PoisonError;
+use std::sync::{PoisonError, RwLock};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -42,6 +42,7 @@ impl Engine {
     /// [`Error`] naming the tensor when there is no such plane or range, or no gradient.
     pub fn read(&self, unit: usize, tensor: usize, plane: PlaneName, start: u64, out: &mut [u8]) -> Result<()> {
         self.drained()?;
+        let _shared = self.callers(unit)?.read().unwrap_or_else(PoisonError::into_inner);
         match plane {
             PlaneName::Gradient => self.shared.read_gradient(unit, tensor, start, out),
             PlaneName::State(plane) if self.shared.on_device(unit) => {
@@ -77,6 +78,7 @@ impl Engine {
         if self.shared.lock().computing() {
             return Err(Error::PassUnderWay { remedy: "write its weights before it or after it" });
         }
+        let _alone = self.callers(unit)?.write().unwrap_or_else(PoisonError::into_inner);
         if !self.shared.on_device(unit) {
             // Whatever of it is on the device must be sent again.
             self.shared.lock().resident.retain(|held| held.unit as usize != unit);
@@ -105,6 +107,12 @@ impl Engine {
     pub fn set_step_count(&self, unit: usize, tensor: usize, count: u64) -> Result<()> {
         self.drained()?;
         self.shared.memory.store.set_step_count(unit, tensor, count)
+    }
+
+    /// The lock of callers that read and write a unit's planes. It guards no value that a panic could leave half-changed.
+    fn callers(&self, unit: usize) -> Result<&RwLock<()>> {
+        let units = &self.shared.memory.callers;
+        units.get(unit).ok_or(Error::UnknownUnit { index: unit, units: units.len() })
     }
 
     fn drained(&self) -> Result<()> {

@@ -1,5 +1,5 @@
 //! Everything that an engine allocates, once, before the first step.
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::error::{Error, Item, Result, Tier};
@@ -25,6 +25,8 @@ pub(crate) struct Memory {
     pub(crate) window: HostSpan,
     /// Held while the window is in use: checkpoints read and write planes from several threads.
     pub(crate) window_use: Mutex<()>,
+    /// One lock per unit: callers may read and write planes from several threads, one writer or many readers at a time.
+    pub(crate) callers: Vec<RwLock<()>>,
     /// Requests that could not be honoured, one sentence per request.
     pub(crate) warnings: Vec<String>,
     regions: Vec<DeviceMemory>,
@@ -95,6 +97,7 @@ impl Memory {
             sums,
             window,
             window_use: Mutex::default(),
+            callers: on_host.iter().map(|_| RwLock::default()).collect(),
             warnings,
             regions,
             transfers,

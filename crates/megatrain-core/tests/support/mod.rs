@@ -34,17 +34,18 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
         role,
         group,
     };
-    let unit = |name: &str, role: UnitRole, size: u64| UnitRequest {
-        name: name.to_owned(),
-        role,
-        tensors: vec![
+    let unit = |name: &str, role: UnitRole, size: u64| {
+        let tensors = vec![
             tensor(format!("{name}.weight"), vec![size, 3], 0, Role::Trainable),
             tensor(format!("{name}.scale"), vec![5], 0, Role::Frozen),
             tensor(format!("{name}.bias"), vec![WIDTH as u64], 1, Role::Trainable),
-        ],
-        kept_bytes: 4096,
-        input_bytes: (WIDTH * 4) as u64,
-        flops: 1e9,
+        ];
+        UnitRequest {
+            kept_bytes: 4096,
+            input_bytes: (WIDTH * 4) as u64,
+            flops: 1e9,
+            ..UnitRequest::new(name, role, tensors)
+        }
     };
     let mut units = vec![unit("embed", UnitRole::Embed, 1001)];
     units.extend((0..layers).map(|i| unit(&format!("layers.{i}"), UnitRole::Layer, 701 + 13 * i as u64)));

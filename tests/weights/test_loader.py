@@ -369,7 +369,7 @@ def test_loading_needs_no_private_memory_beyond_its_buffers(tmp_path: Path, num_
                     peak[0] = max(peak[0], private())
 
         before = private()
-        decoder = Space(tensors=refs, aliases={{}}, model=None)
+        decoder = Space(tensors=refs, aliases={{}}, model=None, set_layout=lambda layout: None)
         load(open_weights(resolve({str(folder)!r})), decoder, Core(), threads=2)
         assert all((store[i] == i).all() for i in range(4))
         print(peak[0] - before)

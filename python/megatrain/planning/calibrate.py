@@ -77,13 +77,19 @@ _FASTEST_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 2500.0, "hbm
 _FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
 
 
-def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
-    """The rates to plan with and whether they were measured; else they are those of usual machines."""
+def nominal(machine: Machine, device: str) -> dict[str, float]:
+    """Rates of a usual machine with this card and as many processors, whatever was measured here."""
     usual = _usual_cuda(machine)
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
         usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
     usual["adamw_gparams"] = min(_USUAL_ADAMW, _USUAL_ADAMW_A_CPU * machine.cpus)
+    return usual
+
+
+def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
+    """The rates to plan with and whether they were measured; else they are those of usual machines."""
+    usual = nominal(machine, device)
     known = dict(machine.rates)
     if not machine.described:
         known |= cached(machine, device)

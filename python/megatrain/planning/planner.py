@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatrain")
 
-MICRO_BATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
-"""Most tokens that are computed at a time, where nothing is asked for: enough to fill the device, and no more."""
+MICRO_BATCH_TOKENS = {"cuda": (32768, 8192), "cpu": (4096,)}
+"""Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
+weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
+
+_WORTH_SMALLER = 1.02
+"""A smaller micro-batch must make a step shorter by this factor."""
 
 _LARGEST_SEARCHED = 1 << 14
 
@@ -165,7 +170,8 @@ def plan_run(
         kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
         options = {key: value for key, value in kept.items() if value is not None} | options
     roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
-    size = first = _first_split(config, device, rows, saved)
+    nominal = _Planner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
+    size = first = _first_split(config, device, rows, saved, nominal)
     while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
         size = -(-size // 2)
     planner = _Planner(config, decoder, device, machine, rates, options)
@@ -195,7 +201,8 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
     """Whether a run with these settings could be planned, with whatever split of a step fits."""
     planner = _Planner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
     rows = nominal_rows(config)
-    size = _first_split(config, device, rows, None)
+    size = config.plan.micro_batch or _even_parts(rows, MICRO_BATCH_TOKENS[device][0], config.data.seq_len)
+    size = min(size, rows)
     while size > 1 and config.plan.micro_batch is None and not planner.fits(size, -(-rows // size)):
         size = -(-size // 2)
     return planner.fits(size, -(-rows // size))
@@ -267,8 +274,14 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
         )
 
 
-def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None) -> int:
-    """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else even parts of a step."""
+def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
+    """Rows of a micro-batch of at most `tokens` tokens, in even parts of a step."""
+    return -(-rows // -(-rows // max(1, tokens // seq_len)))
+
+
+def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "_Planner") -> int:
+    """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
+    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -277,8 +290,13 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
         return min(asked, rows)
     if before:
         return min(int(before[0]), rows)
-    most = max(1, MICRO_BATCH_TOKENS[device] // config.data.seq_len)
-    return -(-rows // -(-rows // most))
+    sizes = [_even_parts(rows, tokens, config.data.seq_len) for tokens in MICRO_BATCH_TOKENS[device]]
+    best, least = sizes[0], math.inf
+    for size in dict.fromkeys(sizes) if len(set(sizes)) > 1 else ():
+        seconds = nominal.expected_step_s(size, -(-rows // size))
+        if seconds * _WORTH_SMALLER < least:
+            best, least = size, seconds
+    return best
 
 
 class _Planner:
@@ -298,6 +316,14 @@ class _Planner:
         self.card_bytes = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         self.optimizer = optimizer_for(config, names)
+
+    def expected_step_s(self, rows: int, micro_batches: int) -> float:
+        """Seconds of a step; infinite where it does not fit."""
+        try:
+            _, plan = self.fit(rows, micro_batches)
+        except DoesNotFit:
+            return math.inf
+        return float(plan["estimate"]["expected_step_s"])
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan."""

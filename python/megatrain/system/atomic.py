@@ -108,7 +108,10 @@ def present(folder: Path) -> Path:
     nothing, so any process may ask at any time."""
     target = _without_links(folder)
     old = target.with_name(_OLD + target.name)
-    return old if not target.exists() and old.is_dir() else folder
+    try:
+        return old if not target.exists() and old.is_dir() else folder
+    except OSError:
+        return folder  # such as a name that is too long; reading it says so
 
 
 def recover(folder: Path) -> None:

@@ -22,7 +22,7 @@ NO_TERM = [name for name, family in FAMILIES.items() if family.experts and name 
 
 
 def padded_steps(number: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Of three rows each in two micro-batches, padded before and behind."""
+    """Of three rows each in two micro-batches, padded at the start and at the end."""
     return [
         [
             *batches(1, seed=seed, rows=2, seq=16, padded=True, vocab=VOCAB),
@@ -79,7 +79,7 @@ def test_packed_rows_count_as_in_plain_pytorch_and_marked_padding_does_not() -> 
 FILL = {"input_ids": 0, "labels": -100, "position_ids": 0}
 
 
-def test_padding_behind_is_left_out_though_its_mask_is_not_needed_for_attention() -> None:
+def test_padding_at_the_end_is_left_out_though_its_mask_is_not_needed_for_attention() -> None:
     model = build("mixtral", "grouped_mm", **ASKED)
     ids = batches(1, seq=16, vocab=VOCAB)[0]["input_ids"]
     mask = torch.ones_like(ids)

@@ -75,10 +75,10 @@ def test_rows_of_one_document_need_nothing_and_strange_masks_stay_dense() -> Non
     whole = {"position_ids": positions_of([[28], [28]])}
     assert described(create_causal_mask, NAME, **whole) is None
     split = {"attention_mask": padding_of((0, 28)) & ~padding_of((9, 12))}  # one document around a hole
-    behind = {"attention_mask": padding_of((3, 20))}  # padding sees what it follows
+    trailing = {"attention_mask": padding_of((3, 20))}  # padding sees what it follows
     for given in (
         split,
-        behind,
+        trailing,
         {"position_ids": positions_of(ROWS), "or_mask_function": lambda _b, _h, q, k: (q < 3) & (k < 3)},
         {"position_ids": positions_of(ROWS), "block_sequence_ids": torch.tensor([[-1] * 4 + [0] * 5 + [-1] * 19] * 3)},
     ):

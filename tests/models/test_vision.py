@@ -42,7 +42,7 @@ def test_three_steps_with_a_frozen_tower_equal_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHIEF)
-def test_a_trained_tower_beneath_a_frozen_language_model_equals_plain_pytorch(name: str) -> None:
+def test_a_trained_tower_under_a_frozen_language_model_equals_plain_pytorch(name: str) -> None:
     language = [n for n, _ in see(name).named_parameters() if "language_model" in n or "lm_head" in n]
     # torch has nothing to differentiate in a micro-batch without an image
     steps = [[batch for batch in step if "pixel_values" in batch] for step in seeing_steps(name, 3)]

@@ -231,7 +231,7 @@ def _find_base(model: nn.Module) -> tuple[str, nn.Module]:
         embedding = cast("Any", model).get_input_embeddings()
         base = next((m for m in model.children() if any(part is embedding for part in m.modules())), None)
     if not isinstance(base, nn.Module) or base is cast("Any", model).get_input_embeddings():
-        raise ConfigError(f"{type(model).__name__} has no base model beneath its head")
+        raise ConfigError(f"{type(model).__name__} has no base model under its head")
     return next(name for name, module in model.named_modules() if module is base), base
 
 

@@ -1,5 +1,6 @@
 """Exports: what stock transformers loads, in the type asked for, with tokenizer and template as they were."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,6 +404,12 @@ def test_older_readers_find_the_rotary_positions_where_they_look(
     config = AutoConfig.for_model(kind, rope_parameters=rope)
     expected = config.to_dict()
     described = json.loads(config.to_json_string(use_diff=True))
+    try:
+        both = type(config).from_dict(copy.deepcopy({**described, **older})).to_dict()
+    except Exception as error:  # whatever this release says of keys that it does not take
+        pytest.skip(f"this transformers does not take the older form for {kind}: {error}")
+    if both != expected:
+        pytest.skip(f"this transformers reads {kind} otherwise with both forms, so only one is written")
     for name, settings in (("alone", described), ("nested", {"model_type": "gemma3", "text_config": described})):
         if name == "nested" and kind != "gemma3_text":
             continue

@@ -7,6 +7,7 @@ runs under, so that nothing of the caller's changes the bits.
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -113,7 +114,7 @@ class _FullPrecision:
         self._before: _Fp32Settings | None = None
 
     def __enter__(self) -> None:
-        with self._lock:
+        with self._lock, _without_advice():
             self._inside += 1
             if self._inside == 1:
                 self._before = _Fp32Settings.read()
@@ -121,10 +122,18 @@ class _FullPrecision:
                 _Fp32Settings("highest", False, ieee, ieee).set()
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
+        with self._lock, _without_advice():
             self._inside -= 1
             if not self._inside and self._before is not None:
                 self._before.set()
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """torch 2.9 warns when its older interface is used first, which is read here to be put back as it was."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
+        yield
 
 
 class _Fp32Settings(NamedTuple):

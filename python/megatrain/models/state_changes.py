@@ -48,7 +48,11 @@ class StateSnapshot:
         names = _differing(self._tensors, {name: _identity(tensor) for name, tensor in tensors_of(module)})
         names += _differing(self._attributes, _attributes(module))
         now = dict(module.named_buffers())
-        names += [name for name, old in self._values.items() if name not in names and not torch.equal(old, now[name])]
+        names += [
+            name
+            for name, old in self._values.items()
+            if name not in names and (name not in now or not torch.equal(old, now[name]))
+        ]
         # views of one region of the engine share a version counter, so it shows a parameter only where nothing else did
         return names or [name for name, p in module.named_parameters() if p._version != self._versions[name]]
 

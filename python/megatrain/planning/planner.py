@@ -33,7 +33,7 @@ MICRO_BATCH_TOKENS = {"cuda": (32768, 8192), "cpu": (4096,)}
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
 weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
 
-_WORTH_SMALLER = 1.02
+_WORTH_SMALLER = 1.05
 """A smaller micro-batch must make a step shorter by this factor."""
 
 _LARGEST_SEARCHED = 1 << 14

@@ -423,6 +423,9 @@ def counts(found: planner.RunPlan) -> tuple[int, int, int]:
 def test_on_a_card_the_faster_of_8192_and_32768_tokens_are_computed_at_a_time() -> None:
     small = run_plan("qwen2.5-3b", 32, memory={"gpu": "12GiB"})
     assert (small.micro_batch, small.micro_batches) == ((8, 1024), 4), "less work in progress leaves room for state"
+    long = run_plan("qwen2.5-3b", 128, memory={"gpu": "12GiB"}, plan={"micro_batch": 32, "group": 4})
+    assert (long.micro_batch[0], long.micro_batches) == (32, 4)
+    assert counts(long)[2] > 0, "layer inputs of 19 GB go to the host"
     assert run_plan("qwen2.5-3b", 32, memory={"gpu": "6GiB"}).micro_batch[0] in (4, 8, 16)
     slow = run_plan("qwen2.5-3b", 32, rates={"matmul_tflops": 1.0, "adamw_gparams": 100.0})
     whole = run_plan("qwen2.5-3b", 32)

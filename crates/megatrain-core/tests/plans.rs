@@ -589,6 +589,28 @@ fn nothing_is_refused_while_some_number_of_buffers_fits() {
 }
 
 #[test]
+fn a_refusal_names_the_one_budget_that_is_too_small() {
+    let mut request = model(12, 4);
+    let roomy = plan(&request).unwrap().totals.device;
+    let mut refused = 0;
+    for percent in (5..=100).step_by(5) {
+        (request.budget.device, request.budget.host) = (roomy * percent / 100, 1 << 40);
+        if plan(&request).is_err() {
+            continue;
+        }
+        // With a larger host it fits, so it is the host that is too small.
+        request.budget.host = 64 << 20;
+        if let Err(error) = plan(&request) {
+            let Error::DoesNotFit { tier: Tier::Host, needed, .. } = error else { panic!("{percent}: {error}") };
+            request.budget.host = needed;
+            plan(&request).unwrap();
+            refused += 1;
+        }
+    }
+    assert!(refused > 5, "{refused}");
+}
+
+#[test]
 fn memory_that_device_and_host_share_is_given_out_once() {
     let mut request = Request { shared_memory: true, ..model(6, 2) };
     let roomy = plan(&request).unwrap();

@@ -70,22 +70,21 @@ fn fitted(candidate: &Candidate, request: &Request) -> Option<Point> {
     Some(Point { slabs: u32::try_from(slabs).unwrap_or(u32::MAX).min(point.slabs), ..point })
 }
 
-/// The refusal with the sum of the candidate that exceeds the budgets by least.
+/// The refusal with the sum of the candidate that exceeds the budgets by least. One that exceeds a single budget comes
+/// first: the message names one tier, and with that one enlarged the candidate must fit.
 fn refusal(request: &Request, all: &[Candidate]) -> Error {
     let Budget { device: on_device, host: on_host } = request.budget;
-    let least = |candidate: &Candidate| {
+    let excess = |candidate: &Candidate| {
         let slabs = u64::from(request.requests.slabs.unwrap_or(1));
         let host = slabs.saturating_mul(candidate.slab).saturating_add(candidate.host);
+        let beyond_device = candidate.device.saturating_sub(on_device);
         if request.shared_memory {
-            return candidate
-                .device
-                .saturating_add(host)
-                .saturating_sub(on_host)
-                .max(candidate.device.saturating_sub(on_device));
+            return (false, candidate.device.saturating_add(host).saturating_sub(on_host).max(beyond_device));
         }
-        candidate.device.saturating_sub(on_device).saturating_add(host.saturating_sub(on_host))
+        let beyond_host = host.saturating_sub(on_host);
+        (beyond_device > 0 && beyond_host > 0, beyond_device.saturating_add(beyond_host))
     };
-    let nearest = all.iter().min_by_key(|candidate| least(candidate)).expect("there is always a candidate");
+    let nearest = all.iter().min_by_key(|candidate| excess(candidate)).expect("there is always a candidate");
     let point = Point { slabs: request.requests.slabs.unwrap_or(1), ..nearest.point };
     let plan = match point.plan(request) {
         Ok((plan, _)) => plan,

@@ -28,7 +28,7 @@ fn request(layers: usize, micro_batches: u32, parameters: u64) -> Request {
     let mut units = vec![unit("embed".into(), UnitRole::Embed)];
     units.extend((0..layers).map(|i| unit(format!("layers.{i}"), UnitRole::Layer)));
     units.push(unit("head".into(), UnitRole::Head));
-    let budget = Budget { device: 1 << 40, host: 1 << 40 };
+    let budget = Budget { device: 1 << 40, host: 1 << 40, disk: 0 };
     Request {
         requests: Requests { slots: Some(3), keep: Some(0), ..Requests::default() },
         ..Request::new(units, Precision::Bf16, micro_batches, budget)

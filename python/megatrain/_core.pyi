@@ -3,6 +3,8 @@
 Everything that waits releases the interpreter and honours Ctrl-C.
 """
 
+from collections.abc import Sequence
+from os import PathLike
 from typing import Any, Literal, Protocol, final, type_check_only
 
 @type_check_only
@@ -31,6 +33,7 @@ __all__ = [
     "plan",
     "probe_device",
     "probe_host",
+    "probe_state_disk",
     "schedule",
     "simulate",
     "split",
@@ -303,3 +306,7 @@ def probe_host(bytes: int, threads: int) -> str:
 
 def probe_device(device: Device, bytes: int) -> str:
     """JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`."""
+
+def probe_state_disk(paths: Sequence[str | PathLike[str]], bytes: int) -> str:
+    """JSON rates of folders as places for optimizer state, read and written at once: `state_read_gbs`,
+    `state_write_gbs`. StorageError when a file cannot be made or has no room."""

@@ -376,7 +376,12 @@ def test_a_value_out_of_range_is_named(sections, message):
             {"data": {"train": [{"path": "a", "split": "train"}], "eval": 0.05}},
             r"data\.eval: 0\.05 cannot .*split 'train'",
         ),
-        ({"memory": {"nvme": {"path": "d", "size": "4GiB"}}}, r"memory\.nvme is not supported yet"),
+        ({"plan": {"state_on_disk": 2}}, r"plan\.state_on_disk is 2, and no disk is named"),
+        (
+            {"plan": {"state_on_disk": 2, "updates_on_device": 1}, "memory": {"nvme": {"path": "d"}}},
+            r"plan\.state_on_disk \(2\) and plan\.updates_on_device \(1\)",
+        ),
+        ({"memory": {"nvme": {"path": ["d", "d"]}}}, r"memory\.nvme\.path names .* twice"),
         ({"train": {"moments": "8bit"}}, r"train\.moments: 8bit is not supported yet"),
         ({"train": {"check_every": 10}}, r"train\.check_every: 10 is not supported yet.*leave it null"),
         ({"output": {"tensorboard": True}}, r"output\.tensorboard is not supported yet.*leave it false"),

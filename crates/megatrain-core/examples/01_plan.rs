@@ -30,7 +30,7 @@ fn request() -> Request {
     let mut units = vec![unit("embed".into(), UnitRole::Embed, 131 << 20)];
     units.extend((0..32).map(|i| unit(format!("layers.{i}"), UnitRole::Layer, 202 << 20)));
     units.push(unit("head".into(), UnitRole::Head, 131 << 20));
-    let budget = Budget { device: 24 * GIB, host: 128 * GIB };
+    let budget = Budget { device: 24 * GIB, host: 128 * GIB, disk: 0 };
     Request { device: DeviceKind::Cuda, workspace_bytes: 2 * GIB, ..Request::new(units, Precision::Bf16, 4, budget) }
 }
 

@@ -30,7 +30,7 @@ fn request() -> Request {
     let mut units = vec![unit("embed".into(), UnitRole::Embed)];
     units.extend((0..6).map(|i| unit(format!("layers.{i}"), UnitRole::Layer)));
     units.push(unit("head".into(), UnitRole::Head));
-    let budget = Budget { device: 1 << 30, host: 1 << 30 };
+    let budget = Budget { device: 1 << 30, host: 1 << 30, disk: 0 };
     Request {
         requests: Requests { slots: Some(2), ..Requests::default() },
         ..Request::new(units, Precision::Fp32, 3, budget)

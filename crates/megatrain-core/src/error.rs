@@ -12,6 +12,8 @@ pub enum Tier {
     Device,
     /// Host memory.
     Host,
+    /// Files on disks (NVMe).
+    Disk,
 }
 
 impl Tier {
@@ -21,6 +23,17 @@ impl Tier {
         match self {
             Self::Device => "device",
             Self::Host => "host",
+            Self::Disk => "disk",
+        }
+    }
+
+    /// What its bytes are called in a sentence.
+    #[must_use]
+    pub const fn memory(self) -> &'static str {
+        match self {
+            Self::Device => "device memory",
+            Self::Host => "host memory",
+            Self::Disk => "disk space for state",
         }
     }
 }
@@ -43,9 +56,9 @@ impl std::fmt::Display for Size {
 
 /// The sum of a tier line by line, largest first.
 fn sum_that_does_not_fit(tier: Tier, needed: u64, available: u64, items: &[Item]) -> String {
-    let tier_name = tier.name();
+    let memory = tier.memory();
     let mut text = format!(
-        "this does not fit: {} of {tier_name} memory are needed and {} allowed ({} too little)",
+        "this does not fit: {} of {memory} are needed and {} allowed ({} too little)",
         Size(needed),
         Size(available),
         Size(needed.saturating_sub(available)),
@@ -161,6 +174,75 @@ pub enum Error {
         free: u64,
         /// The system's error.
         source: std::io::Error,
+    },
+    /// A folder for state files, or a file in it, cannot be used.
+    #[error("{path} {what}: {source}; name another folder as memory.nvme.path", path = path.display())]
+    StateFolder {
+        /// The folder or file.
+        path: PathBuf,
+        /// What cannot be done.
+        what: &'static str,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The plan has state on disk, and no folder was named for it.
+    #[error("the plan keeps optimizer state on disk, and no folder for it was named (memory.nvme.path)")]
+    NoStateFolder,
+    /// A disk has no room for a state file.
+    #[error("{path} needs {needed} bytes for optimizer state, which its disk does not have; lower memory.nvme.size, free some space, or name more folders as memory.nvme.path", path = path.display())]
+    StateFilesFull {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        needed: u64,
+    },
+    /// The system refused to read or write state.
+    #[error("{path}, bytes {offset} to {end}: state of unit {unit} cannot be {what}: {source}", path = path.display(), end = offset + *bytes as u64)]
+    StateFile {
+        /// The unit's name.
+        unit: String,
+        /// `read` or `written`.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        bytes: usize,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A state file ended early.
+    #[error("{path}, byte {offset}: state of unit {unit} has {expected} bytes here, and the file gave {got}; it was shortened", path = path.display())]
+    StateFileShort {
+        /// The unit's name.
+        unit: String,
+        /// The file.
+        path: PathBuf,
+        /// First byte.
+        offset: u64,
+        /// Bytes asked for.
+        expected: usize,
+        /// Bytes that there are.
+        got: usize,
+    },
+    /// State that was read is not what was written.
+    #[error("{path}, bytes {offset} to {end}: state of unit {unit} ({tensors}) was damaged on disk: its checksum is {got:08x}, and {expected:08x} was written", path = path.display(), end = offset + *bytes as u64)]
+    StateDamaged {
+        /// The unit's name.
+        unit: String,
+        /// Which planes of which of its tensors.
+        tensors: String,
+        /// The file.
+        path: PathBuf,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        bytes: usize,
+        /// CRC32 of what was written.
+        expected: u32,
+        /// CRC32 of what was read.
+        got: u32,
     },
     /// A thread of the optimizer's pool failed.
     #[error("an optimizer thread failed: {0}")]
@@ -396,6 +478,12 @@ pub enum Error {
     NoResidual {
         /// The tensor.
         tensor: String,
+    },
+    /// A unit's residual and moments are on disk, so that the host's planes of it are weights alone.
+    #[error("the state of unit {unit} is on disk; read and write it through the engine")]
+    StateOnDisk {
+        /// The unit's name.
+        unit: String,
     },
     /// The planes of a unit are on the device, not in the store.
     #[error("the state of unit {unit} is on the device; read and write it through the engine")]

@@ -180,6 +180,8 @@ impl Durations<'_> {
             }
             Kind::Backward => work.backward_s(r),
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
+            Kind::ReadState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_read_gbs * 1e9),
+            Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
             }
@@ -200,9 +202,10 @@ impl Durations<'_> {
     /// The part of its unit that an update is about.
     fn share(&self, op: &Op) -> f64 {
         let unit = op.unit as usize;
-        let elements = match op.state_buffer {
-            Some(_) => &self.placement.device_update_parts[unit][op.part as usize],
-            None => &self.placement.parts[unit][op.part as usize].elements,
+        let elements = match (op.state_buffer, op.disk_buffer) {
+            (Some(_), _) => &self.placement.device_update_parts[unit][op.part as usize],
+            (_, Some(_)) => &self.placement.disk_parts[unit][op.part as usize],
+            (None, None) => &self.placement.parts[unit][op.part as usize].elements,
         };
         (elements.end - elements.start) as f64 / self.placement.layouts[unit].elements as f64
     }
@@ -232,12 +235,8 @@ impl Durations<'_> {
     /// for the forward during which they run, and the state of device updates.
     fn contention(&self, steady: &Schedule) -> f64 {
         let host = steady.ops.iter().filter(|op| op.kind == Kind::Update && op.lane == Lane::Host && !op.early);
-        let updated: f64 = host
-            .map(|op| {
-                let part = &self.placement.parts[op.unit as usize][op.part as usize];
-                (part.elements.end - part.elements.start) as f64
-            })
-            .sum();
+        let updated: f64 =
+            host.map(|op| self.share(op) * self.placement.layouts[op.unit as usize].elements as f64).sum();
         let immediate = self.request.update == UpdateMode::Immediate;
         let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
         let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());

@@ -53,7 +53,7 @@ pub mod plan {
     mod request;
 
     pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
-    pub(crate) use self::placement::{staged_bytes, staged_on_host, torch_lines};
+    pub(crate) use self::placement::{TRANSFER_WINDOW, disk_cuts, staged_bytes, staged_on_host, torch_lines};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,

@@ -59,8 +59,12 @@ pub enum Kind {
     /// Copies the state and the gradient of a part of a unit from the host to a state buffer.
     #[serde(rename = "bring")]
     FetchState,
+    /// Reads the state of a part of a unit from disk into a host buffer.
+    ReadState,
     /// Updates a unit's weights.
     Update,
+    /// Writes the state of a part of a unit back to disk.
+    WriteState,
     /// Copies the state back from its state buffer.
     #[serde(rename = "return")]
     WriteBackState,
@@ -86,7 +90,9 @@ impl Kind {
             Self::AccumulateGrad => "gather",
             Self::ClipDecision => "verdict",
             Self::FetchState => "bring",
+            Self::ReadState => "read_state",
             Self::Update => "update",
+            Self::WriteState => "write_state",
             Self::WriteBackState => "return",
             Self::WriteCheckpoint => "write",
         }
@@ -109,21 +115,47 @@ pub enum Lane {
     Update,
     /// The caller's decision.
     Caller,
-    /// Files.
+    /// Files of checkpoints.
     Disk,
+    /// State read from disk to be updated.
+    #[serde(rename = "state_read")]
+    StateRead,
+    /// State written back to disk.
+    #[serde(rename = "state_write")]
+    StateWrite,
 }
 
 impl Lane {
     /// Every lane.
-    pub const ALL: [Self; 7] =
-        [Self::Compute, Self::Upload, Self::Download, Self::Host, Self::Update, Self::Caller, Self::Disk];
+    pub const ALL: [Self; 9] = [
+        Self::Compute,
+        Self::Upload,
+        Self::Download,
+        Self::Host,
+        Self::Update,
+        Self::Caller,
+        Self::Disk,
+        Self::StateRead,
+        Self::StateWrite,
+    ];
     /// How many there are.
     pub const COUNT: usize = Self::ALL.len();
 
     /// Whether its operations are queued on a stream of the device.
     #[must_use]
     pub const fn on_device(self) -> bool {
-        !matches!(self, Self::Host | Self::Caller | Self::Disk)
+        !matches!(self, Self::Host | Self::Caller | Self::Disk | Self::StateRead | Self::StateWrite)
+    }
+
+    /// Whether every training pass has operations on it, whatever the plan.
+    pub(crate) const fn always_used(self) -> bool {
+        !matches!(self, Self::Disk | Self::StateRead | Self::StateWrite)
+    }
+
+    /// Whether its operations move optimizer state between disk and host.
+    #[must_use]
+    pub const fn moves_state_on_disk(self) -> bool {
+        matches!(self, Self::StateRead | Self::StateWrite)
     }
 
     /// Its name.
@@ -137,6 +169,8 @@ impl Lane {
             Self::Update => "update",
             Self::Caller => "caller",
             Self::Disk => "disk",
+            Self::StateRead => "state_read",
+            Self::StateWrite => "state_write",
         }
     }
 }
@@ -179,8 +213,8 @@ pub struct Op {
     pub unit: u32,
     /// For which micro-batch; 0 where none is meant.
     pub micro_batch: u32,
-    /// Which part of the unit is offloaded, updated or sent; of a device update, which of the parts in which
-    /// its state comes and goes.
+    /// Which part of the unit is offloaded, updated or sent; of a device update, and of state on disk, which of the parts in
+    /// which its state comes and goes.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub part: u32,
     /// Whether only those rows of the embedding are meant that the step does not look up: their gradients are final
@@ -206,6 +240,9 @@ pub struct Op {
     /// The state buffers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_buffer: Option<u32>,
+    /// The host buffer for state on disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_buffer: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
 }
@@ -228,6 +265,7 @@ impl Op {
             slab: None,
             stage: None,
             state_buffer: None,
+            disk_buffer: None,
             deps: Vec::new(),
         }
     }

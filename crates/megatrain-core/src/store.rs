@@ -4,7 +4,6 @@
 //! only the host optimizer reads, after the state of units that are updated on the device, which is registered
 //! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::Device;
@@ -17,6 +16,7 @@ pub mod arena;
 #[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
 pub(crate) mod file;
 mod planes;
+pub mod spill;
 
 pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
@@ -52,6 +52,12 @@ impl StoreBytes {
         }
     }
 
+    /// The same where only the image is held unless `whole`.
+    fn held(layout: &UnitLayout, whole: bool) -> Self {
+        let all = Self::of(layout);
+        if whole { all } else { Self { image: all.image, ..Self::default() } }
+    }
+
     /// All planes together.
     #[must_use]
     pub const fn total(&self) -> u64 {
@@ -84,10 +90,13 @@ pub struct StoreOptions<'a> {
     pub registration_bytes: u64,
     /// Units whose residual and moments are registered too, since the device copies them; none of the others.
     pub registered_state: &'a [usize],
+    /// Units of which only the image is here: the home of their residual and moments is a disk.
+    pub spilled: &'a [usize],
 }
 
 struct Unit {
     layout: UnitLayout,
+    image: Option<HostSpan>,
     planes: Option<UnitPlanes>,
     /// Updates of each tensor so far.
     counts: Vec<AtomicU64>,
@@ -112,23 +121,26 @@ impl Store {
             let (what, plan, request) = ("the number of units", on_host.len().to_string(), layouts.len().to_string());
             return Err(Error::PlanMismatch { what, plan, request });
         }
-        let held = || layouts.iter().zip(on_host).filter(|&(_, &host)| host).map(|(layout, _)| layout);
-        let bytes: StoreBytes = held().map(StoreBytes::of).sum();
+        let whole = |unit: &usize| !options.spilled.contains(unit);
+        let held = || (0..layouts.len()).filter(|&unit| on_host[unit]);
+        let bytes: StoreBytes = held().map(|unit| StoreBytes::held(&layouts[unit], whole(&unit))).sum();
         let arena = ArenaOptions { huge_pages: options.huge_pages, pool: options.pool };
         let mut images = Arena::new(bytes.image, arena)?;
         let mut state = Arena::new(bytes.total() - bytes.image, arena)?;
         let counts = |layout: &UnitLayout| layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
-        let bare = |layout: &UnitLayout| Unit { layout: layout.clone(), planes: None, counts: counts(layout) };
+        let bare =
+            |layout: &UnitLayout| Unit { layout: layout.clone(), image: None, planes: None, counts: counts(layout) };
         let mut units: Vec<Unit> = layouts.iter().map(bare).collect();
         let copied = |unit: &usize| options.registered_state.contains(unit);
-        let held = || (0..layouts.len()).filter(|&unit| on_host[unit]);
-        let image = |unit: usize| images.carve(layouts[unit].image_bytes, PAGE).map(|image| (unit, image));
-        let mut image: HashMap<usize, HostSpan> = held().map(image).collect::<Result<_>>()?;
+        for unit in held() {
+            units[unit].image = Some(images.carve(layouts[unit].image_bytes, PAGE)?);
+        }
         let mut pieces_of_state = Vec::new();
-        for unit in held().filter(copied).chain(held().filter(|unit| !copied(unit))) {
+        let held_whole = || held().filter(whole);
+        for unit in held_whole().filter(copied).chain(held_whole().filter(|unit| !copied(unit))) {
             let layout = &layouts[unit];
             let planes = UnitPlanes {
-                image: image.remove(&unit).expect("every unit that is held has an image"),
+                image: units[unit].image.clone().expect("every unit that is held has an image"),
                 residual: match layout.precision {
                     Precision::Bf16 => Some(state.carve(layout.residual_bytes(), PAGE)?),
                     Precision::Fp32 => None,
@@ -144,7 +156,7 @@ impl Store {
         let pinning = match options.device {
             None => Pinning::default(),
             Some(device) => {
-                let pieces: Vec<_> = units.iter().filter_map(|u| u.planes.as_ref()).map(|p| p.image.clone()).collect();
+                let pieces: Vec<_> = units.iter().filter_map(|u| u.image.clone()).collect();
                 let most =
                     if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
                 let mut pinning = images.register(device, &pieces, most);
@@ -170,7 +182,16 @@ impl Store {
         &self.units[unit].layout
     }
 
-    /// A unit's planes; `None` when the device holds them.
+    /// A unit's image; `None` when the device holds it.
+    ///
+    /// # Panics
+    /// When there is no such unit.
+    #[must_use]
+    pub fn image(&self, unit: usize) -> Option<&HostSpan> {
+        self.units[unit].image.as_ref()
+    }
+
+    /// A unit's planes; `None` when the device holds them, or all but the image are on disk.
     ///
     /// # Panics
     /// When there is no such unit.
@@ -182,7 +203,8 @@ impl Store {
     /// Bytes of host memory in the arenas, by plane.
     #[must_use]
     pub fn bytes(&self) -> StoreBytes {
-        self.units.iter().filter(|u| u.planes.is_some()).map(|u| StoreBytes::of(&u.layout)).sum()
+        let held = self.units.iter().filter(|u| u.image.is_some());
+        held.map(|u| StoreBytes::held(&u.layout, u.planes.is_some())).sum()
     }
 
     /// Bytes of the two mappings; equal to the sum of [`Store::bytes`].
@@ -219,7 +241,7 @@ impl Store {
         dtype: Dtype,
         source: &[u8],
     ) -> Result<()> {
-        let (layout, planes) = self.held(unit)?;
+        let (layout, planes) = self.held(unit, plane)?;
         planes.write(layout, tensor, plane, start, dtype, source)
     }
 
@@ -228,7 +250,7 @@ impl Store {
     /// # Errors
     /// As there, and when there is no such unit or the device holds it.
     pub fn read(&self, unit: usize, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
-        let (layout, planes) = self.held(unit)?;
+        let (layout, planes) = self.held(unit, plane)?;
         planes.read(layout, tensor, plane, start, out)
     }
 
@@ -261,11 +283,17 @@ impl Store {
         self.units.get(unit).ok_or(Error::UnknownUnit { index: unit, units: self.units.len() })
     }
 
-    fn held(&self, unit: usize) -> Result<(&UnitLayout, &UnitPlanes)> {
+    fn held(&self, unit: usize, plane: Plane) -> Result<(&UnitLayout, UnitPlanes)> {
         let unit = self.unit(unit)?;
-        match &unit.planes {
-            Some(planes) => Ok((&unit.layout, planes)),
-            None => Err(Error::StateOnDevice { unit: unit.layout.name.clone() }),
+        let name = || unit.layout.name.clone();
+        match (&unit.planes, &unit.image) {
+            (Some(planes), _) => Ok((&unit.layout, planes.clone())),
+            (None, Some(_)) if plane != Plane::Weights => Err(Error::StateOnDisk { unit: name() }),
+            (None, Some(image)) => {
+                let (exp_avg, exp_avg_sq) = (image.slice(0, 0), image.slice(0, 0));
+                Ok((&unit.layout, UnitPlanes { image: image.clone(), residual: None, exp_avg, exp_avg_sq }))
+            }
+            (None, None) => Err(Error::StateOnDevice { unit: name() }),
         }
     }
 }

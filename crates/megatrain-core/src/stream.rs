@@ -31,12 +31,14 @@ use crate::host::Process;
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
 use crate::schedule::{Lane, Pass};
+use crate::store::spill::{self, BlockFiles, StateFiles};
 
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod access;
 mod compute;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod device_update;
+mod disk_update;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
@@ -65,11 +67,13 @@ pub struct Options {
     pub trace: bool,
     /// The optimizer's instruction set; by default the best there is.
     pub isa: Option<String>,
+    /// Where state is kept whose home is a disk; needed where the plan has any.
+    pub disk: Option<StateFiles>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: None, poison: false, synchronous: false, huge_pages: true, trace: false, isa: None }
+        Self { threads: None, poison: false, synchronous: false, huge_pages: true, trace: false, isa: None, disk: None }
     }
 }
 
@@ -137,7 +141,32 @@ impl Engine {
     /// # Errors
     /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
-        let shared = Arc::new(Shared::new(device, request, plan, options)?);
+        let wanted = options.disk.clone().unwrap_or_default();
+        Self::start(device, request, plan, options, || spill::open(&wanted))
+    }
+
+    /// The same with state on disk in `files`, whatever `options` say about that.
+    ///
+    /// # Errors
+    /// As for [`Engine::new`].
+    pub fn with_files(
+        device: Arc<dyn Device>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+        files: Arc<dyn BlockFiles>,
+    ) -> Result<Self> {
+        Self::start(device, request, plan, options, || Ok(files))
+    }
+
+    fn start(
+        device: Arc<dyn Device>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared::new(device, request, plan, options, files)?);
         let engine =
             Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());

@@ -28,7 +28,7 @@ struct Run {
 
 fn start(request: &Request, device: SimDevice, options: &Options) -> Run {
     let plan = plan(request).unwrap();
-    let engine = Engine::new(Arc::new(device.clone()), request, &plan, options).unwrap();
+    let engine = support::engine(&device, request, &plan, options).unwrap();
     let toy = Toy::new(device, request.clone());
     toy.fill(&engine).unwrap();
     Run { toy, engine, plan }
@@ -108,7 +108,26 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         device_updates(r, 3, 2);
         (r.requests.inputs, r.requests.group) = (Some(Place::Host), Some(1));
     });
+    for units in [1, 3, 5, 6, 7] {
+        add(&format!("state of {units} units on disk"), &|r| r.requests.state_on_disk = Some(units));
+    }
+    add("state on disk in parts, with slots to spare", &|r| {
+        (r.requests.state_on_disk, r.requests.parts, r.requests.slots) = (Some(7), Some(2), Some(99));
+    });
+    add("state on disk, inputs on the host in groups", &|r| {
+        (r.requests.state_on_disk, r.requests.inputs, r.requests.group) = (Some(4), Some(Place::Host), Some(1));
+    });
+    add("state on disk, activations offloaded", &|r| {
+        (r.requests.state_on_disk, r.requests.keep) = (Some(7), Some(2));
+        r.requests.activation = Some(Activation::Offload);
+    });
+    add("state on disk, on the host and on the device", &|r| {
+        (r.requests.state_on_disk, r.requests.state_on_device) = (Some(2), Some(Count::Units(3)));
+    });
     if base.update == UpdateMode::Immediate {
+        add("state on disk through one slab", &|r| {
+            (r.requests.state_on_disk, r.requests.slabs, r.requests.parts) = (Some(7), Some(1), Some(3));
+        });
         add("one slab", &|r| r.requests.slabs = Some(1));
         add("device updates through one slab", &|r| {
             device_updates(r, 3, 2);

@@ -154,7 +154,7 @@ fn the_sizes_that_once_wrapped_are_refused_with_their_numbers() {
     });
     assert!(device_update.contains("does not fit"), "{device_update}");
     let huge = refused(&|r| {
-        r.budget = Budget { device: u64::MAX, host: u64::MAX };
+        r.budget = Budget { device: u64::MAX, host: u64::MAX, disk: 0 };
         r.units.iter_mut().for_each(|u| u.tensors[0] = TensorSpec::trainable("wide", [1 << 58]));
     });
     assert!(huge.contains("2^60"), "{huge}");

@@ -636,7 +636,7 @@ fn the_smallest_of_groups_is_taken_where_it_lets_activations_stay() {
     for unit in &mut request.units[1..=8] {
         (unit.kept_bytes, unit.input_bytes, unit.flops) = (64 << 20, 1 << 20, 4e12);
     }
-    request.budget = Budget { device: 2 << 30, host: 8 << 30 };
+    request.budget = Budget { device: 2 << 30, host: 8 << 30, disk: 0 };
     let chosen = plan(&request).unwrap();
     let expected = |group: u32| {
         let mut asked = request.clone();

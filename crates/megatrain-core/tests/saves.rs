@@ -1,6 +1,5 @@
 //! Saves: whatever runs above them, files hold one step's state, and the numbers of training do not notice.
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use megatrain_core::device::sim::{FailedCall, Faults, SimDevice};
 use megatrain_core::error::Error;
@@ -48,7 +47,7 @@ fn options() -> Options {
 }
 
 fn start(request: &Request, device: &SimDevice, options: &Options) -> (Engine, Toy) {
-    let engine = Engine::new(Arc::new(device.clone()), request, &plan(request).unwrap(), options).unwrap();
+    let engine = support::engine(device, request, &plan(request).unwrap(), options).unwrap();
     let toy = Toy::new(device.clone(), request.clone());
     toy.fill(&engine).unwrap();
     (engine, toy)
@@ -123,6 +122,8 @@ fn placements(base: &Request) -> Vec<Request> {
     add(&|r| r.requests.state_on_device = Some(Count::Units(6)));
     add(&|r| r.requests.updates_on_device = Some(Count::Units(4)));
     add(&|r| (r.requests.updates_on_device, r.requests.parts) = (Some(Count::Units(2)), Some(2)));
+    add(&|r| (r.requests.state_on_disk, r.requests.parts) = (Some(6), Some(2)));
+    add(&|r| (r.requests.state_on_disk, r.requests.state_on_device) = (Some(2), Some(Count::Units(3))));
     all
 }
 

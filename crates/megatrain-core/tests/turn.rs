@@ -111,7 +111,7 @@ fn parts_of_the_ends_do_not_show() {
 #[test]
 fn a_large_embedding_is_cut_unless_its_state_is_on_the_device() {
     let mut request = large(true);
-    request.budget = Budget { device: 1 << 40, host: 1 << 40 };
+    request.budget = Budget { device: 1 << 40, host: 1 << 40, disk: 0 };
     request.units[0].tensors[0].shape = vec![151_936, 2048];
     let parts = |request: &Request| ScheduleInputs::new(request, &plan(request).unwrap()).unwrap().units[0].parts;
     request.requests.state_on_device = Some(Count::Units(0));

@@ -48,7 +48,12 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
             does_not_fit(py, message, &[item])
         }
         Error::Device { .. } | Error::NoDevice { .. } => DeviceError::new_err(message),
-        Error::Storage { .. } => StorageError::new_err(message),
+        Error::Storage { .. }
+        | Error::StateFolder { .. }
+        | Error::StateFilesFull { .. }
+        | Error::StateFile { .. }
+        | Error::StateFileShort { .. }
+        | Error::StateDamaged { .. } => StorageError::new_err(message),
         Error::Worker(_) | Error::Broken { .. } => EngineBroken::new_err(message),
         // All others name a request that cannot be honoured as written.
         _ => PyValueError::new_err(message),

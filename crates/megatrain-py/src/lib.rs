@@ -32,5 +32,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(probe::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_host, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_device, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_state_disk, module)?)?;
     Ok(())
 }

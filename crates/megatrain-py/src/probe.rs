@@ -1,4 +1,5 @@
 //! What this machine has and how fast it is.
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,6 +10,7 @@ use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
 use megatrain_core::store::arena::{Arena, ArenaOptions};
+use megatrain_core::store::spill;
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -105,6 +107,15 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
             "pin_gbs": gbs(2 * bytes, pin_s),
         });
         Ok(rates.to_string())
+    })
+}
+
+/// JSON rates of disks as places for optimizer state: `state_read_gbs`, `state_write_gbs`.
+#[pyfunction]
+pub(crate) fn probe_state_disk(py: Python<'_>, paths: Vec<PathBuf>, bytes: u64) -> PyResult<String> {
+    interruptible(py, "megatrain-probe", move || {
+        let (read, written) = spill::rates::measure(paths, enough(bytes)?)?;
+        Ok(json!({"state_read_gbs": read / 1e9, "state_write_gbs": written / 1e9}).to_string())
     })
 }
 

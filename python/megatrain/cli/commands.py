@@ -186,7 +186,10 @@ def _probe(args: argparse.Namespace) -> int:
         paths.check_writable(Path(args.out), "--out")
     machine = facts.read(Path.cwd())
     device = "cuda" if machine.gpu is not None else "cpu"
-    measured = calibrate.measure(machine, device, Path.cwd(), lambda what: _say(f"measuring: {what}"))
+    for folder in args.state or ():
+        paths.check_state_folder(Path(folder))
+    say = lambda what: _say(f"measuring: {what}")  # noqa: E731 - one line, used once
+    measured = calibrate.measure(machine, device, Path.cwd(), say, [Path(folder) for folder in args.state or ()])
     found = measured.rates
     kept = calibrate.keep(machine, device, found, measured.busy)
     if args.out:

@@ -44,6 +44,13 @@ def build() -> argparse.ArgumentParser:
         verbs, "probe", "measure this machine (link, memory, disk, matmul, optimizer) so that plans use its rates"
     )
     probe.add_argument("--out", metavar="FILE", help="also write a description of the machine, for plan --machine")
+    probe.add_argument(
+        "--state",
+        action="append",
+        metavar="DIR",
+        help="measure this folder as a place for optimizer state (memory.nvme.path; may be given several times; "
+        "default: the working folder)",
+    )
 
     doctor = _verb(verbs, "doctor", "check the installation and the machine; or the checksums of a run's checkpoints")
     doctor.add_argument("run", nargs="?", metavar="RUN", help="verify the checkpoints of this run, or one checkpoint")

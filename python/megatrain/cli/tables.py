@@ -68,7 +68,7 @@ def _bound_basis(run_plan: "RunPlan") -> str:
     return "at rates above any card's"
 
 
-_CPU_TIERS = {"device": "RAM, to compute", "host": "RAM, state"}
+_CPU_TIERS = {"device": "RAM, to compute", "host": "RAM, state", "disk": "disk"}
 """On the CPU both tiers are one memory, and nothing is pinned."""
 
 
@@ -87,23 +87,25 @@ def items(run_plan: "RunPlan") -> None:
         allowed = "" if shared else f", of {format_bytes(run_plan.budget[tier])} allowed"
         rows.append((where, f"sum{allowed}", format_bytes(total)))
     if cpu:
-        both = format_bytes(sum(run_plan.plan["totals"].values()))
+        totals = run_plan.plan["totals"]
+        both = format_bytes(totals["device"] + totals["host"])
         rows.append(("RAM", f"total, of {format_bytes(run_plan.budget['host'])} allowed", both))
     table(("where", "what", ">size"), rows)
     line("sizes are rounded; --json and a run's plan.json have every byte")
 
 
-_UPDATES = (("host", "host"), ("device", "device"), ("host", "device"))
+_UPDATES = (("host", "host"), ("device", "device"), ("host", "device"), ("disk", "host"))
 """Where a unit's state lives and where it is updated."""
 
 
 def updates(run_plan: "RunPlan") -> None:
     """Prints how many units are updated where."""
     places = [(unit["state"], unit["update"]) for unit in run_plan.plan["units"]]
-    on_host, living, visiting = (places.count(place) for place in _UPDATES)
+    on_host, living, visiting, spilled = (places.count(place) for place in _UPDATES)
     line(
         f"updates: {on_host} units on the host, {living} on the device with their state there, "
         f"{visiting} on the device with their state on the host"
+        + (f", {spilled} on the host with their state on disk" if spilled else "")
     )
 
 

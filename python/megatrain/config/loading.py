@@ -122,8 +122,11 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
             output["resume"] = _path(output["resume"], base, "output.resume")
     if isinstance(memory := tree.get("memory"), dict) and isinstance(memory.get("nvme"), Mapping):
         memory["nvme"] = dict(memory["nvme"])
-        if isinstance(memory["nvme"].get("path"), str):
-            memory["nvme"]["path"] = _path(memory["nvme"]["path"], base, "memory.nvme.path")
+        key, given = "memory.nvme.path", memory["nvme"].get("path")
+        if isinstance(given, str):
+            memory["nvme"]["path"] = _path(given, base, key)
+        elif isinstance(given, list | tuple):
+            memory["nvme"]["path"] = [_path(path, base, key) if isinstance(path, str) else path for path in given]
     return tree
 
 

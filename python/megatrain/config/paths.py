@@ -30,6 +30,8 @@ def check(config: Config) -> None:
     for source in (*config.data.train, *config.data.eval):
         if not source.path.startswith("python:"):
             find(source)
+    for folder in config.memory.nvme.paths if config.memory.nvme is not None else ():
+        check_state_folder(Path(folder))
     resume = config.output.resume
     if resume not in ("auto", "never", "required") and not Path(resume).is_dir():
         raise ConfigError(f"output.resume: there is no folder {resume}; name a checkpoint or a run, or write auto")
@@ -48,6 +50,19 @@ def check_model(path: str) -> None:
             raise ConfigError(f"model.path is the file {path!r}; name the folder that it is in (or a .gguf file)")
     elif not _HUB_ID.fullmatch(path) or path.endswith((".gguf", ".safetensors")):
         raise ConfigError(f"model.path is {path!r}: there is no such folder, and a hub id looks like OWNER/NAME")
+
+
+def check_state_folder(folder: Path) -> None:
+    """Raises ConfigError when `memory.nvme.path` is no folder that can be written. It is not made here: where a drive
+    is not mounted, its folder would be one on the wrong disk."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"memory.nvme.path: {folder} {what}; make the folder, or name another one")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"memory.nvme.path: {folder} cannot be written (permission denied); name another folder, or change its "
+            "permissions"
+        )
 
 
 def check_tokenizer(place: Path, key: str) -> None:

@@ -332,12 +332,25 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NvmeConfig:
-    """A place on a fast disk for what host memory cannot hold."""
+    """A place on fast disks for optimizer state that host memory cannot hold."""
 
-    path: str
-    """A folder."""
-    size: Size
-    """Bytes that may be used."""
+    path: str | tuple[str, ...]
+    """A folder, or several, best on different drives: state is spread over them evenly. They must be there."""
+    size: Size | None = None
+    """Bytes that may be used. null: what is free, less a margin."""
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigError("memory.nvme.path is an empty list; name a folder, or leave memory.nvme out")
+        twice = next((path for path in self.paths if self.paths.count(path) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"memory.nvme.path names {twice} twice; name each folder once")
+        _at_least("memory.nvme", self, size=1)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All folders."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +362,7 @@ class MemoryConfig:
     host: Size | Literal["auto"] = "auto"
     """Host memory; `auto`: what the machine or its control group leaves."""
     nvme: NvmeConfig | None = None
-    """Disk. Not supported yet."""
+    """Disk, for optimizer state that does not fit in host memory; used only then. null: none."""
 
     def __post_init__(self) -> None:
         for name in ("gpu", "host"):
@@ -385,8 +398,12 @@ class PlanConfig:
     updates_on_device: int | None = None
     """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
     others are updated by the host meanwhile. null: as many as make a step shortest."""
+    state_on_disk: int | None = None
+    """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
+    embedding. null: as few as let the others fit in host memory."""
     parts: int | None = None
-    """RunComponents in which embedding and head are landed, updated and sent, and a layer's state visits the device."""
+    """Parts in which embedding and head are offloaded, updated and sent, in which a layer's state is copied to the
+    device to be updated there, and in which state on disk is read and written."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time."""
     compile: bool | None = None
@@ -403,7 +420,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
+        _at_least("plan", self, state_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,10 +19,10 @@ def check(config: "Config") -> None:
     _batch(config)
     _train(config)
     _eval(config)
+    _disk(config)
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
-    "memory.nvme": (None, "remove it, and see `megatrain plan` for what host memory needs"),
     "train.moments": ("fp32", "write fp32"),
     "train.check_every": (None, "weights on the device are not compared with those on the host; leave it null"),
     "output.tensorboard": (
@@ -40,6 +40,19 @@ def _supported(config: "Config") -> None:
         if value != default:
             shown = "" if value is True or dataclasses.is_dataclass(value) else f": {value}"
             raise ConfigError(f"{key}{shown} is not supported yet: {advice}")
+
+
+def _disk(config: "Config") -> None:
+    if config.plan.state_on_disk and config.memory.nvme is None:
+        raise ConfigError(
+            f"plan.state_on_disk is {config.plan.state_on_disk}, and no disk is named; set memory.nvme.path to a "
+            "folder on a fast disk, or remove it"
+        )
+    if config.plan.state_on_disk and config.plan.updates_on_device:
+        raise ConfigError(
+            f"plan.state_on_disk ({config.plan.state_on_disk}) and plan.updates_on_device "
+            f"({config.plan.updates_on_device}) are both given, and the latter is about state in host memory; keep one"
+        )
 
 
 def _model(config: "Config") -> None:

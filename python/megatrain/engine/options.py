@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from megatrain.config import constraints
+from megatrain.config import NvmeConfig, constraints
+from megatrain.config.paths import check_state_folder
 from megatrain.errors import ConfigError
 from megatrain.units import is_count, parse_size
 
@@ -54,6 +55,11 @@ def check(
     for name, given in (("memory", memory), ("plan", plan)):
         mapping(name, given)
     memory_limits(memory)
+    if (plan or {}).get("state_on_disk") and state_disk(memory) is None:
+        raise ConfigError(
+            f"plan.state_on_disk is {(plan or {})['state_on_disk']!r}, and no disk is named; give memory={{'nvme': "
+            "{'path': …}}, a folder on a fast disk"
+        )
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
@@ -77,14 +83,36 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
     """Bytes by `gpu` and `host`, where `memory` gives any. Raises ConfigError for another key or no size."""
     limits = {}
     for key, given in (memory or {}).items():
-        if key == "nvme" and given:
-            raise ConfigError("memory.nvme is not supported yet")
         if key not in (*MEMORY_KEYS, "nvme"):
-            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
-        if given is None or given == "auto":
+            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, (*MEMORY_KEYS, 'nvme'))}")
+        if key == "nvme" or given is None or given == "auto":
             continue
         limits[key] = _size(f"memory.{key}", given)
     return limits
+
+
+def state_disk(memory: Mapping[str, Any] | None) -> NvmeConfig | None:
+    """Where `memory` lets optimizer state be kept on disk; None for nowhere. Raises ConfigError for what is no such
+    place, or no folder that can be written."""
+    given = (memory or {}).get("nvme")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or "path" not in given:
+        raise ConfigError(f"memory.nvme must be a dict with a path, such as {{'path': '/nvme'}}, not {given!r}")
+    for key in given:
+        if key not in ("path", "size"):
+            raise ConfigError(f"memory.nvme: unknown key {key!r}; {nearest(key, ('path', 'size'))}")
+    paths = given["path"] if isinstance(given["path"], list | tuple) else [given["path"]]
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ConfigError(f"memory.nvme.path must be a folder, or a list of folders, not {given['path']!r}")
+    size = given.get("size")
+    disk = NvmeConfig(
+        path=tuple(str(Path(path).absolute()) for path in paths),
+        size=None if size is None else _size("memory.nvme.size", size),
+    )
+    for path in disk.paths:
+        check_state_folder(Path(path))
+    return disk
 
 
 def _size(name: str, given: Any) -> int:

@@ -165,7 +165,7 @@ def plan_request(
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
     update: str,
-    budget: dict[str, int],  # bytes: device, host
+    budget: dict[str, int],  # bytes: device, host, and disk where there is one for state
     device: str,  # cuda or cpu
     optimizer: AdamW | None = None,
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
@@ -302,13 +302,22 @@ REQUESTS = (
     "inputs",
     "state_on_device",
     "updates_on_device",
+    "state_on_disk",
     "stage_buffers",
     "parts",
     "accumulate",
 )
 """Numbers of a plan that may be given instead of derived."""
 
-RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
+RATES = (
+    "h2d_gbs",
+    "d2h_gbs",
+    "matmul_tflops",
+    "adamw_gparams",
+    "hbm_gbs",
+    "state_read_gbs",
+    "state_write_gbs",
+)
 """Measured rates that the planner reads."""
 
 

@@ -80,6 +80,7 @@ class Runtime:
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
         self._limits = arguments.memory_limits(memory)
+        self._disk = arguments.state_disk(memory)
         self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
         if device.type == "cuda":
@@ -132,13 +133,16 @@ class Runtime:
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """What the planner is asked; see `request.plan_request`."""
         machine = self._machine()
+        budget = machine.budget(self.device.type, **self._limits)
+        if self._disk is not None:
+            budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size)
         return plan_request(
             self._decoder,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
             update=self._update,
-            budget=machine.budget(self.device.type, **self._limits),
+            budget=budget,
             device=self.device.type,
             card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
             optimizer=self._optimizer,
@@ -252,6 +256,8 @@ class Runtime:
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        if self._disk is not None:
+            options["disk"] = {"paths": self._disk.paths}
         try:
             planned = _core.plan(request)
             core = _core.Engine(self._core_device, request, planned, json.dumps(options))

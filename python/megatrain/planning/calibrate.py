@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ UNITS = {
     "copy_gbs": "GB/s, host memory copied",
     "disk_write_gbs": "GB/s, file written and flushed",
     "disk_read_gbs": "GB/s, file read back",
+    "state_read_gbs": "GB/s, optimizer state read from disk while other state is written",
+    "state_write_gbs": "GB/s, optimizer state written to disk while other state is read",
 }
 """Every rate, with what it counts. GB is 10⁹ bytes."""
 
@@ -72,14 +74,23 @@ def _usual_cuda(machine: Machine) -> dict[str, float]:
 
 _USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
 _USUAL_CPU_TFLOPS = 0.06
+_USUAL_STATE_DISK = {"state_read_gbs": 2.5, "state_write_gbs": 2.0}  # one PCIe 4 drive that reads and writes at once
 # Faster than any: for a step time that must stay a lower bound.
-_FASTEST_CUDA = {"h2d_gbs": 64.0, "d2h_gbs": 64.0, "matmul_tflops": 2500.0, "hbm_gbs": 8000.0, "adamw_gparams": 20.0}
+_FASTEST_CUDA = {
+    "h2d_gbs": 64.0,
+    "d2h_gbs": 64.0,
+    "matmul_tflops": 2500.0,
+    "hbm_gbs": 8000.0,
+    "adamw_gparams": 20.0,
+    "state_read_gbs": 120.0,  # eight PCIe 5 drives
+    "state_write_gbs": 120.0,
+}
 _FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
 
 
 def nominal(machine: Machine, device: str) -> dict[str, float]:
     """Rates of a usual machine with this card and as many processors, whatever was measured here."""
-    usual = _usual_cuda(machine)
+    usual = _usual_cuda(machine) | _USUAL_STATE_DISK
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
         usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
@@ -141,8 +152,14 @@ _BUSY_SPREAD = 0.25
 """How much slower than the fastest the median of equal runs is on a machine that others use."""
 
 
-def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], None] = log.info) -> Measured:
-    """Measures every rate that `device` has; about half a minute. `folder` is on the disk to measure."""
+def measure(
+    machine: Machine,
+    device: str,
+    folder: Path,  # on the disk of runs
+    say: Callable[[str], None] = log.info,
+    state: Sequence[Path] = (),  # folders for optimizer state; `folder` where none are given
+) -> Measured:
+    """Measures every rate that `device` has; about half a minute."""
     from megatrain import _core
 
     load = _load()
@@ -164,6 +181,7 @@ def measure(machine: Machine, device: str, folder: Path, say: Callable[[str], No
     found |= arithmetic
     say("disk")
     found |= _disk(folder)
+    found |= _state_disk(state or (folder,))
     return Measured(found, _busy(load, os.cpu_count() or machine.cpus, spread))
 
 
@@ -259,6 +277,18 @@ def _repeat(run: Callable[[], Any], device: str, count: int = 10) -> tuple[float
         times.append(time.perf_counter() - start)
     best = max(min(times), 1e-9)
     return best, statistics.median(times) / best - 1
+
+
+def _state_disk(folders: Sequence[Path], size: int = 1 << 30) -> dict[str, float]:
+    """Reads and writes blocks as optimizer state on disk is: both at once, past the page cache, over all folders."""
+    from megatrain import _core
+
+    try:
+        found: dict[str, float] = json.loads(_core.probe_state_disk([str(folder) for folder in folders], size))
+    except StorageError as error:
+        log.warning("the disk was not measured as a place for optimizer state: %s", error)
+        return {}
+    return found
 
 
 def _disk(folder: Path, size: int = 256 << 20) -> dict[str, float]:

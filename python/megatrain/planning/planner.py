@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.config import Config, constraints
+from megatrain.config import Config, NvmeConfig, constraints
 from megatrain.errors import ConfigError, DoesNotFit, StorageError
 from megatrain.planning import calibrate, remedies
 from megatrain.system import hardware as facts
@@ -51,7 +51,7 @@ class RunPlan:
     micro_batches: int
     """Most micro-batches of a step."""
     budget: dict[str, int]
-    """Bytes: device, host."""
+    """Bytes: device, host, and disk where `memory.nvme` names one."""
     rates: dict[str, float]
     measured: bool
     """Whether the rates were measured; else they are those of usual machines."""
@@ -61,11 +61,16 @@ class RunPlan:
     """As the core made it."""
     options: dict[str, Any]
     """`plan` of the engine: numbers asked for, switches, threads."""
+    disk: NvmeConfig | None = None
+    """Where optimizer state may be kept on disk."""
 
     def engine_options(self) -> dict[str, Any]:
         """Keywords for `Engine`."""
+        memory: dict[str, Any] = {"gpu": self.budget["device"], "host": self.budget["host"]}
+        if self.disk is not None:
+            memory["nvme"] = {"path": self.disk.paths, "size": self.budget["disk"]}
         return {
-            "memory": {"gpu": self.budget["device"], "host": self.budget["host"]},
+            "memory": memory,
             "plan": self.options,
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
@@ -96,9 +101,10 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
 
 
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
-    """Bytes that a run may use: device, host."""
-    gpu, host = config.memory.gpu, config.memory.host
-    return machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
+    """Bytes that a run may use: device, host, and disk where `memory.nvme` names one."""
+    gpu, host, disk = config.memory.gpu, config.memory.host, config.memory.nvme
+    found = machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
+    return found if disk is None else found | {"disk": machine.state_disk(disk.paths, disk.size)}
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -194,6 +200,7 @@ def plan_run(
         request=request,
         plan=plan,
         options=options,
+        disk=config.memory.nvme,
     )
 
 
@@ -360,8 +367,8 @@ class _Planner:
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:
-    """(tier, items, total) of a plan."""
-    for tier in ("device", "host"):
+    """(tier, items, total) of a plan; disk only where it has state there."""
+    for tier in ("device", "host", "disk") if plan["totals"]["disk"] else ("device", "host"):
         yield tier, [item for item in plan["items"] if item["tier"] == tier], plan["totals"][tier]
 
 

@@ -71,10 +71,14 @@ def explained(
     names = {
         "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
         "host": "host memory",
+        "disk": "disk space for optimizer state",
     }
     sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
-    over = [_missing(needed, budget[tier], names[tier]) for tier, needed in sums.items() if needed > budget[tier]] or [
-        _missing(sum(sums.values()), budget["host"], "host memory")
+    allowed = {"disk": 0} | budget
+    over = [
+        _missing(needed, allowed[tier], names[tier]) for tier, needed in sums.items() if needed > allowed[tier]
+    ] or [
+        _missing(sums["device"] + sums["host"], budget["host"], "host memory")
     ]  # of the CPU, where both tiers share it
     lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
     lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
@@ -85,6 +89,7 @@ def explained(
                 *lines,
                 *_limits(config, device, machine, budget),
                 *_advice(changes),
+                *_disk_advice(error, config, device, sums, budget),
             ]
         )
     )
@@ -113,6 +118,24 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
         yield f"device memory: {format_bytes(budget['device'])} of {format_bytes(gpu.total_bytes)} of {gpu.name}"
         if gpu.held_bytes:
             yield f"  {format_bytes(gpu.held_bytes):>12}  device  held by other programs and other tensors"
+
+
+def _disk_advice(
+    error: DoesNotFit, config: Config, device: str, sums: dict[str, int], budget: dict[str, int]
+) -> Iterator[str]:
+    """A disk, where none is named and what the host lacks is less than the optimizer state it would hold."""
+    used = sums["host"] + (sums["device"] if device == "cpu" else 0)
+    state = sum(
+        item["bytes"]
+        for item in error.items
+        if item["tier"] == "host" and item["what"] in ("weights: residual", "exp_avg", "exp_avg_sq")
+    )
+    missing = used - budget["host"]
+    if config.memory.nvme is None and 0 < missing < state // 2:
+        yield (
+            f"Or name a folder on a fast disk as memory.nvme.path: some {format_bytes(missing)} of optimizer state "
+            "would be kept there, and read and written once per step"
+        )
 
 
 def _advice(changes: list[str]) -> Iterator[str]:

@@ -121,6 +121,17 @@ class Machine:
             return {"device": host if gpu is None else min(gpu, host), "host": host}
         return {"device": self.gpu_budget() if gpu is None else gpu, "host": host}
 
+    def state_disk(self, paths: tuple[str, ...], size: int | None, probe: "SystemProbe | None" = None) -> int:
+        """Bytes that optimizer state may take on the disks of these folders, over which it is spread evenly: `size`,
+        and no more than is free there less a margin for whatever else is written. Of a described machine `size`, or
+        what its description says is free."""
+        if self.described:
+            return _less_margin(self.disk_free or 0) if size is None else size
+        probe = probe or SYSTEM_PROBE
+        disks = [probe.disk(Path(path)) for path in paths]
+        room = min(_less_margin(free) // [d for d, _ in disks].count(disk) for disk, free in disks) * len(paths)
+        return room if size is None else min(size, room)
+
 
 class SystemProbe:
     """Where facts are read. A test or a caller replaces what it wants to by overriding it."""
@@ -151,6 +162,13 @@ class SystemProbe:
             return atomic.free_bytes(path)
         except OSError:
             return None
+
+    def disk(self, path: Path) -> tuple[int, int]:
+        """A number that tells the disk of `path` from others, and its free bytes; no bytes where it cannot be read."""
+        try:
+            return path.stat().st_dev, atomic.free_bytes(path)
+        except OSError:
+            return -1, 0
 
     def kernel(self) -> str:
         """The kernel's release."""
@@ -183,6 +201,11 @@ class SystemProbe:
     def cuda_status(self) -> dict[str, Any]:
         """What the native core says of the driver and its cards: `{available, reason, driver, devices}`."""
         return cuda_status()
+
+
+def _less_margin(free: int) -> int:
+    """Free bytes of a disk without what state leaves to others."""
+    return max(0, free - max(GIB, free // 20))
 
 
 SYSTEM_PROBE = SystemProbe()

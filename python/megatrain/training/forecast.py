@@ -29,6 +29,18 @@ GIVEN_UP_BY_IMMEDIATE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateOnDisk:
+    """What a step does with optimizer state whose home is a disk."""
+
+    bytes: int
+    """Read, and written, once in a step."""
+    seconds: float
+    """That the slower of reading and writing takes; both run at once, and beside computing."""
+    bytes_written_a_day: float
+    """At the expected step time: what the drive's endurance is compared with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """What to expect of a run by its plan."""
 
@@ -82,6 +94,19 @@ class Forecast:
         return size / (rate * 1e9) if rate and size is not None else None
 
     @property
+    def state_on_disk(self) -> StateOnDisk | None:
+        """Traffic of optimizer state with the disk; None where none is kept there."""
+        size = int(self.timed.plan["totals"]["disk"])
+        if not size:
+            return None
+        slowest = min(self.timed.rates["state_read_gbs"], self.timed.rates["state_write_gbs"])
+        return StateOnDisk(
+            bytes=size,
+            seconds=size / (slowest * 1e9),
+            bytes_written_a_day=size * 86400 / self.expected_step_s,
+        )
+
+    @property
     def given_up(self) -> str | None:
         """What `train.update` gives up; None for just-in-time updates, which give up nothing."""
         return GIVEN_UP_BY_IMMEDIATE if self.update == "immediate" else None
@@ -113,6 +138,7 @@ class Forecast:
             "numerics": self.numerics,
             "disk": self.disk,
             "checkpoint_s": self.checkpoint_s,
+            "state_on_disk": None if self.state_on_disk is None else dataclasses.asdict(self.state_on_disk),
         }
 
 

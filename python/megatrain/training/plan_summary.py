@@ -76,12 +76,29 @@ def _memory(report: "Forecast") -> list[str]:
     run_plan = report.run_plan
     totals, budget = run_plan.plan["totals"], run_plan.budget
     if run_plan.device == "cpu":  # one memory
-        used, allowed = format_bytes(sum(totals.values())), format_bytes(budget["host"])
-        return [f"memory: {used} of {allowed}: {_groups(report, ('device', 'host'))}"]
+        used, allowed = format_bytes(totals["device"] + totals["host"]), format_bytes(budget["host"])
+        return [f"memory: {used} of {allowed}: {_groups(report, ('device', 'host'))}", *_state_on_disk(report)]
     return [
-        f"{tier} memory: {format_bytes(totals[tier])} of {format_bytes(budget[tier])}: {_groups(report, (tier,))}"
-        for tier in ("device", "host")
+        *(
+            f"{tier} memory: {format_bytes(totals[tier])} of {format_bytes(budget[tier])}: {_groups(report, (tier,))}"
+            for tier in ("device", "host")
+        ),
+        *_state_on_disk(report),
     ]
+
+
+def _state_on_disk(report: "Forecast") -> list[str]:
+    disk = report.state_on_disk
+    if disk is None:
+        return []
+    budget, units = report.run_plan.budget["disk"], report.run_plan.plan["units"]
+    count = sum(unit["state"] == "disk" for unit in units)
+    spilled, daily = format_bytes(disk.bytes), format_bytes(disk.bytes_written_a_day)
+    text = (
+        f"state on disk: {spilled} of {format_bytes(budget)}, of {count} of {len(units)} units; a step reads and "
+        f"writes it once, in about {_seconds(disk.seconds)}; wear: {daily} written per day"
+    )
+    return [text]
 
 
 def _groups(report: "Forecast", tiers: tuple[str, ...]) -> str:

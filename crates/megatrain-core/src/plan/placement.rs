@@ -5,6 +5,7 @@ use super::request::MOST_BUFFERS;
 use super::{Activation, Place, Plan, Request, State, Totals, UnitPlan, UnitRequest, UpdateMode};
 use crate::error::{Error, Item, Result, Tier};
 use crate::layout::{Precision, UNIT_ALIGN, UnitLayout};
+use crate::store::spill::state_bytes;
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -113,6 +114,10 @@ pub struct Placement {
     pub device_update_parts: Vec<Vec<Range<u64>>>,
     /// The state buffers.
     pub state_buffers: Vec<StateBuffer>,
+    /// The elements of each part in which state on disk is read, updated and written; empty where it is elsewhere.
+    pub disk_parts: Vec<Vec<Range<u64>>>,
+    /// Bytes of each host buffer through which that state passes.
+    pub disk_buffers: Vec<u64>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
     pub own: Vec<Option<DeviceRange>>,
     /// The slots.
@@ -147,7 +152,7 @@ pub struct Placement {
     pub staged_micro_batches: u32,
     /// Bytes of each unit's fp32 store for gradients accumulated over passes.
     pub store: Vec<u64>,
-    /// Bytes of the window through which state on the device is read and written.
+    /// Bytes of the window through which callers and checkpoints read and write state on the device and on disk.
     pub window: u64,
     /// Dtype in which gradients are sent.
     pub grad_precision: Precision,
@@ -159,13 +164,16 @@ pub struct Placement {
 /// Alignment of everything on the device and of host spans.
 const ALIGN: u64 = 512;
 const PAGE: u64 = 4096;
-/// Bytes of the window for reading and writing state on the device.
-const WINDOW: u64 = 4 << 20;
+/// Bytes of the window for reading and writing state on the device and on disk.
+pub(crate) const TRANSFER_WINDOW: u64 = 4 << 20;
 /// Blocks of the gradient norm (65,536 elements each) that a part has at least: the host updates them in a millisecond.
 const PART_BLOCKS: u64 = 64;
 /// The most elements of a part that is updated on the device: copied in a few milliseconds, which is how long weights that are
 /// needed sooner may have to wait for the link.
 const DEVICE_UPDATE_ELEMENTS: u64 = 16 << 20;
+/// The most elements of a part of state on disk: long enough that the blocks of a few files are under way at a time, short enough
+/// that even a slow disk reads or writes one within a second.
+const DISK_ELEMENTS: u64 = 8 << 20;
 /// The most parts. The first part's offload and the last one's sending are all that does not overlap.
 const MOST_PARTS: u64 = 16;
 
@@ -188,7 +196,11 @@ impl Carver {
     fn check(&self) -> Result<()> {
         let totals = Plan::sum(&self.items);
         let lines = self.items.iter().map(|item| (item.what.as_str(), item.bytes));
-        let sums = [("all of the device's memory", totals.device), ("all of the host's memory", totals.host)];
+        let sums = [
+            ("all of the device's memory", totals.device),
+            ("all of the host's memory", totals.host),
+            ("all state on disk", totals.disk),
+        ];
         match lines.chain(sums).find(|&(_, bytes)| bytes >= 1 << MOST_BYTES_LOG2) {
             None => Ok(()),
             Some((what, bytes)) => Err(Error::TooLarge { what: what.to_owned(), bytes, log2: MOST_BYTES_LOG2 }),
@@ -233,6 +245,8 @@ impl Placement {
             parts: (0..n).map(|unit| parts(request, plan, unit, &layouts[unit])).collect(),
             device_update_parts: (0..n).map(|unit| device_update_parts(request, plan, unit, &layouts[unit])).collect(),
             state_buffers: Vec::new(),
+            disk_parts: (0..n).map(|unit| disk_parts(request, plan, unit, &layouts[unit])).collect(),
+            disk_buffers: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -267,6 +281,7 @@ impl Placement {
         p.place_norm(&mut carver);
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
+        p.place_disk(plan, &mut carver)?;
         carver.check()?;
         p.sizes = carver.sizes;
         p.carved = carver.carved;
@@ -311,6 +326,12 @@ impl Placement {
         (count * (state + self.grad_precision.dtype().size()), count * state)
     }
 
+    /// Bytes of one part of a unit's state on disk.
+    pub(crate) fn disk_bytes(&self, unit: usize, part: usize) -> u64 {
+        let elements = &self.disk_parts[unit][part];
+        (elements.end - elements.start) * state_bytes(self.layouts[unit].precision)
+    }
+
     /// Bytes of a unit's gradient as it is sent.
     #[must_use]
     pub fn grad_bytes(&self, unit: usize) -> u64 {
@@ -332,7 +353,7 @@ impl Placement {
                 self.own[unit] = Some(carver.device(Region::Weights, "weights: resident layers", image));
             }
         }
-        let host = |u: &usize| plan.units[*u].state == State::Host;
+        let host = |u: &usize| plan.units[*u].state != State::Device;
         let slot = self.layers().filter(host).map(|u| self.layouts[u].image_bytes).max().unwrap_or(0);
         self.slots = (0..plan.slots).map(|_| carver.device(Region::Weights, "weights: slots", slot)).collect();
     }
@@ -360,9 +381,9 @@ impl Placement {
         debug_assert_eq!(request.units.len(), self.layouts.len());
     }
 
-    /// Layers that train and whose state is on the host: those that share gradient buffers and slabs.
+    /// Layers that train and whose state is not on the device: those that share gradient buffers and slabs.
     fn shared<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = usize> + 'a {
-        self.layers().filter(|&u| self.trains(u) && plan.units[u].state == State::Host)
+        self.layers().filter(|&u| self.trains(u) && plan.units[u].state != State::Device)
     }
 
     fn place_accumulators(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) {
@@ -460,25 +481,25 @@ impl Placement {
         let last = self.layouts.len() - 1;
         for unit in 0..=last {
             let layout = &self.layouts[unit];
-            if plan.units[unit].state == State::Host {
-                let state = HostState {
-                    image: layout.image_bytes,
-                    residual: layout.residual_bytes(),
-                    moment: layout.moment_bytes(),
-                };
+            let on_disk = plan.units[unit].state == State::Disk;
+            if plan.units[unit].state != State::Device {
+                let (residual, moment) =
+                    if on_disk { (0, 0) } else { (layout.residual_bytes(), layout.moment_bytes()) };
+                let state = HostState { image: layout.image_bytes, residual, moment };
                 carver.item("weights", Tier::Host, state.image, true);
                 let copied = !self.device_update_parts[unit].is_empty();
                 carver.item("weights: residual", Tier::Host, state.residual, copied);
                 carver.item("exp_avg", Tier::Host, state.moment, copied);
                 carver.item("exp_avg_sq", Tier::Host, state.moment, copied);
                 self.host_state[unit] = Some(state);
-            } else {
-                self.window = WINDOW;
+            }
+            if plan.units[unit].state != State::Host {
+                self.window = TRANSFER_WINDOW;
             }
         }
         for unit in 0..=last {
             let shares = unit != 0 && unit != last && request.update == UpdateMode::Immediate;
-            if self.trains(unit) && plan.units[unit].state == State::Host && !shares {
+            if self.trains(unit) && plan.units[unit].state != State::Device && !shares {
                 self.own_slab[unit] = Some(self.push_slab(self.grad_bytes(unit), carver));
             }
         }
@@ -498,6 +519,27 @@ impl Placement {
         }
         carver.item("gradient norm", Tier::Host, self.norm_bytes(), true);
         carver.item("transfer window", Tier::Host, self.window, true);
+    }
+
+    fn place_disk(&mut self, plan: &Plan, carver: &mut Carver) -> Result<()> {
+        let mut largest = 0;
+        for (layout, parts) in self.layouts.iter().zip(&self.disk_parts) {
+            let each = state_bytes(layout.precision);
+            let part = parts.iter().map(|part| part.end - part.start).max().unwrap_or(0);
+            largest = largest.max(each.saturating_mul(part));
+            if !parts.is_empty() {
+                carver.item("optimizer state", Tier::Disk, each.saturating_mul(layout.elements), false);
+            }
+        }
+        if largest > 0 && plan.disk_buffers == 0 {
+            let why = "state on disk passes through them";
+            return Err(Error::OutOfRange { setting: "disk_buffers", value: 0, least: 1, most: None, why });
+        }
+        for _ in 0..plan.disk_buffers {
+            carver.item("disk buffers", Tier::Host, largest, false);
+            self.disk_buffers.push(largest);
+        }
+        Ok(())
     }
 
     /// Bytes of the host's list of norm sums.
@@ -528,6 +570,7 @@ fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
         ("grad_buffers", plan.grad_buffers, 0, most_units),
         ("stage_buffers", plan.stage_buffers, 0, MOST_BUFFERS.into()),
         ("visit_buffers", plan.state_buffers, 0, MOST_BUFFERS.into()),
+        ("disk_buffers", plan.disk_buffers, 0, MOST_BUFFERS.into()),
         ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
         ("group", plan.group, 1, plan.micro_batches.into()),
     ] {
@@ -561,11 +604,26 @@ fn parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Ve
 /// Cuts a unit that is updated on the device with its state on the host. No operation of the optimizer looks beyond one element, so that
 /// the cuts are free; they are where both tensors and pages may begin.
 fn device_update_parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
-    if !plan.units[unit].needs_device_update() || layout.elements == 0 {
+    if plan.units[unit].needs_device_update() { cuts(request, layout, DEVICE_UPDATE_ELEMENTS) } else { Vec::new() }
+}
+
+/// Cuts the state of a unit whose home is a disk.
+fn disk_parts(request: &Request, plan: &Plan, unit: usize, layout: &UnitLayout) -> Vec<Range<u64>> {
+    if plan.units[unit].state == State::Disk { disk_cuts(request, layout) } else { Vec::new() }
+}
+
+/// The parts in which a unit's state is read and written where its home is a disk.
+pub(crate) fn disk_cuts(request: &Request, layout: &UnitLayout) -> Vec<Range<u64>> {
+    cuts(request, layout, DISK_ELEMENTS)
+}
+
+/// Cuts a unit's elements evenly, in as many parts as were asked for, or so that none has more than `most`.
+fn cuts(request: &Request, layout: &UnitLayout, most: u64) -> Vec<Range<u64>> {
+    if layout.elements == 0 {
         return Vec::new();
     }
     let steps = layout.elements / UNIT_ALIGN;
-    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(DEVICE_UPDATE_ELEMENTS), u64::from);
+    let wanted = request.requests.parts.map_or_else(|| layout.elements.div_ceil(most), u64::from);
     let count = wanted.clamp(1, steps.min(MOST_BUFFERS.into()));
     // The first `steps % count` parts are one step longer; a product with `steps` could overflow.
     let cut = |i: u64| (steps / count * i + i.min(steps % count)) * UNIT_ALIGN;

@@ -10,6 +10,9 @@ use crate::error::{Error, Item, Result, Tier};
 pub enum State {
     /// On the host; its weights are sent to the device when they are needed, and updated by the host's optimizer.
     Host,
+    /// Weights on the host, residual and moments on disk, from which they are read part by part to be updated by the host's
+    /// optimizer.
+    Disk,
     /// On the device for good, and updated there.
     Device,
 }
@@ -67,6 +70,9 @@ pub struct Totals {
     pub device: u64,
     /// Host bytes.
     pub host: u64,
+    /// Bytes on disk.
+    #[serde(default)]
+    pub disk: u64,
 }
 
 /// The step time that the rates predict, from [`crate::estimate`].
@@ -102,6 +108,9 @@ pub struct Plan {
     /// Device buffers through which state passes that lives on the host and is updated on the device.
     #[serde(rename = "visit_buffers")]
     pub state_buffers: u32,
+    /// Host buffers through which state passes that lives on disk.
+    #[serde(default)]
+    pub disk_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// Micro-batches of a step, at most.
@@ -122,7 +131,7 @@ impl Plan {
         let of = |tier: Tier| {
             items.iter().filter(|i| i.tier == tier).fold(0, |sum: u64, item| sum.saturating_add(item.bytes))
         };
-        Totals { device: of(Tier::Device), host: of(Tier::Host) }
+        Totals { device: of(Tier::Device), host: of(Tier::Host), disk: of(Tier::Disk) }
     }
 
     /// Refuses a plan that was not made for this request.

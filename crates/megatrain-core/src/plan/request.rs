@@ -121,6 +121,9 @@ pub struct Budget {
     pub device: u64,
     /// Host bytes.
     pub host: u64,
+    /// Bytes on disk for optimizer state that the host has no room for.
+    #[serde(default)]
+    pub disk: u64,
 }
 
 /// A number of units, or whatever fits.
@@ -161,10 +164,13 @@ pub struct Requests {
     pub state_on_device: Option<Count>,
     /// Layers whose state lives on the host and that are updated on the device, spread evenly among those.
     pub updates_on_device: Option<Count>,
+    /// Units whose state lives on disk: layers from the last one backwards, then `head` and `embed`. Those whose state is on
+    /// the device, or that train nothing, are passed over.
+    pub state_on_disk: Option<u32>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
-    /// Parts in which the embedding and the head are offloaded, updated and sent, and in which a layer is updated on
-    /// the device; by default as their size asks for.
+    /// Parts in which the embedding and the head are offloaded, updated and sent, in which a layer is updated on the device,
+    /// and in which state on disk is read and written; by default as their size asks for.
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
     pub accumulate: bool,
@@ -184,6 +190,10 @@ pub struct Rates {
     pub adamw_gparams: f64,
     /// Device memory, 1e9 bytes a second.
     pub hbm_gbs: f64,
+    /// State read from disk while other state is written, 1e9 bytes a second.
+    pub state_read_gbs: f64,
+    /// State written to disk while other state is read, 1e9 bytes a second.
+    pub state_write_gbs: f64,
     /// Bytes of its own traffic that the host optimizer loses for a byte that crosses the link meanwhile: both share the
     /// host's memory.
     pub link_cost: f64,
@@ -194,6 +204,10 @@ pub struct Rates {
     pub beside_matmuls: bool,
 }
 
+/// Rates of state on disk where nothing was measured: one PCIe 4 drive that reads and writes at once.
+const STATE_READ_GBS: f64 = 2.5;
+const STATE_WRITE_GBS: f64 = 2.0;
+
 impl Default for Rates {
     fn default() -> Self {
         Self {
@@ -202,6 +216,8 @@ impl Default for Rates {
             matmul_tflops: 400.0,
             adamw_gparams: 3.0,
             hbm_gbs: 2500.0,
+            state_read_gbs: STATE_READ_GBS,
+            state_write_gbs: STATE_WRITE_GBS,
             link_cost: 0.0,
             both_ways: 2.0,
             beside_matmuls: false,
@@ -232,6 +248,8 @@ impl Rates {
             matmul_tflops: self.matmul_tflops * if profiled { SUSTAINED_MATMUL } else { SUSTAINED_COMPUTE },
             adamw_gparams: self.adamw_gparams,
             hbm_gbs: self.hbm_gbs * SUSTAINED_HBM,
+            state_read_gbs: self.state_read_gbs,
+            state_write_gbs: self.state_write_gbs,
             link_cost: LINK_COST,
             both_ways: BOTH_WAYS,
             beside_matmuls: true,
@@ -474,6 +492,8 @@ impl Request {
             ("matmul_tflops", self.rates.matmul_tflops),
             ("adamw_gparams", self.rates.adamw_gparams),
             ("hbm_gbs", self.rates.hbm_gbs),
+            ("state_read_gbs", self.rates.state_read_gbs),
+            ("state_write_gbs", self.rates.state_write_gbs),
         ] {
             if !(rate.is_finite() && rate > 0.0) {
                 let what = format!("rates.{name}");
@@ -531,6 +551,17 @@ impl Request {
                 let other = "accumulating gradients over passes, whose store is on the host";
                 return Err(contradicts("plan.state_on_device", count, other));
             }
+        }
+        if let Some(count) = r.state_on_disk
+            && count as usize > self.units.len()
+        {
+            return Err(exceeds("plan.state_on_disk", count, self.units.len(), "units"));
+        }
+        if r.state_on_disk.is_some_and(|count| count > 0)
+            && matches!(r.updates_on_device, Some(Count::Units(count)) if count > 0)
+        {
+            let other = "plan.updates_on_device, whose state lives on the host";
+            return Err(contradicts("plan.state_on_disk", r.state_on_disk.unwrap_or(0), other));
         }
         if let Some(Count::Units(count)) = r.updates_on_device {
             if count as usize > layers {

@@ -4,6 +4,8 @@
 //! for backward. One: activations of a single micro-batch wait, so that they can be kept, and weights either cross the
 //! link for each micro-batch or stay on the device, where gradients are summed too. Groups are of equal size and in
 //! order, so gradients are summed in the same order whatever the size.
+use std::cmp::Ordering;
+
 use super::search;
 use crate::error::{Error, Result};
 use crate::estimate::expected_step_s;
@@ -12,7 +14,7 @@ use crate::plan::{DeviceKind, Plan, Request};
 /// A smaller group must shorten the step by this factor.
 const WORTH_SMALLER: f64 = 1.0005;
 
-/// The fastest plan over the group sizes, of those that fit.
+/// The fastest plan over the group sizes, of those that fit; fewer bytes of state on disk come before speed.
 ///
 /// # Errors
 /// As for [`search::fastest`], of all micro-batches in one group.
@@ -31,7 +33,12 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
             Err(error) => return Err(error),
         };
         let seconds = expected_step_s(&asked, &plan)?;
-        if best.as_ref().is_none_or(|(_, least)| seconds * WORTH_SMALLER < *least) {
+        let better = best.as_ref().is_none_or(|(other, least)| match plan.totals.disk.cmp(&other.totals.disk) {
+            Ordering::Less => true,
+            Ordering::Equal => seconds * WORTH_SMALLER < *least,
+            Ordering::Greater => false,
+        });
+        if better {
             best = Some((plan, seconds));
         }
     }

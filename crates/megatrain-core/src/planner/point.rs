@@ -25,6 +25,8 @@ pub(super) struct Point {
     pub(super) grad_buffers: u32,
     /// Staging buffers, where anything is staged.
     pub(super) stage_buffers: u32,
+    /// Units whose state lives on disk, in the order of [`disk_order`].
+    pub(super) on_disk: usize,
 }
 
 impl Point {
@@ -35,6 +37,7 @@ impl Point {
     pub(super) fn plan(&self, request: &Request) -> Result<(Plan, Placement)> {
         let layers = request.num_layers();
         let on_device: Vec<usize> = state_order(request).take(self.state).collect();
+        let on_disk: Vec<usize> = disk_order(request, self.state).take(self.on_disk).collect();
         let offloads = request.requests.activation == Some(Activation::Offload);
         let other = if offloads { Activation::Offload } else { Activation::Recompute };
         let unit = |index: usize| {
@@ -42,7 +45,11 @@ impl Point {
             let kept = !layer || index > layers - self.keep;
             UnitPlan {
                 name: request.units[index].name.clone(),
-                state: if on_device.contains(&index) { State::Device } else { State::Host },
+                state: match index {
+                    index if on_device.contains(&index) => State::Device,
+                    index if on_disk.contains(&index) => State::Disk,
+                    _ => State::Host,
+                },
                 activation: if kept { Activation::Keep } else { other },
                 // A kept layer holds its input among what it keeps; embed and head have none that waits.
                 input: if kept { Place::Device } else { self.inputs },
@@ -50,7 +57,7 @@ impl Point {
             }
         };
         let units: Vec<UnitPlan> = (0..request.units.len()).map(unit).collect();
-        let hosted = units[1..=layers].iter().filter(|unit| unit.state == State::Host).count();
+        let hosted = units[1..=layers].iter().filter(|unit| unit.state != State::Device).count();
         let hosted = u32::try_from(hosted).map_err(|_| Error::TooMany {
             what: "layers",
             count: hosted as u64,
@@ -67,6 +74,7 @@ impl Point {
             stage_buffers: 0,
             stage_bytes: 0,
             state_buffers: 0,
+            disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
             group: request.requests.group.unwrap_or(request.micro_batches),
             micro_batches: request.micro_batches,
             items: Vec::new(),
@@ -88,6 +96,22 @@ impl Point {
     }
 }
 
+/// One buffer for state on disk is filled, one is updated, one is emptied.
+pub(super) const DISK_BUFFERS: u32 = 3;
+
+/// Units in the order in which their state goes to disk, with the first `state` units' on the device: layers from the last one
+/// backwards, which the next forward needs last and whose gradients come first; then head and embedding, of whose rows the
+/// host updates many while the layers run backward.
+pub(super) fn disk_order(request: &Request, state: usize) -> impl Iterator<Item = usize> {
+    let (last, on_device) = (request.units.len() - 1, state_order(request).take(state).collect::<Vec<_>>());
+    let order = (1..last).rev().chain([last, 0]);
+    order.filter(move |unit| !on_device.contains(unit) && trains(request, *unit))
+}
+
+fn trains(request: &Request, unit: usize) -> bool {
+    request.units[unit].tensors.iter().any(|t| t.role == Role::Trainable && t.numel() > 0)
+}
+
 /// Units in the order in which their state goes to the device: embed and head have their weights and gradients there
 /// anyway, so the same bytes buy more parameters; then layers in the order in which the next forward needs them.
 pub(super) fn state_order(request: &Request) -> impl Iterator<Item = usize> {
@@ -97,9 +121,8 @@ pub(super) fn state_order(request: &Request) -> impl Iterator<Item = usize> {
 
 /// Layers that train and of whose state, with the first `state` units on the device, the host is the home.
 pub(super) fn hosted_layers(request: &Request, state: usize) -> Vec<usize> {
-    let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role == Role::Trainable && t.numel() > 0);
-    let mut layers: Vec<usize> =
-        state_order(request).skip(state).filter(|u| (1..=request.num_layers()).contains(u)).filter(trains).collect();
+    let layer = |u: &usize| (1..=request.num_layers()).contains(u) && trains(request, *u);
+    let mut layers: Vec<usize> = state_order(request).skip(state).filter(layer).collect();
     layers.sort_unstable();
     layers
 }

@@ -1,8 +1,10 @@
 //! The fastest point that fits.
 use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use super::point::Point;
-use super::space::{Candidate, Space};
+use super::space::{Candidate, OnDisk, Space};
 use crate::error::{Error, Result, Tier};
 use crate::estimate::{expected_step_s, simulated_micro_batches};
 use crate::plan::{Budget, Place, Plan, Request, UpdateMode};
@@ -22,11 +24,16 @@ const ALIKE: f64 = 1.0005;
 /// # Errors
 /// [`Error::DoesNotFit`] or [`Error::SharedMemory`] with the sum of the candidate that exceeds its budget by least.
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
-    let all = Space::new(request)?.candidates()?;
-    let mut fitting: Vec<(Point, f64)> =
-        all.iter().filter_map(|candidate| Some((fitted(candidate, request)?, candidate.least_s))).collect();
+    let space = Space::new(request)?;
+    let all = space.candidates()?;
+    let asked = request.requests.state_on_disk.is_some();
+    let mut fitting = if asked { Vec::new() } else { fitting_in_memory(request, &all) };
     if fitting.is_empty() {
-        return Err(refusal(request, &all));
+        let on_disk = OnDiskChoices::new(request, &space, &all)?;
+        fitting = fitting_with_disk(request, &all, &on_disk);
+        if fitting.is_empty() {
+            return Err(refusal(request, &all, &on_disk));
+        }
     }
     // Among those that take as long, the one that asks least of the host and the link.
     let ease =
@@ -50,14 +57,67 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     Ok(best.expect("at least one candidate fits and is simulated").0)
 }
 
+/// Points that fit with all state in memory, each with the least seconds of its step.
+fn fitting_in_memory(request: &Request, all: &[Candidate]) -> Vec<(Point, f64)> {
+    let fits = |candidate: &Candidate| Some((fitted(candidate, &OnDisk::default(), request)?, candidate.least_s));
+    all.iter().filter_map(fits).collect()
+}
+
+/// Those that fit with the fewest bytes of state on disk: a disk is far slower than everything else, so that nothing makes up
+/// for more.
+fn fitting_with_disk(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Vec<(Point, f64)> {
+    let fits = |candidate: &Candidate| {
+        choices.of(candidate).iter().find_map(|on_disk| {
+            let point = fitted(candidate, on_disk, request)?;
+            Some((point, candidate.least_s.max(on_disk.least_s), on_disk.disk))
+        })
+    };
+    let found: Vec<(Point, f64, u64)> = all.iter().filter_map(fits).collect();
+    let fewest = found.iter().map(|found| found.2).min().unwrap_or(0);
+    found.into_iter().filter(|found| found.2 == fewest).map(|(point, least_s, _)| (point, least_s)).collect()
+}
+
+/// What may be on disk, by the number of units whose state is on the device.
+struct OnDiskChoices(HashMap<usize, Vec<OnDisk>>);
+
+impl OnDiskChoices {
+    /// What was asked for; else, where there is a disk, every number of units.
+    fn new(request: &Request, space: &Space<'_>, all: &[Candidate]) -> Result<Self> {
+        let mut choices = HashMap::new();
+        for state in all.iter().map(|candidate| candidate.point.state) {
+            if let Entry::Vacant(place) = choices.entry(state) {
+                let mut found = vec![OnDisk::default()];
+                if let Some(asked) = request.requests.state_on_disk {
+                    found = space.on_disk(state)?;
+                    found.truncate(asked as usize + 1);
+                    found.drain(..found.len() - 1);
+                } else if request.budget.disk > 0 {
+                    found = space.on_disk(state)?;
+                }
+                place.insert(found);
+            }
+        }
+        Ok(Self(choices))
+    }
+
+    /// Those of a candidate, fewest bytes first. Layers that are updated on the device have their state on the host.
+    fn of(&self, candidate: &Candidate) -> &[OnDisk] {
+        let choices = &self.0[&candidate.point.state];
+        let all_in_memory = candidate.point.device_updates > 0 && choices.len() > 1;
+        if all_in_memory { &choices[..1] } else { choices }
+    }
+}
+
 /// The candidate with as many landing places as fit, if it fits at all.
-fn fitted(candidate: &Candidate, request: &Request) -> Option<Point> {
+fn fitted(candidate: &Candidate, on_disk: &OnDisk, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
-    let Budget { device: on_device, host: on_host } = request.budget;
+    let point = Point { on_disk: on_disk.units, ..point };
+    let host = host.saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
+    let Budget { device: on_device, host: on_host, disk } = request.budget;
     // A sum that is too large for its type is more than there is.
     let others = if request.shared_memory { host.checked_add(device)? } else { host };
     let left = on_host.checked_sub(others)?;
-    if device > on_device {
+    if device > on_device || on_disk.disk > disk {
         return None;
     }
     if request.update != UpdateMode::Immediate || slab == 0 {
@@ -72,20 +132,26 @@ fn fitted(candidate: &Candidate, request: &Request) -> Option<Point> {
 
 /// The refusal with the sum of the candidate that exceeds the budgets by least. One that exceeds a single budget comes
 /// first: the message names one tier, and with that one enlarged the candidate must fit.
-fn refusal(request: &Request, all: &[Candidate]) -> Error {
-    let Budget { device: on_device, host: on_host } = request.budget;
-    let excess = |candidate: &Candidate| {
+fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Error {
+    let Budget { device: on_device, host: on_host, disk } = request.budget;
+    let excess = |(candidate, on_disk): &(&Candidate, &OnDisk)| {
         let slabs = u64::from(request.requests.slabs.unwrap_or(1));
         let host = slabs.saturating_mul(candidate.slab).saturating_add(candidate.host);
+        let host = host.saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
         let beyond_device = candidate.device.saturating_sub(on_device);
-        if request.shared_memory {
-            return (false, candidate.device.saturating_add(host).saturating_sub(on_host).max(beyond_device));
-        }
-        let beyond_host = host.saturating_sub(on_host);
-        (beyond_device > 0 && beyond_host > 0, beyond_device.saturating_add(beyond_host))
+        let beyond_disk = on_disk.disk.saturating_sub(disk);
+        let beyond_host = if request.shared_memory {
+            candidate.device.saturating_add(host).saturating_sub(on_host).max(beyond_device)
+        } else {
+            beyond_device.saturating_add(host.saturating_sub(on_host))
+        };
+        let exceeded = [beyond_device > 0, host > on_host, beyond_disk > 0].into_iter().filter(|&is| is).count();
+        let several = if request.shared_memory { beyond_host > 0 && beyond_disk > 0 } else { exceeded > 1 };
+        (several, beyond_host.saturating_add(beyond_disk), on_disk.disk)
     };
-    let nearest = all.iter().min_by_key(|candidate| excess(candidate)).expect("there is always a candidate");
-    let point = Point { slabs: request.requests.slabs.unwrap_or(1), ..nearest.point };
+    let pairs = all.iter().flat_map(|candidate| choices.of(candidate).iter().map(move |on_disk| (candidate, on_disk)));
+    let (nearest, on_disk) = pairs.min_by_key(excess).expect("there is always a candidate");
+    let point = Point { slabs: request.requests.slabs.unwrap_or(1), on_disk: on_disk.units, ..nearest.point };
     let plan = match point.plan(request) {
         Ok((plan, _)) => plan,
         Err(error) => return error,
@@ -96,6 +162,9 @@ fn refusal(request: &Request, all: &[Candidate]) -> Error {
     }
     if totals.host > on_host {
         return Error::DoesNotFit { tier: Tier::Host, needed: totals.host, available: on_host, items };
+    }
+    if totals.disk > disk {
+        return Error::DoesNotFit { tier: Tier::Disk, needed: totals.disk, available: disk, items };
     }
     Error::SharedMemory { needed: totals.device.saturating_add(totals.host), available: on_host, items }
 }

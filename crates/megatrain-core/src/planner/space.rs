@@ -2,13 +2,14 @@
 //!
 //! Which points there are follows from the model, the rates and what was asked for, and never from the budgets: see
 //! [`crate::planner`].
-use super::point::{Point, hosted_layers};
+use super::point::{DISK_BUFFERS, Point, disk_order, hosted_layers};
 use crate::error::Result;
 use crate::estimate::{allowance, simulated_micro_batches, update_bytes};
 use crate::plan::{
-    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, UnitPlan, UnitRequest, UpdateMode,
-    staged_bytes, staged_on_host, torch_lines,
+    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, TRANSFER_WINDOW, UnitPlan,
+    UnitRequest, UpdateMode, disk_cuts, staged_bytes, staged_on_host, torch_lines,
 };
+use crate::store::spill::state_bytes;
 
 /// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
 /// the next gradient while the link lags or leads by a few layers.
@@ -40,6 +41,20 @@ pub(super) struct Candidate {
     pub(super) host: u64,
     pub(super) slab: u64,
     /// No step under this plan is shorter, in seconds.
+    pub(super) least_s: f64,
+}
+
+/// What it takes and gives to have the state of some units on disk.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct OnDisk {
+    /// How many units, in the order in which their state goes there.
+    pub(super) units: usize,
+    /// Bytes on disk.
+    pub(super) disk: u64,
+    /// Host bytes that are no longer needed, and those of the buffers that are.
+    pub(super) freed: u64,
+    pub(super) buffers: u64,
+    /// Seconds that a step's reading and writing takes at least.
     pub(super) least_s: f64,
 }
 
@@ -132,6 +147,28 @@ impl<'a> Space<'a> {
         Ok(Self { request, rates, group, first_layers, kept })
     }
 
+    /// With the first `state` units' state on the device: what it takes to have none, one, two, … of the others' on disk.
+    pub(super) fn on_disk(&self, state: usize) -> Result<Vec<OnDisk>> {
+        let layouts = self.request.layouts()?;
+        let window = if state == 0 { TRANSFER_WINDOW } else { 0 };
+        let (mut sums, mut largest) = (OnDisk::default(), 0);
+        let mut found = vec![sums];
+        for unit in disk_order(self.request, state) {
+            let layout = &layouts[unit];
+            let each = state_bytes(layout.precision);
+            let part = disk_cuts(self.request, layout).iter().map(|part| part.end - part.start).max().unwrap_or(0);
+            largest = largest.max(each.saturating_mul(part));
+            sums.units += 1;
+            sums.disk = sums.disk.saturating_add(each.saturating_mul(layout.elements));
+            sums.freed = sums.freed.saturating_add(total([layout.residual_bytes(), 2 * layout.moment_bytes()]));
+            sums.buffers = u64::from(DISK_BUFFERS).saturating_mul(largest).saturating_add(window);
+            let seconds = |gbs: f64| sums.disk as f64 / (gbs * 1e9);
+            sums.least_s = seconds(self.rates.state_read_gbs).max(seconds(self.rates.state_write_gbs));
+            found.push(sums);
+        }
+        Ok(found)
+    }
+
     /// Every point that is compared.
     pub(super) fn candidates(&self) -> Result<Vec<Candidate>> {
         let units = self.request.units.len();
@@ -219,6 +256,7 @@ impl<'a> Space<'a> {
                         slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
                         grad_buffers,
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
+                        on_disk: 0,
                     };
                     self.candidate(point, base)
                 };
@@ -248,6 +286,7 @@ impl<'a> Space<'a> {
             slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
             grad_buffers: GRAD_BUFFERS,
             stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
+            on_disk: 0,
         };
         for slots in r.slots.map_or_else(|| slot_counts(base.hosted), |slots| vec![slots]) {
             for keep in self.keeps() {
@@ -370,6 +409,7 @@ impl<'a> Space<'a> {
             slabs: 1,
             grad_buffers: LEAST_GRAD_BUFFERS,
             stage_buffers: LEAST_STAGE_BUFFERS,
+            on_disk: 0,
         };
         let (plan, placement) = point.plan(request)?;
         let layers = 1..=request.num_layers();

@@ -26,6 +26,8 @@ struct Builder<'a> {
     landed: usize,
     /// Uses so far of state buffers, handed out in turn too: of those for what holds up an offload, and of the others.
     state_buffered: [u32; 2],
+    /// Uses of buffers for state on disk.
+    disk_buffered: u32,
 }
 
 pub(super) fn build(
@@ -54,6 +56,7 @@ pub(super) fn build(
         backed: 0,
         landed: 0,
         state_buffered: [0; 2],
+        disk_buffered: 0,
     };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
@@ -272,6 +275,10 @@ impl Builder<'_> {
             self.device_update(unit, slab);
             return;
         }
+        if inputs.disk_parts > 0 {
+            self.disk_update(unit, slab);
+            return;
+        }
         let (lane, grad) = if inputs.on_device { (Lane::Update, inputs.own_grad) } else { (Lane::Host, None) };
         let slab = slab.filter(|_| !self.inputs.accumulate);
         for part in 0..inputs.parts {
@@ -305,6 +312,26 @@ impl Builder<'_> {
         }
     }
 
+    /// Updates on the host a unit whose state lives on disk, part by part: one is read and one is written while another is
+    /// updated.
+    fn disk_update(&mut self, unit: u32, slab: Option<u32>) {
+        let priority = self.next_turn(unit);
+        let slab = slab.filter(|_| !self.inputs.accumulate);
+        for part in 0..self.inputs.unit(unit).disk_parts {
+            let buffer = Some(self.disk_buffered % self.inputs.disk_buffers);
+            self.disk_buffered += 1;
+            self.push(Kind::ReadState, unit, 0, Lane::StateRead, priority, |op| {
+                (op.part, op.disk_buffer) = (part, buffer);
+            });
+            self.push(Kind::Update, unit, 0, Lane::Host, priority, |op| {
+                (op.slab, op.part, op.disk_buffer) = (slab, part, buffer);
+            });
+            self.push(Kind::WriteState, unit, 0, Lane::StateWrite, priority, |op| {
+                (op.part, op.disk_buffer) = (part, buffer);
+            });
+        }
+    }
+
     /// The priority number of an update: that of the load for the next forward, which meets the units in this order;
     /// see also `reuse_slabs_first`.
     fn next_turn(&self, unit: u32) -> u32 {
@@ -319,7 +346,11 @@ impl Builder<'_> {
         let last: HashMap<u32, u32> = landings().filter_map(|op| Some((op.slab?, op.id))).collect();
         for op in self.ops.iter_mut().filter(|op| !op.early) {
             let again = slabs.get(&op.unit).is_some_and(|slab| last[slab] > op.id);
-            if again && matches!(op.kind, Kind::FetchState | Kind::Update | Kind::WriteBackState) {
+            let updates = matches!(
+                op.kind,
+                Kind::FetchState | Kind::ReadState | Kind::Update | Kind::WriteBackState | Kind::WriteState
+            );
+            if again && updates {
                 op.priority = op.id;
             }
         }

@@ -336,7 +336,7 @@ fn places(inputs: &ScheduleInputs, held: Resident) -> impl Iterator<Item = Resou
 /// Host planes and weights that live on the device are there from the start; all else must be written first.
 fn must_be_written(inputs: &ScheduleInputs, resource: Resource) -> bool {
     match resource {
-        Resource::Image(..) | Resource::Count(_) => false,
+        Resource::Image(..) | Resource::Disk(..) | Resource::Count(_) => false,
         Resource::Own(unit, _) => !inputs.unit(unit).on_device,
         _ => true,
     }
@@ -345,6 +345,8 @@ fn must_be_written(inputs: &ScheduleInputs, resource: Resource) -> bool {
 fn read_rule(resource: Resource) -> &'static str {
     match resource {
         Resource::Image(..) => "weights are sent only after the update that changes them",
+        Resource::Disk(..) => "state is read from disk only after it has been written there",
+        Resource::DiskBuffer(_) => "state is read before it is updated, and updated before it is written",
         Resource::Own(..) | Resource::Slot(_) => "weights are loaded before they are used",
         Resource::Grad(_) => "a gradient is offloaded after backward has finished it",
         Resource::Slab(..) => "a gradient is used only after it has been offloaded",
@@ -363,6 +365,8 @@ fn read_rule(resource: Resource) -> &'static str {
 fn write_rule(resource: Resource) -> &'static str {
     match resource {
         Resource::Image(..) => "weights are not changed while they are sent, nor before they have been written",
+        Resource::Disk(..) => "state on disk is not overwritten before it has been read",
+        Resource::DiskBuffer(_) => "a buffer is not used again before its state has been written to disk",
         Resource::Own(..) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
         Resource::Grad(_) => "a gradient buffer is not used again before it has been offloaded",
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
@@ -397,11 +401,14 @@ fn check_work(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
         let early = trains && unit == 0 && inputs.early;
         let (parts, updates) = (of.parts, of.update_parts());
         let away = trains && of.device_update_parts > 0;
+        let on_disk = trains && of.disk_parts > 0;
         for (kind, early, wanted, parts) in [
             (Kind::OffloadGrad, false, trains, parts),
             (Kind::OffloadGrad, true, early && inputs.tied, parts),
             (Kind::AccumulateGrad, false, trains && inputs.accumulate, parts),
             (Kind::FetchState, false, away, updates),
+            (Kind::ReadState, false, on_disk, updates),
+            (Kind::WriteState, false, on_disk, updates),
             (Kind::Update, false, trains, updates),
             (Kind::Update, true, early, parts),
             (Kind::WriteBackState, false, away, updates),
@@ -420,7 +427,11 @@ fn check_work(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
     for op in &schedule.ops {
         let of = inputs.unit(op.unit);
         let parts = match op.kind {
-            Kind::FetchState | Kind::Update | Kind::WriteBackState if !op.early => of.update_parts(),
+            Kind::FetchState | Kind::ReadState | Kind::Update | Kind::WriteBackState | Kind::WriteState
+                if !op.early =>
+            {
+                of.update_parts()
+            }
             Kind::OffloadGrad | Kind::Update => of.parts,
             Kind::Load if of.own_place => of.parts,
             _ => 1,
@@ -490,6 +501,8 @@ fn check_lanes(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
             Kind::Update => (Lane::Host, "a unit is updated where its state lives or is fetched to"),
             Kind::WriteBackState => (Lane::Update, "state is written back on the update lane"),
             Kind::WriteCheckpoint => (Lane::Disk, "files are written on the lane of files"),
+            Kind::ReadState => (Lane::StateRead, "state on disk is read on the lane that reads it"),
+            Kind::WriteState => (Lane::StateWrite, "state on disk is written on the lane that writes it"),
         };
         if op.lane != lane {
             return Err(broken(op, rule));
@@ -615,6 +628,10 @@ fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
         let away = matches!(kind, Kind::FetchState | Kind::Update | Kind::WriteBackState) && of.device_update_parts > 0;
         if !named(op.state_buffer, away, |buffer| buffer < inputs.state_buffers) {
             return Err(broken(op, "a device update passes through a state buffer"));
+        }
+        let spilled = matches!(kind, Kind::ReadState | Kind::Update | Kind::WriteState) && of.disk_parts > 0;
+        if !named(op.disk_buffer, spilled, |buffer| buffer < inputs.disk_buffers) {
+            return Err(broken(op, "state on disk passes through a buffer of the host's"));
         }
     }
     Ok(())

@@ -8,6 +8,10 @@ use super::{Dep, Edge, Kind, Lane, Op, Pass, ScheduleInputs, Shape};
 pub(super) enum Resource {
     /// A part of a unit's planes on the host.
     Image(u32, u32),
+    /// A part of a unit's state on disk.
+    Disk(u32, u32),
+    /// A host buffer for state on disk.
+    DiskBuffer(u32),
     /// A part of a unit's own place on the device.
     Own(u32, u32),
     /// A slot.
@@ -36,8 +40,8 @@ pub(super) enum Resource {
     Files,
 }
 
-/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a state buffer, a unit
-/// and what [`buffer_content`] says.
+/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a buffer for state, a
+/// unit and what [`buffer_content`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     /// Reads what was written for this unit and micro-batch.
@@ -53,7 +57,7 @@ fn writes_grad(inputs: &ScheduleInputs, shape: Shape, unit: u32, micro_batch: u3
     inputs.unit(unit).trains && (!inputs.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
 }
 
-/// What a state buffer holds of a unit: which part, and whether that has been updated.
+/// What a buffer for state holds of a unit: which part, and whether that has been updated.
 const fn buffer_content(part: u32, updated: bool) -> u32 {
     2 * part + updated as u32
 }
@@ -78,8 +82,8 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
     match op.kind {
         Kind::Load => {
             // The whole of a unit is sent, whatever the parts in which it is updated.
-            let images = if inputs.unit(unit).device_update_parts > 0 {
-                0..inputs.unit(unit).device_update_parts
+            let images = if inputs.unit(unit).updated_apart() {
+                0..inputs.unit(unit).update_parts()
             } else {
                 op.part..op.part + 1
             };
@@ -175,6 +179,29 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             list.push((buffer, Access::Write(unit, buffer_content(op.part, true))));
             list.push((Resource::Count(unit), Access::Write(unit, 0)));
         }
+        Kind::ReadState => {
+            list.push(decided(inputs, unit));
+            list.push((Resource::Disk(unit, op.part), Access::Read(unit, 0)));
+            list.push((disk_buffer(op), Access::Write(unit, buffer_content(op.part, false))));
+        }
+        Kind::WriteState => {
+            list.push((disk_buffer(op), Access::Read(unit, buffer_content(op.part, true))));
+            list.push((Resource::Disk(unit, op.part), Access::Write(unit, 0)));
+        }
+        Kind::Update if inputs.unit(unit).disk_parts > 0 => {
+            list.push(decided(inputs, unit));
+            list.push((disk_buffer(op), Access::Read(unit, buffer_content(op.part, false))));
+            list.push((disk_buffer(op), Access::Write(unit, buffer_content(op.part, true))));
+            if inputs.accumulate {
+                list.push((Resource::Store(unit), Access::Read(unit, 0)));
+            } else {
+                list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
+            }
+            if inputs.unit(unit).disk_parts > 1 {
+                list.push((Resource::Count(unit), Access::Write(unit, 0)));
+            }
+            list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
+        }
         Kind::Update => {
             if op.early {
                 if !inputs.tied {
@@ -210,6 +237,8 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             let place = |part| if on_device { Resource::Own(unit, part) } else { Resource::Image(unit, part) };
             let held = if on_device { inputs.unit(unit).parts } else { inputs.unit(unit).update_parts() };
             list.extend((0..held).map(|part| (place(part), Access::Read(unit, 0))));
+            let on_disk = 0..inputs.unit(unit).disk_parts;
+            list.extend(on_disk.map(|part| (Resource::Disk(unit, part), Access::Read(unit, 0))));
             // Of state that is updated on the device the next update begins, and counts, before it changes what the host holds.
             if inputs.unit(unit).device_update_parts > 0 {
                 list.push((Resource::Count(unit), Access::Read(unit, 0)));
@@ -223,7 +252,14 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
     list
 }
 
-/// What an update of a whole unit waits for, or fetching its state: the clip decision; without one, the sums by which
+const fn disk_buffer(op: &Op) -> Resource {
+    match op.disk_buffer {
+        Some(buffer) => Resource::DiskBuffer(buffer),
+        None => Resource::DiskBuffer(0),
+    }
+}
+
+/// What an update of a whole unit waits for, or fetching or reading its state: the clip decision; without one, the sums by which
 /// a gradient is seen to be finite.
 fn decided(inputs: &ScheduleInputs, unit: u32) -> (Resource, Access) {
     if inputs.immediate {

@@ -17,6 +17,8 @@ pub struct ScheduleInputs {
     pub stage_buffers: u32,
     /// State buffers.
     pub state_buffers: u32,
+    /// Host buffers for state on disk.
+    pub disk_buffers: u32,
     /// Micro-batches a group.
     pub group: u32,
     /// Micro-batches at most.
@@ -44,6 +46,8 @@ pub struct UnitInputs {
     pub parts: u32,
     /// Parts in which it is updated on the device while its state lives on the host; 0 where the host updates it.
     pub device_update_parts: u32,
+    /// Parts in which its state is read from disk, updated by the host and written back; 0 where its home is elsewhere.
+    pub disk_parts: u32,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
     /// Its own slab.
@@ -72,6 +76,7 @@ impl ScheduleInputs {
             own_place: placement.own[u].is_some(),
             parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
             device_update_parts: u32::try_from(placement.device_update_parts[u].len()).expect("fewer parts than 2^32"),
+            disk_parts: u32::try_from(placement.disk_parts[u].len()).expect("fewer parts than 2^32"),
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
@@ -84,6 +89,7 @@ impl ScheduleInputs {
             shared_slabs: placement.shared_slabs.clone(),
             stage_buffers: plan.stage_buffers,
             state_buffers: plan.state_buffers,
+            disk_buffers: plan.disk_buffers,
             group: plan.group,
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,
@@ -107,7 +113,12 @@ impl ScheduleInputs {
 impl UnitInputs {
     /// Parts in which it is updated.
     pub(super) fn update_parts(&self) -> u32 {
-        if self.device_update_parts > 0 { self.device_update_parts } else { self.parts }
+        if self.updated_apart() { self.device_update_parts.max(self.disk_parts) } else { self.parts }
+    }
+
+    /// Whether it is updated in other parts than it is offloaded and sent in: those in which its state comes and goes.
+    pub(super) fn updated_apart(&self) -> bool {
+        self.device_update_parts > 0 || self.disk_parts > 0
     }
 
     /// Whether it is updated on the device, wherever its state lives.

@@ -52,7 +52,7 @@ impl Engine {
                     w.planes.read(&w.layout, 0, plane, 0, &mut out[w.bytes.clone()])
                 })
             }
-            PlaneName::State(plane) => self.shared.memory.store.read(unit, tensor, plane, start, out),
+            PlaneName::State(plane) => self.shared.read_stored(unit, tensor, plane, start, out),
         }
     }
 
@@ -61,7 +61,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error`] naming the tensor when there is no such plane or range, the dtype is another one, or a value
-    /// is not finite. Nothing is written then to state on the host; on the device, chunks before it have been.
+    /// is not finite. Nothing is written then to state on the host; on the device and on disk, chunks before it have been.
     pub fn write(
         &self,
         unit: usize,
@@ -82,6 +82,9 @@ impl Engine {
         if !self.shared.on_device(unit) {
             // Whatever of it is on the device must be sent again.
             self.shared.lock().resident.retain(|held| held.unit as usize != unit);
+            if self.shared.keeps_on_disk(unit, tensor)? {
+                return self.shared.write_to_disk(unit, tensor, plane, start, dtype, source);
+            }
             return self.shared.memory.store.write(unit, tensor, plane, start, dtype, source);
         }
         self.shared.through_window(unit, tensor, start, source.len(), dtype, |w| {
@@ -155,6 +158,12 @@ impl Shared {
         self.placement.device_state.get(unit).is_some_and(Option::is_some)
     }
 
+    /// Whether a tensor has state on disk: frozen ones are part of the image.
+    fn keeps_on_disk(&self, unit: usize, tensor: usize) -> Result<bool> {
+        let (_, found) = self.find(unit, tensor)?;
+        Ok(self.on_disk(unit) && found.spec.role == Role::Trainable)
+    }
+
     /// The dtype in which a plane of a tensor is read, and its elements.
     pub(super) fn plane_of(&self, unit: usize, tensor: usize, plane: Plane) -> Result<(Dtype, u64)> {
         let (layout, tensor) = self.find(unit, tensor)?;
@@ -185,6 +194,9 @@ impl Shared {
         start: u64,
         out: &mut [u8],
     ) -> Result<()> {
+        if self.keeps_on_disk(unit, tensor)? {
+            return self.read_from_disk(unit, tensor, plane, start, out);
+        }
         if !self.on_device(unit) {
             return self.memory.store.read(unit, tensor, plane, start, out);
         }
@@ -215,7 +227,7 @@ impl Shared {
         Ok(())
     }
 
-    fn find(&self, unit: usize, tensor: usize) -> Result<(&UnitLayout, &TensorLayout)> {
+    pub(super) fn find(&self, unit: usize, tensor: usize) -> Result<(&UnitLayout, &TensorLayout)> {
         let layouts = &self.placement.layouts;
         let layout = layouts.get(unit).ok_or(Error::UnknownUnit { index: unit, units: layouts.len() })?;
         let unknown =
@@ -349,7 +361,7 @@ impl Shared {
 }
 
 /// How many whole elements `bytes` are, all of them inside the tensor.
-fn whole_elements(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
+pub(super) fn whole_elements(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
     let (len, numel) = (bytes as u64 / dtype.size(), tensor.spec.numel());
     if !(bytes as u64).is_multiple_of(dtype.size()) {
         return Err(Error::PartialElement { tensor: tensor.spec.name.clone(), bytes, dtype: dtype.name() });

@@ -35,6 +35,9 @@ impl Shared {
         let Some(stream) = stream(op.lane) else {
             match op.kind {
                 Kind::AccumulateGrad => self.accumulate_grad(op)?,
+                Kind::ReadState => self.read_state(op, decision)?,
+                Kind::WriteState => self.write_state(op, decision)?,
+                Kind::Update if op.disk_buffer.is_some() => self.update_from_disk(op, decision)?,
                 Kind::Update => self.update_on_host(op, decision)?,
                 // (A save that was given up is no longer there.)
                 Kind::WriteCheckpoint => save.map_or(Ok(()), |save| self.write_unit(op, save))?,
@@ -63,7 +66,7 @@ impl Shared {
         let unit = op.unit as usize;
         let place = op.slot.map_or(self.placement.own[unit], |slot| Some(self.placement.slots[slot as usize]));
         let place = self.memory.at(place.expect("a unit without a slot has a place of its own"));
-        let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are loaded");
+        let image = self.memory.store.image(unit).expect("only units whose weights are on the host are loaded");
         let part = &self.placement.parts[unit][op.part as usize].image;
         let place = place.slice(part.start, part.end - part.start);
         if self.options.poison {
@@ -71,7 +74,7 @@ impl Shared {
         }
         // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
         // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
-        unsafe { self.device.copy_to_device(Stream::Upload, &within(&planes.image, part, 1), &place) }
+        unsafe { self.device.copy_to_device(Stream::Upload, &within(image, part, 1), &place) }
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
@@ -171,16 +174,21 @@ impl Shared {
     }
 
     /// The coefficients of the next update of each trainable tensor that has a gradient; its count advances.
-    fn coefficients(&self, op: &Op, decision: Option<&Decision>) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
+    pub(super) fn coefficients(
+        &self,
+        op: &Op,
+        decision: Option<&Decision>,
+    ) -> Result<Option<Vec<(usize, AdamwScalars)>>> {
         let unit = op.unit as usize;
         let decision = decision.ok_or(Error::Undecided)?;
         if decision.skip {
             return Ok(None);
         }
-        let (parts, device_parts) = (&self.placement.parts[unit], &self.placement.device_update_parts[unit]);
+        let parts = &self.placement.parts[unit];
+        let apart = self.placement.device_update_parts[unit].len() + self.placement.disk_parts[unit].len();
         if self.immediate && !op.early {
-            // The gradient of a device update has been offloaded as a whole.
-            let blocks = &parts[if device_parts.is_empty() { op.part as usize } else { 0 }].blocks;
+            // Where state comes and goes in other parts, the gradient has been offloaded as a whole.
+            let blocks = &parts[if apart == 0 { op.part as usize } else { 0 }].blocks;
             let sums = self.memory.sums[unit].elements::<f64>(blocks.start, blocks.end - blocks.start);
             if sums.iter().any(|s| !s.is_finite()) {
                 return Err(Error::GradientNotFinite { unit: self.placement.layouts[unit].name.clone() });
@@ -198,7 +206,7 @@ impl Shared {
             });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
-        let count = if device_parts.is_empty() { parts.len() } else { device_parts.len() };
+        let count = if apart == 0 { parts.len() } else { apart };
         let last = !op.early && op.part as usize + 1 == count;
         for &(index, _) in coefficients.iter().filter(|_| last) {
             store.set_step_count(unit, index, store.step_count(unit, index)? + 1)?;
@@ -206,13 +214,19 @@ impl Shared {
         Ok(Some(coefficients))
     }
 
+    /// The gradient by which the host updates a unit: its slab, or the sum over passes.
+    pub(super) fn host_gradient(&self, op: &Op) -> (HostSpan, Dtype) {
+        let unit = op.unit as usize;
+        match op.slab {
+            Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
+            None => (self.memory.accumulated[unit].clone(), Dtype::F32),
+        }
+    }
+
     fn update_on_host(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
         let unit = op.unit as usize;
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
-        let (grad, dtype) = match op.slab {
-            Some(slab) => (self.slab(slab, unit), self.grad_dtype()),
-            None => (self.memory.accumulated[unit].clone(), Dtype::F32),
-        };
+        let (grad, dtype) = self.host_gradient(op);
         let planes = self.memory.store.planes(unit).expect("only units whose state is on the host are updated there");
         let layout = &self.placement.layouts[unit];
         let update = |&(tensor, scalars): &(usize, _)| planes.update(layout, tensor, &grad, dtype, scalars);

@@ -7,12 +7,17 @@ use crate::host::Pool;
 use crate::host::span::{HostSpan, PAGE};
 use crate::plan::{DeviceRange, Placement, Region};
 use crate::store::arena::{Arena, ArenaOptions};
+use crate::store::spill::{BlockFiles, Spill};
 use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 
 /// Device regions and host spans, as a placement asks for them.
 pub(crate) struct Memory {
     /// Weights, residuals and moments on the host.
     pub(crate) store: Store,
+    /// State on disk.
+    pub(crate) spill: Option<Spill>,
+    /// Buffers through which it passes.
+    pub(crate) disk_buffers: Vec<HostSpan>,
     /// Slabs of gradients.
     pub(crate) slabs: Vec<HostSpan>,
     /// Staged activations of each unit, those of a group's micro-batches one after the other.
@@ -32,6 +37,7 @@ pub(crate) struct Memory {
     regions: Vec<DeviceMemory>,
     transfers: Arena,
     accumulation: Arena,
+    passage: Arena,
 }
 
 fn fits(bytes: u64) -> usize {
@@ -40,7 +46,20 @@ fn fits(bytes: u64) -> usize {
 
 impl Memory {
     /// Allocates. Nothing is left behind when anything fails.
-    pub(crate) fn new(placement: &Placement, device: &dyn Device, pool: &Pool, huge_pages: bool) -> Result<Self> {
+    pub(crate) fn new(
+        placement: &Placement,
+        device: &dyn Device,
+        pool: &Pool,
+        huge_pages: bool,
+        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
+    ) -> Result<Self> {
+        // Room on disk is asked for first: a disk that is full should not cost the time that memory takes.
+        let spill = match placement.disk_buffers.len() {
+            0 => None,
+            _ => Some(Spill::new(files()?, &placement.layouts, &placement.disk_parts)?),
+        };
+        let spilled: Vec<usize> =
+            (0..placement.layouts.len()).filter(|&unit| !placement.disk_parts[unit].is_empty()).collect();
         let regions =
             Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
         let on_host: Vec<bool> = placement.host_state.iter().map(Option::is_some).collect();
@@ -52,6 +71,7 @@ impl Memory {
             device: Some(device),
             registration_bytes: REGISTRATION_BYTES,
             registered_state: &registered,
+            spilled: &spilled,
         };
         let store = Store::new(&placement.layouts, &on_host, options)?;
 
@@ -84,13 +104,21 @@ impl Memory {
         let mut accumulation = Arena::new(placement.store.iter().sum(), arena)?;
         let accumulated = placement.store.iter().map(|&b| accumulation.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
 
+        let mut passage = Arena::new(placement.disk_buffers.iter().sum(), arena)?;
+        let disk_buffers =
+            placement.disk_buffers.iter().map(|&b| passage.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+
         let mut warnings = store.warnings();
+        warnings.extend(passage.notes().iter().cloned());
         warnings.extend(transfers.notes().iter().chain(accumulation.notes()).cloned());
         warnings.sort();
         warnings.dedup();
         warnings.extend(pinning.warning());
+        warnings.extend(spill.as_ref().and_then(Spill::note));
         let memory = Self {
             store,
+            spill,
+            disk_buffers,
             slabs,
             areas,
             accumulated,
@@ -102,6 +130,7 @@ impl Memory {
             regions,
             transfers,
             accumulation,
+            passage,
         };
         memory.write_norm_tables(placement, device)?;
         Ok(memory)
@@ -140,9 +169,10 @@ impl Memory {
         }
         let total = |spans: &[HostSpan]| spans.iter().map(|s| s.len() as u64).sum::<u64>();
         for (unit, parts) in placement.device_update_parts.iter().enumerate() {
+            let Some(image) = self.store.image(unit) else { continue };
+            add("weights", Tier::Host, image.len() as u64, true);
             let Some(planes) = self.store.planes(unit) else { continue };
             let copied = !parts.is_empty();
-            add("weights", Tier::Host, planes.image.len() as u64, true);
             add("weights: residual", Tier::Host, total(planes.residual.as_slice()), copied);
             add("exp_avg", Tier::Host, planes.exp_avg.len() as u64, copied);
             add("exp_avg_sq", Tier::Host, planes.exp_avg_sq.len() as u64, copied);
@@ -153,12 +183,14 @@ impl Memory {
         let carved = total(&self.slabs) + total(&self.areas) + self.window.len() as u64;
         add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
+        add("optimizer state", Tier::Disk, self.spill.as_ref().map_or(0, Spill::bytes), false);
+        add("disk buffers", Tier::Host, total(&self.disk_buffers), false);
         items
     }
 
     /// Bytes of all host mappings.
     pub(crate) fn mapped_bytes(&self) -> u64 {
-        self.store.mapped_bytes() + self.transfers.bytes() + self.accumulation.bytes()
+        self.store.mapped_bytes() + self.transfers.bytes() + self.accumulation.bytes() + self.passage.bytes()
     }
 
     /// The tables of the gradient norm, sent once.

@@ -9,7 +9,7 @@ use super::rows::Rows;
 use super::save::Saving;
 use super::schedules::{KEPT_BYTES, Key, Prepared, ScheduleCache};
 use super::stats::Counters;
-use super::workers::guarded;
+use super::workers::{WORKED, guarded};
 use super::{Group, Options};
 use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
@@ -18,7 +18,8 @@ use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
-use crate::schedule::{Lane, Op, Resident, Schedule, ScheduleInputs, Shape};
+use crate::schedule::{Op, Resident, Schedule, ScheduleInputs, Shape};
+use crate::store::spill::BlockFiles;
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -112,14 +113,20 @@ impl Deadline {
 }
 
 impl Shared {
-    pub(super) fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
+    pub(super) fn new(
+        device: Arc<dyn Device>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
+    ) -> Result<Self> {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
         let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
-        let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
+        let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages, files)?;
         // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
         device.keep_times(true);
         let trace_origin = if options.trace {
@@ -192,9 +199,13 @@ impl Shared {
 
     /// Marks the engine broken; the first failure is the one that is reported.
     pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
-        let mut core = self.lock();
         let unit = self.placement.layouts[op.unit as usize].name.clone();
-        let failure = Failure { unit, op: op.kind.name().to_owned(), cause: cause.to_owned() };
+        self.break_with(Failure::new(unit, op.kind.name(), cause.to_owned()))
+    }
+
+    /// The same for what no operation of a schedule has done.
+    pub(super) fn break_with(&self, failure: Failure) -> Error {
+        let mut core = self.lock();
         let error = core.failure.get_or_insert(failure).error();
         drop(core);
         self.notify();
@@ -231,6 +242,10 @@ impl Shared {
 }
 
 impl Failure {
+    pub(super) fn new(unit: String, op: &str, cause: String) -> Self {
+        Self { unit, op: op.to_owned(), cause }
+    }
+
     fn error(&self) -> Error {
         Error::Broken { unit: self.unit.clone(), op: self.op.clone(), cause: self.cause.clone() }
     }
@@ -264,7 +279,6 @@ impl EngineState {
     /// Whether nothing is under way and nothing can begin but what the caller computes or decides.
     pub(super) fn is_drained(&self) -> bool {
         let held = usize::from(self.current.as_ref().is_some_and(|c| c.held.is_some()));
-        let busy = [Lane::Upload, Lane::Download, Lane::Host, Lane::Update, Lane::Disk].into_iter();
-        self.progress.under_way() == held && !busy.into_iter().any(|lane| self.progress.is_ready(lane))
+        self.progress.under_way() == held && !WORKED.into_iter().any(|lane| self.progress.is_ready(lane))
     }
 }

@@ -16,12 +16,17 @@ use crate::schedule::{Kind, Lane, Op};
 pub struct Stats {
     /// Wall-clock seconds.
     pub seconds: f64,
-    /// Seconds busy, by lane: compute, upload, download, host, update (on the device), and disk where anything was written.
+    /// Seconds busy, by lane: compute, upload, download, host, update (on the device), and disk, `state_read` and `state_write`
+    /// where anything was.
     pub lanes: BTreeMap<String, f64>,
     /// Bytes sent to the device.
     pub bytes_to_device: u64,
     /// Bytes sent to the host.
     pub bytes_to_host: u64,
+    /// Bytes of state read from disk.
+    pub state_bytes_read: u64,
+    /// Bytes of state written to disk.
+    pub state_bytes_written: u64,
     /// Parameters updated by the host's optimizer.
     pub parameters_updated: u64,
     /// Seconds for which the caller waited for an operation's inputs.
@@ -39,6 +44,8 @@ pub(super) struct Counters {
     lanes: [f64; Lane::COUNT],
     to_device: u64,
     to_host: u64,
+    state_read: u64,
+    state_written: u64,
     updated: u64,
     waited: Duration,
     launching: Duration,
@@ -54,6 +61,8 @@ impl Default for Counters {
             lanes: [0.0; Lane::COUNT],
             to_device: 0,
             to_host: 0,
+            state_read: 0,
+            state_written: 0,
             updated: 0,
             waited: Duration::ZERO,
             launching: Duration::ZERO,
@@ -89,9 +98,13 @@ impl Counters {
             }
             Kind::FetchState => self.to_device += placement.device_update_bytes(unit, op.part as usize).0,
             Kind::WriteBackState => self.to_host += placement.device_update_bytes(unit, op.part as usize).1,
+            Kind::ReadState => self.state_read += placement.disk_bytes(unit, op.part as usize),
+            Kind::WriteState => self.state_written += placement.disk_bytes(unit, op.part as usize),
             // The last part speaks for all.
             Kind::Update
-                if op.lane == Lane::Host && !op.early && op.part as usize + 1 == placement.parts[unit].len() =>
+                if op.lane == Lane::Host
+                    && !op.early
+                    && op.part as usize + 1 == placement.parts[unit].len().max(placement.disk_parts[unit].len()) =>
             {
                 self.updated += placement.layouts[unit].num_trainable()
             }
@@ -115,7 +128,7 @@ impl Counters {
 
     fn close(&mut self) {
         let lanes = Lane::ALL.into_iter().map(|lane| (lane, self.lanes[lane as usize]));
-        let reported = lanes.filter(|&(lane, busy)| lane != Lane::Caller && (lane != Lane::Disk || busy > 0.0));
+        let reported = lanes.filter(|&(lane, busy)| lane != Lane::Caller && (lane.always_used() || busy > 0.0));
         let lanes: BTreeMap<String, f64> = reported.map(|(lane, busy)| (lane.name().to_owned(), busy)).collect();
         let launching_s = self.launching.as_secs_f64();
         let longest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1));
@@ -128,6 +141,8 @@ impl Counters {
             lanes,
             bytes_to_device: self.to_device,
             bytes_to_host: self.to_host,
+            state_bytes_read: self.state_read,
+            state_bytes_written: self.state_written,
             parameters_updated: self.updated,
             waited_s: self.waited.as_secs_f64(),
             launching_s,

@@ -11,6 +11,10 @@ use crate::error::{Error, Result};
 use crate::schedule::progress::Id;
 use crate::schedule::{Kind, Lane, Op};
 
+/// Lanes whose operations are issued by a thread of their own, not by the caller.
+pub(super) const WORKED: [Lane; 7] =
+    [Lane::Upload, Lane::Download, Lane::Host, Lane::Update, Lane::Disk, Lane::StateRead, Lane::StateWrite];
+
 /// Starts every thread; those started before a failure end when the caller drops the engine.
 pub(super) fn start(shared: &Arc<Shared>, threads: &mut Vec<JoinHandle<()>>) -> Result<()> {
     let mut spawn = |name: String, work: Box<dyn FnOnce(&Shared) + Send>| {
@@ -19,7 +23,7 @@ pub(super) fn start(shared: &Arc<Shared>, threads: &mut Vec<JoinHandle<()>>) -> 
         threads.push(thread.map_err(|e| Error::Worker(format!("thread {name} could not be started: {e}")))?);
         Ok(())
     };
-    for lane in [Lane::Upload, Lane::Download, Lane::Host, Lane::Update, Lane::Disk] {
+    for lane in WORKED.into_iter().filter(|&lane| shared.memory.spill.is_some() || !lane.moves_state_on_disk()) {
         spawn(format!("megatrain-{}", lane.name()), Box::new(move |shared| issue(shared, lane)))?;
     }
     for stream in Stream::ALL {
@@ -35,7 +39,7 @@ pub(super) const fn stream(lane: Lane) -> Option<Stream> {
         Lane::Upload => Some(Stream::Upload),
         Lane::Download => Some(Stream::Download),
         Lane::Update => Some(Stream::Update),
-        Lane::Host | Lane::Caller | Lane::Disk => None,
+        Lane::Host | Lane::Caller | Lane::Disk | Lane::StateRead | Lane::StateWrite => None,
     }
 }
 

@@ -10,11 +10,12 @@ use megatrain_core::device::{Device, DeviceMemory, Stream};
 use megatrain_core::error::Result;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{
-    Activation, Budget, Count, Place, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode,
+    Activation, Budget, Count, Place, Plan, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode,
 };
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Outcome, Phase, PlaneName, Rows};
+use megatrain_core::store::spill::sim::SimStateFiles;
+use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Options, Outcome, Phase, PlaneName, Rows};
 use proptest::prelude::*;
 
 /// Elements of a hidden state.
@@ -50,7 +51,7 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
     let mut units = vec![unit("embed", UnitRole::Embed, 1001)];
     units.extend((0..layers).map(|i| unit(&format!("layers.{i}"), UnitRole::Layer, 701 + 13 * i as u64)));
     units.push(unit("head", UnitRole::Head, 333));
-    let budget = Budget { device: 1 << 30, host: 1 << 30 };
+    let budget = Budget { device: 1 << 30, host: 1 << 30, disk: 1 << 30 };
     let requests = Requests { keep: Some(0), slots: Some(2), ..Requests::default() };
     Request { requests, ..Request::new(units, Precision::Fp32, micro_batches, budget) }
 }
@@ -59,8 +60,8 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let device_updates = (0u32..7, 0u32..4);
-    (counts, choices, 0u32..4, device_updates).prop_map(|(counts, choices, frozen, (device_updates, parts))| {
+    let updates = (0u32..7, 0u32..4, 0u32..9);
+    (counts, choices, 0u32..4, updates).prop_map(|(counts, choices, frozen, (device_updates, parts, on_disk))| {
         let (layers, micro_batches, slots, group, stage, slabs) = counts;
         let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
         let mut request = request(layers, micro_batches);
@@ -77,6 +78,9 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         r.accumulate = accumulate && !immediate;
         r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
         r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
+        if r.updates_on_device == Some(Count::Units(0)) {
+            r.state_on_disk = Some(on_disk.min(layers as u32 + 2));
+        }
         r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);
         r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
@@ -90,6 +94,12 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         }
         request
     })
+}
+
+/// An engine whose state on disk, where the plan has any, is in two simulated files.
+pub fn engine(device: &SimDevice, request: &Request, plan: &Plan, options: &Options) -> Result<Engine> {
+    let files = Arc::new(SimStateFiles::new(2));
+    Engine::with_files(Arc::new(device.clone()), request, plan, options, files)
 }
 
 pub fn ready<T>(poll: Poll<T>) -> T {

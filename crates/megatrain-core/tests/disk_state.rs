@@ -1,0 +1,320 @@
+//! State whose home is a disk: real files and simulated ones, what fails, and what the plan says of it.
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use megatrain_core::device::sim::{Faults, SimDevice};
+use megatrain_core::error::{Error, Tier};
+use megatrain_core::layout::Precision;
+use megatrain_core::plan::{Count, Plan, Request, State, UpdateMode, plan};
+use megatrain_core::store::spill::sim::{Fault, SimStateFiles};
+use megatrain_core::store::spill::{BlockFiles, StateFiles, StateIo};
+use megatrain_core::stream::{Engine, Options};
+
+mod support;
+use support::{FOREVER, Toy, request};
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("megatrain-disk-state-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.0).unwrap().flatten();
+        let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn queueing(seed: u64) -> SimDevice {
+    SimDevice::new(Some(seed), Faults::default()).queueing_compute()
+}
+
+fn options(paths: &[&Path], io: StateIo) -> Options {
+    let paths = paths.iter().map(|path| path.to_path_buf()).collect();
+    Options { threads: Some(1), huge_pages: false, disk: Some(StateFiles { paths, io }), ..Options::default() }
+}
+
+/// Layers whose state takes several blocks of a file.
+fn spilled(update: UpdateMode, precision: Precision, units: u32) -> Request {
+    let mut request = Request { update, precision, grad_precision: precision, ..request(3, 2) };
+    for unit in &mut request.units {
+        unit.tensors[0].shape = vec![70_001, 3];
+    }
+    request.requests.state_on_disk = Some(units);
+    request
+}
+
+fn train(toy: &Toy, engine: &Engine) -> Vec<Vec<u8>> {
+    toy.fill(engine).unwrap();
+    for step in 0..3 {
+        toy.step(engine, step, Some(0.5)).unwrap();
+    }
+    toy.state(engine).unwrap()
+}
+
+#[test]
+fn files_hold_what_memory_would_by_rings_and_by_threads_on_one_path_or_several() {
+    let (one, other) = (Folder::new("one"), Folder::new("other"));
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        for precision in [Precision::Fp32, Precision::Bf16] {
+            let in_memory = spilled(update, precision, 0);
+            let toy = Toy::new(queueing(1), in_memory.clone());
+            let engine = support::engine(&toy.device, &in_memory, &plan(&in_memory).unwrap(), &Options::default());
+            let expected = train(&toy, &engine.unwrap());
+            for io in [StateIo::Auto, StateIo::Threads] {
+                for paths in [&[&one.0 as &Path][..], &[&one.0, &other.0]] {
+                    let request = spilled(update, precision, 5);
+                    let toy = Toy::new(queueing(2), request.clone());
+                    let made = Engine::new(
+                        Arc::new(toy.device.clone()),
+                        &request,
+                        &plan(&request).unwrap(),
+                        &options(paths, io),
+                    );
+                    let engine = made.unwrap();
+                    assert!(
+                        train(&toy, &engine) == expected,
+                        "{update:?}, {precision:?}, {io:?}, {} paths",
+                        paths.len()
+                    );
+                    engine.close();
+                }
+            }
+        }
+    }
+    assert!(one.names().is_empty() && other.names().is_empty(), "nothing is left behind");
+}
+
+#[test]
+fn engines_that_share_a_path_have_files_of_their_own_and_leftovers_are_removed() {
+    let folder = Folder::new("shared");
+    // As a killed process leaves it: a folder with a lock that nobody holds. What is not ours stays.
+    std::fs::create_dir_all(folder.0.join("megatrain-1-0")).unwrap();
+    std::fs::write(folder.0.join("megatrain-1-0/lock"), b"").unwrap();
+    std::fs::write(folder.0.join("notes.txt"), b"mine").unwrap();
+    let request = spilled(UpdateMode::JustInTime, Precision::Bf16, 5);
+    let start = |seed| {
+        let toy = Toy::new(queueing(seed), request.clone());
+        let device = Arc::new(toy.device.clone());
+        let made = Engine::new(device, &request, &plan(&request).unwrap(), &options(&[&folder.0], StateIo::Auto));
+        (toy, made.unwrap())
+    };
+    let (first_toy, first) = start(1);
+    let (second_toy, second) = start(2);
+    let own = folder.names();
+    assert_eq!(own.len(), 3, "two folders and the notes: {own:?}");
+    for name in own.iter().filter(|name| *name != "notes.txt") {
+        let inside: Vec<_> = std::fs::read_dir(folder.0.join(name)).unwrap().flatten().map(|e| e.file_name()).collect();
+        assert_eq!(inside, ["lock"], "state files have no names");
+    }
+    first_toy.fill(&first).unwrap();
+    second_toy.fill(&second).unwrap();
+    for step in 0..3 {
+        first_toy.step(&first, step, Some(0.5)).unwrap();
+        second_toy.step(&second, step, Some(0.5)).unwrap();
+    }
+    assert!(first_toy.state(&first).unwrap() == second_toy.state(&second).unwrap());
+    drop((first, second));
+    assert_eq!(folder.names(), ["notes.txt"]);
+}
+
+#[test]
+fn a_file_that_was_shortened_is_named_with_expected_and_actual_bytes() {
+    let folder = Folder::new("shortened");
+    let request = spilled(UpdateMode::JustInTime, Precision::Fp32, 5);
+    for io in [StateIo::Auto, StateIo::Threads] {
+        let toy = Toy::new(queueing(1), request.clone());
+        let device = Arc::new(toy.device.clone());
+        let engine = Engine::new(device, &request, &plan(&request).unwrap(), &options(&[&folder.0], io)).unwrap();
+        toy.fill(&engine).unwrap();
+        let own = folder.names().pop().unwrap();
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten().find(|entry| {
+            std::fs::read_link(entry.path())
+                .is_ok_and(|to| to.to_string_lossy().contains(&own) && to.ends_with("state (deleted)"))
+        });
+        let file = std::fs::OpenOptions::new().write(true).open(open.unwrap().path()).unwrap();
+        file.set_len(4096).unwrap();
+        let result = (|| {
+            toy.step(&engine, 0, Some(0.5))?;
+            engine.drain(FOREVER).map(|_| ())
+        })();
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("state of unit ") && message.contains("read_state"), "{message}");
+        assert!(message.contains("it was shortened") && message.contains(&own), "{message}");
+        assert_eq!(engine.drain(FOREVER).map(|_| ()).unwrap_err().to_string(), message, "refused from then on");
+    }
+}
+
+/// Everything that uses state: filled, trained, saved nowhere, read.
+fn everything(request: &Request, files: &SimStateFiles) -> Result<Vec<Vec<u8>>, Error> {
+    let options = Options { threads: Some(1), huge_pages: false, poison: true, ..Options::default() };
+    let toy = Toy::new(queueing(3), request.clone());
+    let files: Arc<dyn BlockFiles> = Arc::new(files.clone());
+    let engine = Engine::with_files(Arc::new(toy.device.clone()), request, &plan(request)?, &options, files)?;
+    let result = (|| {
+        toy.fill(&engine)?;
+        for step in 0..2 {
+            toy.step(&engine, step, Some(0.5))?;
+        }
+        toy.state(&engine)
+    })();
+    if let Err(error) = &result {
+        // From then on everything is refused with the same words.
+        let first = error.to_string();
+        assert_eq!(engine.drain(FOREVER).map(|_| ()).unwrap_err().to_string(), first);
+        assert_eq!(toy.state(&engine).unwrap_err().to_string(), first);
+    }
+    result
+}
+
+#[test]
+fn whatever_fails_at_any_call_is_named_and_ends_the_run_and_nothing_wrong_is_ever_used() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request =
+            Request { update, precision: Precision::Bf16, grad_precision: Precision::Bf16, ..request(2, 1) };
+        (request.requests.state_on_disk, request.requests.parts) = (Some(3), Some(2));
+        let whole = SimStateFiles::new(2);
+        let expected = everything(&request, &whole).unwrap();
+        for nth in 1..=whole.calls() {
+            for fault in [Fault::System(libc::EIO), Fault::System(libc::ENOSPC), Fault::Short, Fault::Flip] {
+                let files = SimStateFiles::new(2).failing(nth, fault);
+                let made_room = nth <= 2;
+                match everything(&request, &files) {
+                    // What is flipped where nothing reads it any more changes nothing.
+                    Ok(found) => assert!(fault == Fault::Flip && found == expected, "{update:?}: {fault:?} at {nth}"),
+                    Err(error) => {
+                        let message = error.to_string();
+                        assert!(message.contains("simulated-"), "names the file: {message}");
+                        let named = message.contains("state of unit ") || made_room;
+                        assert!(named, "names the unit: {message}");
+                        match fault {
+                            Fault::System(number) if !(made_room && number == libc::ENOSPC) => {
+                                let words = std::io::Error::from_raw_os_error(number).to_string();
+                                assert!(message.contains(&words), "{message}");
+                            }
+                            Fault::Flip => {
+                                assert!(message.contains("damaged") && message.contains("checksum"), "{message}")
+                            }
+                            _ => {}
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn state_is_read_once_and_written_once_in_a_step_however_many_passes_it_adds_up() {
+    for (update, passes) in [(UpdateMode::JustInTime, 1), (UpdateMode::JustInTime, 3), (UpdateMode::Immediate, 1)] {
+        let mut request = spilled(update, Precision::Bf16, 4);
+        request.requests.accumulate = passes > 1;
+        let planned = plan(&request).unwrap();
+        let on_disk: u64 = planned.totals.disk;
+        assert!(on_disk > 0);
+        let files = SimStateFiles::new(2);
+        let toy = Toy::new(queueing(1), request.clone());
+        let shared: Arc<dyn BlockFiles> = Arc::new(files.clone());
+        let device = Arc::new(toy.device.clone());
+        let options = Options { threads: Some(1), huge_pages: false, ..Options::default() };
+        let engine = Engine::with_files(device, &request, &planned, &options, shared).unwrap();
+        toy.fill(&engine).unwrap();
+        for step in 0..2 {
+            let before = files.moved();
+            for pass in 0..passes {
+                toy.begin(&engine, megatrain_core::schedule::Pass::Train, 2, pass > 0).unwrap();
+                toy.compute(&engine, step).unwrap();
+            }
+            toy.apply(&engine, Some(0.5)).unwrap();
+            while engine.drain(FOREVER).unwrap().is_pending() {}
+            let after = files.moved();
+            assert_eq!((after.0 - before.0, after.1 - before.1), (on_disk, on_disk), "{update:?}, {passes} passes");
+        }
+        if update == UpdateMode::JustInTime {
+            let before = files.moved();
+            toy.spoil.store(true, std::sync::atomic::Ordering::Relaxed);
+            toy.begin(&engine, megatrain_core::schedule::Pass::Train, 2, false).unwrap();
+            toy.compute(&engine, 9).unwrap();
+            assert!(toy.apply(&engine, Some(0.5)).unwrap().skipped);
+            while engine.drain(FOREVER).unwrap().is_pending() {}
+            assert_eq!(files.moved(), before, "a step that is skipped leaves the disk alone");
+        }
+    }
+}
+
+fn sums(plan: &Plan) -> (u64, u64) {
+    let on_disk = |tier| plan.items.iter().filter(|item| item.tier == tier).map(|item| item.bytes).sum();
+    (on_disk(Tier::Host), on_disk(Tier::Disk))
+}
+
+#[test]
+fn state_goes_to_disk_only_where_the_host_is_too_small_and_no_more_of_it_than_has_to() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let base = Request { requests: Default::default(), ..spilled(update, Precision::Bf16, 0) };
+        let roomy = plan(&base).unwrap();
+        assert_eq!((roomy.totals.disk, roomy.disk_buffers), (0, 0));
+        // The least that every number of units needs on the host.
+        let with = |units: u32| {
+            let mut request = base.clone();
+            request.requests.state_on_disk = Some(units);
+            request.requests.slabs = (update == UpdateMode::Immediate).then_some(1);
+            let plan = plan(&request).unwrap();
+            assert_eq!(sums(&plan), (plan.totals.host, plan.totals.disk));
+            assert_eq!(plan.units.iter().filter(|unit| unit.state == State::Disk).count() as u32, units);
+            plan.totals
+        };
+        let needs: Vec<_> = (0..=5).map(with).collect();
+        let least = needs.iter().map(|totals| totals.host).min().unwrap();
+        for host in (least..roomy.totals.host + 4096).step_by(64 << 10).chain(needs.iter().map(|totals| totals.host)) {
+            let request = Request { budget: megatrain_core::plan::Budget { host, ..base.budget }, ..base.clone() };
+            let found = plan(&request).unwrap();
+            assert!(found.totals.host <= host);
+            let fewest = needs.iter().filter(|totals| totals.host <= host).map(|totals| totals.disk).min().unwrap();
+            assert_eq!(found.totals.disk, fewest, "{update:?}: {host} bytes");
+        }
+        // Without a disk it is the host that is too small; with too small a disk, one budget is named that is enough.
+        let mut small = base.clone();
+        (small.budget.host, small.budget.disk) = (least, 0);
+        assert!(matches!(plan(&small), Err(Error::DoesNotFit { tier: Tier::Host, .. })));
+        small.budget.disk = 4096;
+        match plan(&small) {
+            Err(Error::DoesNotFit { tier: Tier::Disk, needed, .. }) => small.budget.disk = needed,
+            Err(Error::DoesNotFit { tier: Tier::Host, needed, .. }) => small.budget.host = needed,
+            other => panic!("{other:?}"),
+        }
+        plan(&small).unwrap();
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_by_name() {
+    let request = spilled(UpdateMode::JustInTime, Precision::Bf16, 2);
+    let planned = plan(&request).unwrap();
+    let device = || Arc::new(queueing(1));
+    let error = Engine::new(device(), &request, &planned, &Options::default()).err().unwrap().to_string();
+    assert!(error.contains("no folder for it was named"), "{error}");
+    let missing = std::env::temp_dir().join("megatrain-no-such-folder");
+    let error =
+        Engine::new(device(), &request, &planned, &options(&[&missing], StateIo::Auto)).err().unwrap().to_string();
+    assert!(error.contains("megatrain-no-such-folder") && error.contains("No such file"), "{error}");
+    let mut both = request.clone();
+    both.requests.updates_on_device = Some(Count::Units(1));
+    let error = plan(&both).unwrap_err().to_string();
+    assert!(error.contains("plan.state_on_disk = 2 contradicts plan.updates_on_device"), "{error}");
+    let mut many = request;
+    many.requests.state_on_disk = Some(6);
+    let error = plan(&many).unwrap_err().to_string();
+    assert!(error.contains("plan.state_on_disk") && error.contains('6'), "{error}");
+}

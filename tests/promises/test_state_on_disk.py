@@ -1,0 +1,211 @@
+"""Optimizer state whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume and kill."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import Engine, Trainer
+from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
+from megatrain.training.run_dir import read_metrics
+from support.resume import batches, same, started, state
+from support.runs import last_step, settings
+
+UNITS = 5
+"""Of the model: embedding, three layers, head."""
+
+
+def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
+    """Options of an engine that may keep state in `folder`."""
+    return {"memory": {"gpu": "1GiB", "host": "1GiB", "nvme": {"path": folder}}, **options}
+
+
+def trained(engine: Engine, accumulation: int = 2) -> tuple[list[float], dict[str, Any]]:
+    losses = [engine.step(batches(step, accumulation)).loss for step in range(4)]
+    found = losses, state(engine)
+    engine.close()
+    return found
+
+
+MODES = {
+    "just in time": {},
+    "immediate": {"update": "immediate", "max_grad_norm": None},
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("units", [1, 3, UNITS])
+def test_state_on_disk_does_not_show(tmp_path: Path, units: int, mode: str, precision: str) -> None:
+    plain = trained(started(precision, False, accumulation=2, **MODES[mode]))
+    for activation, parts in itertools.product(["keep", "offload", "recompute"], [1, 3]):
+        plan = {"state_on_disk": units, "activation": activation, "parts": parts, "poison": parts == 3}
+        engine = started(precision, False, accumulation=2, **on_disk(tmp_path, plan=plan, **MODES[mode]))
+        assert [unit["state"] for unit in engine.plan["units"]].count("disk") == units
+        assert engine.plan["totals"]["disk"] > 0
+        losses, found = trained(engine)
+        assert losses == plain[0], (activation, parts)
+        assert same(found, plain[1]), (activation, parts)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("first", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("precision", "tied", "accumulation"), [("fp32", False, 3), ("bf16", True, 1), ("bf16", False, 3)]
+)
+def test_a_run_resumes_bit_equal_from_host_to_disk_and_back(
+    tmp_path: Path, first: str, precision: str, tied: bool, accumulation: int
+) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    disk = on_disk(spill, plan={"state_on_disk": 4, "parts": 2})
+    options = {"host": ({}, disk), "disk": (disk, {})}[first]
+    straight = started(precision, tied, accumulation=accumulation)
+    losses = [straight.step(batches(step, accumulation)).loss for step in range(6)]
+    before = started(precision, tied, accumulation=accumulation, **options[0])
+    for step in range(3):
+        before.step(batches(step, accumulation))
+    before.save(tmp_path / "step-3", step=3)
+    before.close()
+    after = started(precision, tied, seed=77, accumulation=accumulation, **options[1])
+    after.load(tmp_path / "step-3")
+    assert [after.step(batches(step, accumulation)).loss for step in range(3, 6)] == losses[3:]
+    assert same(state(after), state(straight))
+    # Loading and saving again copies from file to file.
+    after.save(tmp_path / "step-6", step=6)
+    straight.save(tmp_path / "straight", step=6)
+    for file in (tmp_path / "straight").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "step-6" / file.name).read_bytes(), file.name
+    after.close()
+    straight.close()
+
+
+def test_state_is_spilled_only_where_the_host_is_too_small(tmp_path: Path) -> None:
+    options = {"accumulation": 2, "plan": {"slots": 2}}
+    roomy = started("bf16", False, **options, memory={"host": "1GiB", "nvme": {"path": tmp_path}})
+    needed = sum(roomy.plan["totals"].values())
+    assert roomy.plan["totals"]["disk"] == 0
+    plain = trained(roomy)
+    tight = {"host": needed - (64 << 10)}
+    with pytest.raises(DoesNotFit):
+        started("bf16", False, **options, memory=tight).plan  # noqa: B018 - planned here at the latest
+    # This model's state is smaller than the buffers it would pass through, so a part of each unit is read at a time.
+    small = {"accumulation": 2, "plan": {"slots": 2, "parts": 40}}
+    engine = started("bf16", False, **small, memory={**tight, "nvme": {"path": str(tmp_path), "size": "64MiB"}})
+    totals = engine.plan["totals"]
+    assert 0 < totals["disk"] <= 64 << 20
+    assert totals["device"] + totals["host"] <= tight["host"]
+    read = engine.stats
+    engine.step(batches(0, 2))
+    engine.drain()
+    engine.step(batches(1, 2))
+    moved = read().raw
+    assert moved["state_bytes_read"] == moved["state_bytes_written"] == totals["disk"]
+    assert moved["lanes"]["state_read"] > 0
+    for step in range(2, 4):
+        engine.step(batches(step, 2))
+    assert same(state(engine), plain[1])
+    engine.close()
+
+
+def test_a_state_file_that_is_cut_off_ends_the_run_and_names_what_is_missing(tmp_path: Path) -> None:
+    engine = started("bf16", False, accumulation=1, **on_disk(tmp_path, plan={"state_on_disk": UNITS}))
+    engine.step(batches(0, 1))
+    engine.drain()
+    links = {one: os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()}
+    held = [one for one, target in links.items() if str(tmp_path) in target and target.endswith("state (deleted)")]
+    assert len(held) == 1
+    os.truncate(held[0], 4096)
+
+    def train() -> None:
+        for step in range(1, 3):
+            engine.step(batches(step, 1))
+            engine.drain()
+
+    with pytest.raises(EngineBroken, match=r"read_state of unit .*state of unit .* bytes here.*it was shortened"):
+        train()
+    with pytest.raises(EngineBroken, match="it was shortened"):
+        engine.step(batches(3, 1))
+    engine.close()
+
+
+def test_two_engines_on_one_path_do_not_meet(tmp_path: Path) -> None:
+    plain = trained(started("bf16", False, accumulation=2))
+    options = on_disk(tmp_path, plan={"state_on_disk": UNITS})
+    one, other = (started("bf16", False, accumulation=2, **options) for _ in range(2))
+    assert len(list(tmp_path.iterdir())) == 2
+    for step in range(4):
+        one.step(batches(step, 2))
+        other.step(batches(step, 2))
+    for engine in (one, other):
+        assert same(state(engine), plain[1])
+        engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "plan", "reason"),
+    [
+        ({"nvme": {"path": "nowhere"}}, {}, "memory.nvme.path: .*nowhere does not exist; make the folder"),
+        ({"nvme": "somewhere"}, {}, "memory.nvme must be a dict with a path"),
+        ({"nvme": {"path": [".", "."]}}, {}, "memory.nvme.path names .* twice"),
+        ({"nvme": {"path": []}}, {}, "memory.nvme.path is an empty list"),
+        ({"nvme": {"path": ".", "sice": 3}}, {}, "memory.nvme: unknown key 'sice'; did you mean size"),
+        ({"nvme": {"path": ".", "size": "much"}}, {}, "memory.nvme.size"),
+        ({}, {"state_on_disk": 2}, "plan.state_on_disk is 2, and no disk is named"),
+    ],
+)
+def test_what_cannot_be_a_place_for_state_is_refused_by_name(
+    memory: dict[str, Any], plan: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        started("bf16", False, memory={"gpu": "1GiB", "host": "1GiB", **memory}, plan=plan)
+
+
+@pytest.fixture
+def run_settings(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "faster").mkdir()
+    paths = [str(tmp_path / "fast"), str(tmp_path / "faster")]
+    return settings(
+        tmp_path,
+        train={"steps": 30},
+        memory={"nvme": {"path": paths, "size": "64MiB"}},
+        plan={"micro_batch": 2, "state_on_disk": 3, "parts": 2},
+        output={"dir": str(tmp_path / "run"), "export": "never", "save_every": 3},
+    )
+
+
+def test_a_killed_run_with_state_on_disk_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, run_settings: dict[str, Any]
+) -> None:
+    straight = json.loads(json.dumps(run_settings))
+    del straight["memory"], straight["plan"]["state_on_disk"]
+    straight["output"]["dir"] = str(tmp_path / "straight")
+    Trainer(straight).fit()
+    (tmp_path / "config.json").write_text(json.dumps(run_settings))
+    command = [sys.executable, "-m", "megatrain", "train", "config.json"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while last_step(tmp_path / "run") < 5 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for name in ("fast", "faster"):
+        left = [file.name for file in (tmp_path / name).rglob("*") if file.is_file()]
+        assert left == ["lock"], "a killed process leaves no state behind"
+    Trainer(run_settings).fit()
+
+    def course(run: str) -> list[tuple[int, float, float]]:
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / run)]
+
+    assert course("run") == course("straight")
+    for name in ("fast", "faster"):
+        assert list((tmp_path / name).iterdir()) == []

@@ -6,6 +6,7 @@ Tokenizing runs in the tokenizer library's own threads; no process is forked.
 
 import contextlib
 import dataclasses
+import datetime as dt
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from megatrain.data.file_formats import OVERLAP
 from megatrain.data.messages import REASONING, Message
 from megatrain.data.readers import Source
 from megatrain.data.rows import Remark, Row
-from megatrain.data.template_facts import TemplateFacts, template_facts
+from megatrain.data.template_facts import TemplateFacts, template_facts, with_date
 from megatrain.errors import ConfigError
 from megatrain.system.hardware import usable_cpus
 
@@ -68,8 +69,10 @@ class Encoder:
         tokenizer: "PreTrainedTokenizerBase",
         supervise: Literal["assistant", "last", "all"] = "assistant",
         form: str = "auto",
+        date: dt.date | None = None,
     ) -> None:
-        """`form`: what a row is, as the source's `format` says.
+        """`form`: what a row is, as the source's `format` says. `date`: the day that templates which ask for the
+        present are given; None: today.
 
         Raises ConfigError for a tokenizer or a chat template that cannot be used.
         """
@@ -90,8 +93,9 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+        self._spelled = frozenset(tokenizer.convert_ids_to_tokens(sorted(self._special)))
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
-        self._template = _template(tokenizer)
+        self._template = _template(tokenizer, date or dt.date.today())
         self._facts = template_facts(self._template) if self._template else TemplateFacts(False, frozenset())
         self._stock = threading.Lock()
 
@@ -230,13 +234,13 @@ class Encoder:
         remarks = self._unrendered(row, messages, text)
         if self._supervise == "all":
             assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            left_out = list(assistant_turns(render, messages, text, muted, names, where).values())
+            left_out = list(assistant_turns(render, messages, text, muted, names, self._spelled, where).values())
             try:
-                found = assistant_turns(render, messages, text, assistants, names, where)
+                found = assistant_turns(render, messages, text, assistants, names, self._spelled, where)
             except ConfigError:
                 found = {}  # only a row that is too long needs them
             return _Rendered(text, [Turn(0, len(text), len(text))], left_out, list(found.values()), remarks)
-        turns = assistant_turns(render, messages, text, wanted, names, where)
+        turns = assistant_turns(render, messages, text, wanted, names, self._spelled, where)
         for index in wanted:
             if index not in turns:
                 remarks = (*remarks, ("calls" if messages[index].get("tool_calls") else "no turn", ""))
@@ -273,10 +277,35 @@ class Encoder:
 
     def _render(self, messages: Sequence[Message], row: Row, *, prompt: bool = False) -> str:
         text = self._tokenizer.apply_chat_template(
-            list(messages), tools=_tools(row), tokenize=False, add_generation_prompt=prompt
+            list(messages),
+            tools=_tools(row),
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=prompt,
         )
         assert isinstance(text, str)
         return text
+
+    def _render_marked(self, messages: Sequence[Message], row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it are the parts that the template marks with `{% generation %}`.
+
+        The stock call returns a mask of tokens, which is wrong where a part ends with the first token or with a blank
+        that the tokenizer drops (https://github.com/huggingface/transformers/issues/47325).
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special: dict[str, Any] = self._tokenizer.special_tokens_map
+        with self._stock:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                tools=_tools(row),
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **special,
+            )
+        (text,), (marked,) = rendered
+        assert text == self._render(messages, row)
+        return text, marked
 
     def _spans(self, row: Row, found: "_Rendered", encoding: "Encoding") -> Encoded:
         ids = encoding.ids
@@ -315,19 +344,14 @@ class Encoder:
         messages, wanted, _ = self._turns(row)
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         try:
-            with self._stock:
-                out: Any = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=_tools(row),
-                    tokenize=True,
-                    return_dict=True,
-                    return_assistant_tokens_mask=True,
-                )
-                text = self._render(messages, row)
+            text, marked = self._render_marked(messages, row)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
-        ids = np.array(out["input_ids"], dtype=np.int32)
-        mask = np.array(out["assistant_masks"], dtype=np.uint8)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        spans = [Turn(start, stop, stop) for start, stop in marked if stop > start]
+        mask, _, _ = supervised_tokens(ids, offsets[:, 0], offsets[:, 1], spans, text, self._special)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
         if not runs and any(messages[index]["content"] for index in wanted):
@@ -496,12 +520,12 @@ def _tools(row: Row) -> list[Any] | None:
     return list(row.tools) if row.tools else None
 
 
-def _template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def _template(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> str | None:
     if not tokenizer.chat_template:
         return None
     template = tokenizer.get_chat_template()
     assert isinstance(template, str)
-    return template
+    return with_date(template, date)
 
 
 def _affixes(backend: Any, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

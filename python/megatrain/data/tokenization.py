@@ -95,8 +95,7 @@ class Encoder:
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
         self._spelled = frozenset(tokenizer.convert_ids_to_tokens(sorted(self._special)))
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
-        self._template = _template(tokenizer, date or dt.date.today())
-        self._facts = template_facts(self._template) if self._template else TemplateFacts(False, frozenset())
+        self._templates = _templates(tokenizer, date or dt.date.today())
         self._stock = threading.Lock()
 
     def fingerprint(self) -> str:
@@ -106,7 +105,7 @@ class Encoder:
 
         parts = [
             self._state,
-            self._template,
+            {name: template.text for name, template in self._templates.items()},
             self._supervise,
             self._form,
             self._prefix,
@@ -207,7 +206,11 @@ class Encoder:
         return ids if ids[-len(self._suffix) :] == self._suffix else [*ids, *self._suffix]
 
     def _as_chat(self, row: Row) -> bool:
-        return row.kind == "chat" or (self._form == "auto" and self._template is not None)
+        return row.kind == "chat" or (self._form == "auto" and bool(self._templates))
+
+    def _template(self, row: Row) -> "_Template":
+        """The template that the stock call takes for a row: of several, `tool_use` where it has tools."""
+        return self._templates["tool_use" if row.tools and "tool_use" in self._templates else "default"]
 
     def _rendered(self, row: Row, where: str) -> "_Rendered | None":
         """The text of a row and what of it is supervised; None where the template marks that itself."""
@@ -215,12 +218,13 @@ class Encoder:
             start, stop = len(row.text), len(row.text) + len(row.completion)
             unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
             return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
-        if self._template is None:
+        if not self._templates:
             raise ConfigError(
                 f"{where} is a conversation and the tokenizer has no chat template; set model.chat_template to a file"
             )
         messages, wanted, muted = self._turns(row)
-        if self._supervise != "all" and self._facts.marks_generation:
+        facts = self._template(row).facts
+        if self._supervise != "all" and facts.marks_generation:
             return None
         try:
             text = self._render(messages, row)
@@ -230,7 +234,7 @@ class Encoder:
         def render(changed: Sequence[Message], *, prompt: bool = False) -> str:
             return self._render(changed, row, prompt=prompt)
 
-        names = self._facts.names
+        names = facts.names
         remarks = self._unrendered(row, messages, text)
         if self._supervise == "all":
             assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -258,7 +262,7 @@ class Encoder:
 
     def _unrendered(self, row: Row, messages: Sequence[Message], text: str) -> tuple[Remark, ...]:
         """What of a conversation is not in its rendering."""
-        names = self._facts.names
+        names = self._template(row).facts.names
         found: set[Remark] = set()
         for message in messages:
             reasoning = message.get("reasoning_content")
@@ -273,15 +277,17 @@ class Encoder:
                 found.add(("calls", ""))
         if row.tools and "tools" not in names:
             found.add(("tools", ""))
+        found |= {("argument", key) for key in row.template_arguments if key not in names}
         return tuple(sorted(found))
 
     def _render(self, messages: Sequence[Message], row: Row, *, prompt: bool = False) -> str:
         text = self._tokenizer.apply_chat_template(
             list(messages),
             tools=_tools(row),
-            chat_template=self._template,
+            chat_template=self._template(row).text,
             tokenize=False,
             add_generation_prompt=prompt,
+            **row.template_arguments,
         )
         assert isinstance(text, str)
         return text
@@ -294,14 +300,14 @@ class Encoder:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special: dict[str, Any] = self._tokenizer.special_tokens_map
+        arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **row.template_arguments}
         with self._stock:
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=_tools(row),
-                chat_template=self._template,
+                chat_template=self._template(row).text,
                 return_assistant_tokens_mask=True,
-                **special,
+                **arguments,
             )
         (text,), (marked,) = rendered
         assert text == self._render(messages, row)
@@ -520,12 +526,24 @@ def _tools(row: Row) -> list[Any] | None:
     return list(row.tools) if row.tools else None
 
 
-def _template(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> str | None:
-    if not tokenizer.chat_template:
-        return None
-    template = tokenizer.get_chat_template()
-    assert isinstance(template, str)
-    return with_date(template, date)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Template:
+    text: str
+    """With the date put in."""
+    facts: TemplateFacts
+
+
+def _templates(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> dict[str, _Template]:
+    """The tokenizer's templates by name; one without a name is called `default`. Raises ConfigError where there are
+    several and none is the default."""
+    own: Any = tokenizer.chat_template or {}
+    texts: dict[str, str] = {"default": own} if isinstance(own, str) else own
+    if texts and "default" not in texts:
+        raise ConfigError(
+            f"the tokenizer has the chat templates {', '.join(sorted(texts))} and none called default; name one as "
+            "model.chat_template"
+        )
+    return {name: _Template(with_date(text, date), template_facts(text)) for name, text in texts.items()}
 
 
 def _affixes(backend: Any, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

@@ -554,3 +554,34 @@ def test_a_refusal_says_each_sum_once_in_readable_units(capsys: pytest.CaptureFi
     assert said.count("does not fit") == 1
     assert "3.00 MiB allowed" in said
     assert "in all" in said
+
+
+def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = H100 | {"host": {"memory": "96GiB", "cpus": 16}, "disk": {"free": "1TiB"}}
+    machine = written(tmp_path, "small.yaml", small)
+    words = ("qwen2.5-14b", "memory.gpu=20GiB", "train.batch_size=8", "--machine", machine)
+    assert main(["plan", *words]) == 2
+    assert "memory.nvme.path" in capsys.readouterr().err
+    found = answer(capsys, *words, "memory.nvme.path=/nvme")
+    plan, disk = found["plan"], found["state_on_disk"]
+    assert plan["totals"]["host"] <= found["budget"]["host"]
+    assert 0 < disk["bytes"] == plan["totals"]["disk"] <= found["budget"]["disk"]
+    # 10 bytes of each parameter: residual and both moments
+    states = [unit["state"] for unit in plan["units"]]
+    assert states.index("disk") > states.count("device")
+    assert disk["seconds"] == pytest.approx(disk["bytes"] / 2.0e9)
+    assert disk["bytes_written_a_day"] == pytest.approx(disk["bytes"] * 86400 / found["expected_step_s"])
+    # No step is shorter than its reading and writing.
+    assert found["expected_step_s"] >= disk["seconds"] * 0.999
+    roomier = answer(capsys, *words[:-2], "--machine", written(tmp_path, "large.yaml", H100), "memory.nvme.path=/nvme")
+    assert roomier["state_on_disk"] is None
+    assert main(["plan", *words, "memory.nvme.path=/nvme"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 13
+    told = next(line for line in lines if line.startswith("state on disk: "))
+    assert format_bytes(disk["bytes"]) in told
+    assert "written per day" in told
+    assert main(["plan", *words, "memory.nvme={path: /nvme, size: 1GiB}"]) == 2
+    assert "disk space for optimizer state" in capsys.readouterr().err

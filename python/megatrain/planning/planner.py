@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.config import Config, NvmeConfig, constraints
+from megatrain.config.paths import check_state_folder
 from megatrain.errors import ConfigError, DoesNotFit, StorageError
 from megatrain.planning import calibrate, remedies
 from megatrain.system import hardware as facts
@@ -101,10 +102,15 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
 
 
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
-    """Bytes that a run may use: device, host, and disk where `memory.nvme` names one."""
+    """Bytes that a run may use: device, host, and disk where `memory.nvme` names one. Raises ConfigError when that is
+    no folder that can be written."""
     gpu, host, disk = config.memory.gpu, config.memory.host, config.memory.nvme
     found = machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
-    return found if disk is None else found | {"disk": machine.state_disk(disk.paths, disk.size)}
+    if disk is None:
+        return found
+    for path in disk.paths if not machine.described else ():
+        check_state_folder(Path(path))
+    return found | {"disk": machine.state_disk(disk.paths, disk.size)}
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -271,17 +277,34 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
 
 
-def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config) -> None:
-    """Raises StorageError when the checkpoints and the export of a run cannot all be written. `existing`: checkpoints
-    that are there already."""
+def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written, and what optimizer state
+    its plan keeps on the same disk. `existing`: checkpoints that are there already."""
     free = facts.SYSTEM_PROBE.disk_free(folder)
     total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
+    beside = _state_beside(folder, run_plan)
+    if free is not None and total <= free < total + beside:
+        raise StorageError(
+            f"output.dir {folder} needs {format_bytes(total)} for checkpoints and the export, and memory.nvme.path "
+            f"is on the same disk and takes {format_bytes(beside)}; it has {format_bytes(free)} free; free some, "
+            "lower output.keep, or name another folder for one of the two"
+        )
     if free is not None and total > free:
         raise StorageError(
             f"output.dir {folder} needs {format_bytes(total)} for {config.output.keep + 1} checkpoints of "
             f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
+
+
+def _state_beside(folder: Path, run_plan: RunPlan) -> int:
+    """Bytes of optimizer state that the plan keeps on the disk of `folder`."""
+    if run_plan.disk is None:
+        return 0
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    disk, paths = facts.SYSTEM_PROBE.disk(there)[0], run_plan.disk.paths
+    on_it = sum(facts.SYSTEM_PROBE.disk(Path(path))[0] == disk for path in paths)
+    return int(run_plan.plan["totals"]["disk"]) * on_it // len(paths)
 
 
 def _even_parts(rows: int, tokens: int, seq_len: int) -> int:

@@ -210,6 +210,11 @@ def _advice(report: "Forecast") -> list[str]:
         advice.append(
             "more tokens per step (train.batch_tokens): weights cross the link once per step, whatever its size"
         )
+    elif report.bound in ("state_read", "state_write"):
+        advice.append(
+            "more tokens per step (train.batch_tokens), or more drives (memory.nvme.path): state on disk is read and "
+            "written once per step, whatever its size"
+        )
     elif report.bound == "host" and not hidden:
         advice.append(f"from {free:,} tokens per step on (train.batch_tokens) the host's updates cost no time")
     recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])

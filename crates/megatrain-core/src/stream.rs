@@ -27,12 +27,13 @@ pub use self::schedules::CachedSchedules;
 use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
+use crate::disk::{Disk, RealDisk};
 use crate::error::{Item, Result};
 use crate::host::Process;
 use crate::layout::UnitLayout;
 use crate::plan::{Plan, Region, Request};
 use crate::schedule::{Lane, Pass};
-use crate::store::spill::{self, BlockFiles, StateFiles};
+use crate::store::spill::StateFiles;
 
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod access;
@@ -145,32 +146,21 @@ impl Engine {
     /// # Errors
     /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
-        let wanted = options.disk.clone().unwrap_or_default();
-        Self::start(device, request, plan, options, || spill::open(&wanted))
+        Self::with_disk(device, Arc::new(RealDisk), request, plan, options)
     }
 
-    /// The same with state on disk in `files`, whatever `options` say about that.
+    /// [`Engine::new`] with its files on another disk than the system's.
     ///
     /// # Errors
-    /// As for [`Engine::new`].
-    pub fn with_files(
+    /// As there.
+    pub fn with_disk(
         device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
         request: &Request,
         plan: &Plan,
         options: &Options,
-        files: Arc<dyn BlockFiles>,
     ) -> Result<Self> {
-        Self::start(device, request, plan, options, || Ok(files))
-    }
-
-    fn start(
-        device: Arc<dyn Device>,
-        request: &Request,
-        plan: &Plan,
-        options: &Options,
-        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
-    ) -> Result<Self> {
-        let shared = Arc::new(Shared::new(device, request, plan, options, files)?);
+        let shared = Arc::new(Shared::new(device, disk, request, plan, options)?);
         let engine =
             Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());

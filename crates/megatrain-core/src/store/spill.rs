@@ -9,8 +9,6 @@
 //! Which operation may touch which part when is decided by the schedule; nothing is locked here.
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{Error, Result};
@@ -19,15 +17,13 @@ use crate::host::span::PAGE;
 use crate::layout::{Precision, Role, UnitLayout};
 use crate::store::Plane;
 
-#[expect(unsafe_code, reason = "room for a file is asked of the system")]
 mod files;
 mod folder;
 pub mod rates;
-pub mod sim;
 #[expect(unsafe_code, reason = "a ring is given addresses of memory that it fills")]
 mod uring;
 
-pub use self::files::{StateFiles, StateIo, open};
+pub use self::files::{BlockFiles, StateFiles, StateIo};
 
 /// The largest block, in bytes: long enough that a drive reaches its rate, short enough that few bytes are read in vain for a
 /// single tensor.
@@ -55,51 +51,24 @@ impl Direction {
 
 /// A block on its way between memory and a file. Memory, offset and length are multiples of 4 KiB.
 #[derive(Clone, Debug)]
-pub struct Piece {
+struct Piece {
     /// Index of the file.
-    pub file: usize,
+    file: usize,
     /// First byte in the file.
-    pub offset: u64,
+    offset: u64,
     /// Memory, as long as the block.
-    pub span: HostSpan,
+    span: HostSpan,
 }
 
 /// Why a transfer failed, and at which of its pieces.
 #[derive(Debug)]
-pub enum Failed {
+enum Failed {
     /// The system refused.
     System(usize, io::Error),
     /// The file ended early, after so many bytes of the piece.
     Short(usize, usize),
     /// What was called for a piece failed.
     Piece(Error),
-}
-
-/// Called with the index of each piece: of those that are read once they are there, of those that are written before.
-pub type EachPiece<'a> = dyn Fn(usize) -> Result<()> + Sync + 'a;
-
-/// Files of blocks. Several threads may transfer at once, but never the same block.
-pub trait BlockFiles: Send + Sync {
-    /// Where each file is or was made.
-    fn paths(&self) -> &[PathBuf];
-
-    /// Gives a file its size, with room on the disk for all of it. It then reads as zeros.
-    ///
-    /// # Errors
-    /// The system's.
-    fn allocate(&self, file: usize, bytes: u64) -> io::Result<()>;
-
-    /// Transfers all pieces, in any order. When it returns, none is under way.
-    ///
-    /// # Errors
-    /// Those of the first piece that failed; the others may have been transferred or not.
-    fn transfer(&self, direction: Direction, pieces: &[Piece], each: &EachPiece<'_>)
-    -> std::result::Result<(), Failed>;
-
-    /// What could not be used, in a sentence.
-    fn note(&self) -> Option<String> {
-        None
-    }
 }
 
 struct Block {
@@ -122,7 +91,7 @@ struct SpilledUnit {
 
 /// The state on disk of those units whose home that is.
 pub struct Spill {
-    files: Arc<dyn BlockFiles>,
+    files: BlockFiles,
     units: Vec<Option<SpilledUnit>>,
 }
 
@@ -170,8 +139,8 @@ impl Spill {
     ///
     /// # Errors
     /// [`Error::StateFilesFull`] and [`Error::StateFolder`].
-    pub fn new(files: Arc<dyn BlockFiles>, layouts: &[UnitLayout], parts: &[Vec<Range<u64>>]) -> Result<Self> {
-        let mut ends = vec![0u64; files.paths().len()];
+    pub fn new(files: BlockFiles, layouts: &[UnitLayout], parts: &[Vec<Range<u64>>]) -> Result<Self> {
+        let mut ends = vec![0u64; files.count()];
         let mut next = 0;
         let mut block = |len: usize| {
             let file = next % ends.len();
@@ -194,13 +163,7 @@ impl Spill {
         };
         let units = layouts.iter().zip(parts).map(unit).collect::<Result<_>>()?;
         for (file, &bytes) in ends.iter().enumerate() {
-            files.allocate(file, bytes).map_err(|source| {
-                let path = files.paths()[file].clone();
-                if source.raw_os_error() == Some(libc::ENOSPC) {
-                    return Error::StateFilesFull { path, needed: bytes };
-                }
-                Error::StateFolder { path, what: "cannot be given its size", source }
-            })?;
+            files.allocate(file, bytes)?;
         }
         Ok(Self { files, units })
     }
@@ -283,7 +246,7 @@ impl Spill {
             if sum == expected {
                 return Ok(());
             }
-            let (tensors, path) = (self.tensors(unit, part, first + index), self.path(pieces[index].file));
+            let (tensors, path) = (self.tensors(unit, part, first + index), self.files.path(pieces[index].file));
             let (unit, offset, bytes) = (self.unit(unit).layout.name.clone(), pieces[index].offset, span.len());
             Err(Error::StateDamaged { unit, tensors, path, offset, bytes, expected, got: sum })
         };
@@ -293,20 +256,16 @@ impl Spill {
                 Failed::Piece(error) => error,
                 Failed::System(index, source) => {
                     let Piece { file, offset, ref span } = pieces[index];
-                    let (unit, path, bytes) = (name(), self.path(file), span.len());
+                    let (unit, path, bytes) = (name(), self.files.path(file), span.len());
                     Error::StateFile { unit, what: direction.name(), path, offset, bytes, source }
                 }
                 Failed::Short(index, got) => {
                     let Piece { file, offset, ref span } = pieces[index];
-                    let (unit, path, expected) = (name(), self.path(file), span.len());
+                    let (unit, path, expected) = (name(), self.files.path(file), span.len());
                     Error::StateFileShort { unit, path, offset, expected, got }
                 }
             }
         })
-    }
-
-    fn path(&self, file: usize) -> PathBuf {
-        self.files.paths()[file].clone()
     }
 
     /// The tensors of which a block holds anything, as a message names them.

@@ -1,7 +1,9 @@
 //! Everything that an engine allocates, once, before the first step.
 use std::sync::{Arc, Mutex, RwLock};
 
+use super::Options;
 use crate::device::{Device, DeviceMemory, Stream};
+use crate::disk::Disk;
 use crate::error::{Error, Item, Result, Tier};
 use crate::host::Pool;
 use crate::host::span::{HostSpan, PAGE};
@@ -50,13 +52,17 @@ impl Memory {
         placement: &Placement,
         device: &dyn Device,
         pool: &Pool,
-        huge_pages: bool,
-        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
+        disk: &Arc<dyn Disk>,
+        options: &Options,
     ) -> Result<Self> {
+        let huge_pages = options.huge_pages;
         // Room on disk is asked for first: a disk that is full should not cost the time that memory takes.
         let spill = match placement.disk_buffers.len() {
             0 => None,
-            _ => Some(Spill::new(files()?, &placement.layouts, &placement.disk_parts)?),
+            _ => {
+                let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default())?;
+                Some(Spill::new(files, &placement.layouts, &placement.disk_parts)?)
+            }
         };
         let spilled: Vec<usize> =
             (0..placement.layouts.len()).filter(|&unit| !placement.disk_parts[unit].is_empty()).collect();

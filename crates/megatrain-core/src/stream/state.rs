@@ -13,13 +13,13 @@ use super::workers::{WORKED, guarded};
 use super::{Group, Options};
 use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
 use crate::plan::{Placement, Plan, Request, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Op, Resident, Schedule, ScheduleInputs, Shape};
-use crate::store::spill::BlockFiles;
 use crate::trace::Trace;
 
 /// When an issued operation is over: an event, and one before it where times are kept.
@@ -85,6 +85,7 @@ pub(super) struct EngineState {
 
 pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
+    pub(super) disk: Arc<dyn Disk>,
     pub(super) plan: Plan,
     pub(super) placement: Placement,
     pub(super) inputs: ScheduleInputs,
@@ -117,10 +118,10 @@ impl Deadline {
 impl Shared {
     pub(super) fn new(
         device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
         request: &Request,
         plan: &Plan,
         options: &Options,
-        files: impl FnOnce() -> Result<Arc<dyn BlockFiles>>,
     ) -> Result<Self> {
         request.check()?;
         plan.matches(request)?;
@@ -128,7 +129,7 @@ impl Shared {
         let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
-        let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages, files)?;
+        let memory = Memory::new(&placement, device.as_ref(), &pool, &disk, options)?;
         // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
         device.keep_times(true);
         let trace_origin = if options.trace {
@@ -141,6 +142,7 @@ impl Shared {
         let trace = Trace::new(options.trace);
         Ok(Self {
             device,
+            disk,
             plan: plan.clone(),
             placement,
             inputs,

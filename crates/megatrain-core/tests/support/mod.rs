@@ -1,12 +1,14 @@
 //! A small model computed with [`SimDevice::launch`], so that computing is as asynchronous as on a GPU.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
 use megatrain_core::device::sim::{SimDevice, SimMemory};
 use megatrain_core::device::{Device, DeviceMemory, Stream};
+use megatrain_core::disk::{Disk, SimDisk};
 use megatrain_core::error::Result;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{
@@ -14,7 +16,7 @@ use megatrain_core::plan::{
 };
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::store::spill::sim::SimStateFiles;
+use megatrain_core::store::spill::{StateFiles, StateIo};
 use megatrain_core::stream::{Begin, ComputeOp, Engine, Group, Options, Outcome, Phase, PlaneName, Rows};
 use proptest::prelude::*;
 
@@ -96,10 +98,32 @@ pub fn any_request() -> impl Strategy<Value = Request> {
     })
 }
 
-/// An engine whose state on disk, where the plan has any, is in two simulated files.
+/// An engine whose files are in memory, with state on disk, where the plan has any, in two folders.
 pub fn engine(device: &SimDevice, request: &Request, plan: &Plan, options: &Options) -> Result<Engine> {
-    let files = Arc::new(SimStateFiles::new(2));
-    Engine::with_files(Arc::new(device.clone()), request, plan, options, files)
+    engine_on(&state_disk(), device, request, plan, options)
+}
+
+/// A disk in memory with two folders for state.
+pub fn state_disk() -> SimDisk {
+    let disk = SimDisk::default();
+    for folder in STATE_FOLDERS {
+        disk.create_folder(Path::new(folder)).unwrap();
+    }
+    disk
+}
+
+const STATE_FOLDERS: [&str; 2] = ["/state", "/more"];
+
+pub fn engine_on(
+    disk: &SimDisk,
+    device: &SimDevice,
+    request: &Request,
+    plan: &Plan,
+    options: &Options,
+) -> Result<Engine> {
+    let paths = STATE_FOLDERS.into_iter().map(PathBuf::from).collect();
+    let options = Options { disk: Some(StateFiles { paths, io: StateIo::Auto }), ..options.clone() };
+    Engine::with_disk(Arc::new(device.clone()), Arc::new(disk.clone()), request, plan, &options)
 }
 
 pub fn ready<T>(poll: Poll<T>) -> T {

@@ -1,22 +1,25 @@
 //! The folders that hold state files: one for each engine, locked, gone with it.
 //!
-//! The files in it have no names: they are unlinked while they are open, so that nothing is left behind when the process is
+//! The files in it have no names: they are removed while they are open, so that nothing is left behind when the process is
 //! killed but a folder with a lock that nobody holds. The next engine that is given the same path removes it.
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::disk::{Disk, DiskFile};
+use crate::error::{DiskError, Error, Result};
 
 const PREFIX: &str = "megatrain-";
 const LOCK: &str = "lock";
 
 /// A folder of this engine's own below a path that was asked for.
 pub(super) struct Folder {
+    disk: Arc<dyn Disk>,
     path: PathBuf,
-    /// Locked as long as it is open.
-    _lock: File,
+    /// Open as long as the lock is held.
+    _lock: Box<dyn DiskFile>,
 }
 
 impl Folder {
@@ -24,21 +27,20 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::StateFolder`].
-    pub(super) fn create(parent: &Path) -> Result<Self> {
-        let failed =
-            |what: &'static str| move |source: io::Error| Error::StateFolder { path: parent.to_owned(), what, source };
-        remove_leftovers(parent).map_err(failed("cannot be read"))?;
+    pub(super) fn create(disk: &Arc<dyn Disk>, parent: &Path) -> Result<Self> {
+        let failed = |source| Error::StateFolder { path: parent.to_owned(), what: "cannot be written", source };
+        remove_leftovers(parent);
         for number in 0u64.. {
             let path = parent.join(format!("{PREFIX}{}-{number}", std::process::id()));
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-                Err(error) => return Err(failed("cannot be written")(error)),
-            }
-            let lock = lock_file(&path, true).map_err(failed("cannot be written"))?;
-            // Whoever was removing leftovers may have taken it between these two lines.
-            if let Some(lock) = lock {
-                return Ok(Self { path, _lock: lock });
+            let made = disk.create_folder(&path).and_then(|()| disk.create(&path.join(LOCK), 0o600));
+            match made {
+                Ok(lock) if is_ours(&path, lock.as_ref()).map_err(failed)? => {
+                    return Ok(Self { disk: Arc::clone(disk), path, _lock: lock });
+                }
+                // Another process, which has the same number in its own container, was faster.
+                Ok(_) => {}
+                Err(DiskError { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(DiskError { source, .. }) => return Err(failed(source)),
             }
         }
         unreachable!("numbers do not end")
@@ -51,43 +53,42 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        let _ = remove(&self.path);
+        let _ = self.disk.remove(&self.path.join(LOCK));
+        let _ = self.disk.remove(&self.path);
     }
 }
 
-/// The lock of a folder, taken; `None` where somebody else holds it or has removed it.
-fn lock_file(folder: &Path, create: bool) -> io::Result<Option<File>> {
-    let path = folder.join(LOCK);
-    let file = match OpenOptions::new().read(true).write(true).create(create).truncate(false).mode(0o600).open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
+/// Takes the lock of a folder, and looks whether it is still the folder's: whoever removes leftovers may have taken it for
+/// one. On a disk without descriptors, which no other process sees, there is nothing to lock.
+fn is_ours(folder: &Path, lock: &dyn DiskFile) -> io::Result<bool> {
+    let Some(descriptor) = lock.descriptor() else { return Ok(true) };
+    // The copy has the same lock, which ends when both are closed.
+    locked(&File::from(descriptor.try_clone_to_owned()?), folder)
+}
+
+fn locked(file: &File, folder: &Path) -> io::Result<bool> {
     match file.try_lock() {
         Ok(()) => {}
-        Err(std::fs::TryLockError::WouldBlock) => return Ok(None),
-        Err(std::fs::TryLockError::Error(error)) => return Err(error),
+        Err(TryLockError::WouldBlock) => return Ok(false),
+        Err(TryLockError::Error(error)) => return Err(error),
     }
-    let named = std::fs::metadata(&path).ok().map(|facts| (facts.dev(), facts.ino()));
+    let named = std::fs::metadata(folder.join(LOCK)).ok().map(|facts| (facts.dev(), facts.ino()));
     let own = file.metadata()?;
-    Ok((named == Some((own.dev(), own.ino()))).then_some(file))
+    Ok(named == Some((own.dev(), own.ino())))
 }
 
-fn remove_leftovers(parent: &Path) -> io::Result<()> {
-    for entry in std::fs::read_dir(parent)?.flatten() {
+/// Removes what killed processes have left. What cannot be read or removed, another user's say, stays.
+fn remove_leftovers(parent: &Path) {
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let path = entry.path();
-        let ours = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        // What belongs to another user, or goes meanwhile, is not ours to remove.
-        if ours && let Ok(Some(lock)) = lock_file(&path, false) {
-            let _ = remove(&path);
-            drop(lock);
+        if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            continue;
+        }
+        if let Ok(lock) = OpenOptions::new().read(true).write(true).open(path.join(LOCK))
+            && locked(&lock, &path).unwrap_or(false)
+        {
+            let _ = std::fs::remove_file(path.join(LOCK));
+            let _ = std::fs::remove_dir(&path);
         }
     }
-    Ok(())
-}
-
-/// Removes a folder whose lock is held. Anything else in it stays, and so does the folder.
-fn remove(folder: &Path) -> io::Result<()> {
-    std::fs::remove_file(folder.join(LOCK))?;
-    std::fs::remove_dir(folder)
 }

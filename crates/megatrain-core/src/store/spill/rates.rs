@@ -1,8 +1,10 @@
 //! How fast disks take state: measured with the transfers that a step makes.
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::{BLOCK_BYTES, BlockFiles, Direction, Failed, Piece, StateFiles, StateIo, open};
+use super::{BLOCK_BYTES, BlockFiles, Direction, Failed, Piece, StateFiles, StateIo};
+use crate::disk::{Disk, RealDisk};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
 
@@ -12,18 +14,17 @@ const BLOCKS: usize = 64;
 /// Bytes a second read and written while both happen at once, in files of `bytes` bytes altogether in these folders.
 ///
 /// # Errors
-/// As for [`open`], and [`Error::StateFilesFull`] and [`Error::StateFile`].
+/// As for [`BlockFiles::open`], and [`Error::StateFilesFull`] and [`Error::StateFile`].
 pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
-    let files = open(&StateFiles { paths, io: StateIo::Auto })?;
-    let count = files.paths().len();
+    let disk: Arc<dyn Disk> = Arc::new(RealDisk);
+    let files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto })?;
+    let count = files.count();
     let blocks = usize::try_from(bytes).unwrap_or(usize::MAX) / BLOCK_BYTES;
     // As many transfers for reading as for writing, each of whole transfers.
     let half = (blocks / 2).next_multiple_of(BLOCKS).max(BLOCKS);
     for file in 0..count {
         let bytes = ((2 * half).div_ceil(count) * BLOCK_BYTES) as u64;
-        files
-            .allocate(file, bytes)
-            .map_err(|_| Error::StateFilesFull { path: files.paths()[file].clone(), needed: bytes })?;
+        files.allocate(file, bytes)?;
     }
     let buffers = [HostSpan::map(BLOCKS * BLOCK_BYTES)?, HostSpan::map(BLOCKS * BLOCK_BYTES)?];
     for buffer in &buffers {
@@ -37,18 +38,18 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
         });
     }
     // What has never been written may be read without the drive.
-    run(files.as_ref(), Direction::Write, 0..half, &buffers[0])?;
+    run(&files, Direction::Write, 0..half, &buffers[0])?;
     let (read, written) = std::thread::scope(|scope| {
-        let reader = scope.spawn(|| run(files.as_ref(), Direction::Read, 0..half, &buffers[0]));
-        let written = run(files.as_ref(), Direction::Write, half..2 * half, &buffers[1]);
+        let reader = scope.spawn(|| run(&files, Direction::Read, 0..half, &buffers[0]));
+        let written = run(&files, Direction::Write, half..2 * half, &buffers[1]);
         (reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), written)
     });
     Ok((read?, written?))
 }
 
 /// Bytes a second of transfers of these blocks, checksums included.
-fn run(files: &dyn BlockFiles, direction: Direction, blocks: std::ops::Range<usize>, buffer: &HostSpan) -> Result<f64> {
-    let (begun, count, bytes) = (Instant::now(), files.paths().len(), blocks.len() * BLOCK_BYTES);
+fn run(files: &BlockFiles, direction: Direction, blocks: std::ops::Range<usize>, buffer: &HostSpan) -> Result<f64> {
+    let (begun, count, bytes) = (Instant::now(), files.count(), blocks.len() * BLOCK_BYTES);
     for first in blocks.step_by(BLOCKS) {
         let pieces: Vec<Piece> = (0..BLOCKS)
             .map(|i| Piece {
@@ -69,7 +70,7 @@ fn run(files: &dyn BlockFiles, direction: Direction, blocks: std::ops::Range<usi
             };
             let Piece { file, offset, ref span } = pieces[index];
             let (unit, what) = ("(measured)".to_owned(), direction.name());
-            Error::StateFile { unit, what, path: files.paths()[file].clone(), offset, bytes: span.len(), source }
+            Error::StateFile { unit, what, path: files.path(file), offset, bytes: span.len(), source }
         })?;
     }
     Ok(bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9))

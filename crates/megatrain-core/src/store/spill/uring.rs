@@ -1,14 +1,15 @@
 //! The same through io_uring: many blocks under way from one thread.
 //!
 //! A ring is used by one transfer at a time; those that are not in use wait for the next one.
-use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Mutex, PoisonError};
 
 use io_uring::{IoUring, Probe, opcode, types};
 
-use super::{Direction, EachPiece, Failed, Piece};
+use super::files::EachPiece;
+use super::{Direction, Failed, Piece};
+use crate::disk::DiskFile;
 use crate::host::HostSpan;
 use crate::host::span::PAGE;
 
@@ -24,7 +25,7 @@ impl Rings {
     ///
     /// # Errors
     /// Those of the system, which may forbid io_uring or be too old for it (Linux 5.6 reads and writes).
-    pub(super) fn new(file: &File) -> io::Result<Self> {
+    pub(super) fn new(file: &dyn DiskFile) -> io::Result<Self> {
         let ring = IoUring::new(DEPTH)?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
@@ -34,24 +35,30 @@ impl Rings {
         let rings = Self { idle: Mutex::new(vec![ring]) };
         let span = HostSpan::map(PAGE).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         let pieces = [Piece { file: 0, offset: 0, span }];
-        let files = [file.try_clone()?];
+        let descriptors = [descriptor(file)];
         for direction in [Direction::Write, Direction::Read] {
-            rings.transfer(&files, direction, &pieces, &|_| Ok(())).map_err(|failed| match failed {
+            rings.run(&descriptors, direction, &pieces, &|_| Ok(())).map_err(|failed| match failed {
                 Failed::System(_, error) => error,
                 _ => io::ErrorKind::UnexpectedEof.into(),
             })?;
         }
-        file.set_len(0)?;
+        file.set_size(0).map_err(|error| error.source)?;
         Ok(rings)
     }
 
+    /// Transfers all pieces; see `BlockFiles::transfer`. All files have descriptors.
     pub(super) fn transfer(
         &self,
-        files: &[File],
+        files: &[Box<dyn DiskFile>],
         direction: Direction,
         pieces: &[Piece],
         each: &EachPiece<'_>,
     ) -> Result<(), Failed> {
+        let descriptors: Vec<RawFd> = files.iter().map(|file| descriptor(file.as_ref())).collect();
+        self.run(&descriptors, direction, pieces, each)
+    }
+
+    fn run(&self, files: &[RawFd], direction: Direction, pieces: &[Piece], each: &EachPiece<'_>) -> Result<(), Failed> {
         let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = idle().pop();
         let ring = kept.map_or_else(|| IoUring::new(DEPTH), Ok).map_err(|error| Failed::System(0, error))?;
@@ -71,9 +78,15 @@ impl Rings {
     }
 }
 
+/// A file's descriptor; one that no file has where it has none, which the kernel refuses.
+fn descriptor(file: &dyn DiskFile) -> RawFd {
+    file.descriptor().map_or(-1, |descriptor| descriptor.as_raw_fd())
+}
+
 struct Transfer<'a> {
     ring: IoUring,
-    files: &'a [File],
+    /// Descriptors, which stay open as long as this lives.
+    files: &'a [RawFd],
     direction: Direction,
     pieces: &'a [Piece],
     each: &'a EachPiece<'a>,
@@ -147,7 +160,7 @@ impl Transfer<'_> {
     fn push(&mut self, index: usize) {
         let Piece { file, offset, span } = &self.pieces[index];
         let done = self.moved[index];
-        let file = types::Fd(self.files[*file].as_raw_fd());
+        let file = types::Fd(self.files[*file]);
         let address = span.address().wrapping_add(done);
         let len = u32::try_from(span.len() - done).expect("a block is far smaller");
         let offset = offset + done as u64;

@@ -14,7 +14,9 @@ import pytest
 
 from megatrain import Engine, Trainer
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
+from megatrain.models.decoder import Decoder
 from megatrain.training.run_dir import read_metrics
+from support.fake_core import llama
 from support.resume import batches, same, started, state
 from support.runs import last_step, settings
 
@@ -87,30 +89,32 @@ def test_a_run_resumes_bit_equal_from_host_to_disk_and_back(
     straight.close()
 
 
+def larger(**options: Any) -> Engine:
+    """An engine whose state is larger than the buffers that state on disk passes through."""
+    shape = llama(hidden_size=128, intermediate_size=512, num_hidden_layers=6)
+    decoder = Decoder.from_config(shape, precision="bf16")
+    return Engine(decoder, device="cpu", seed=0, micro_batch=(2, 12), micro_batches=2, **options)
+
+
 def test_state_is_spilled_only_where_the_host_is_too_small(tmp_path: Path) -> None:
-    options = {"accumulation": 2, "plan": {"slots": 2}}
-    roomy = started("bf16", False, **options, memory={"host": "1GiB", "nvme": {"path": tmp_path}})
-    needed = sum(roomy.plan["totals"].values())
-    assert roomy.plan["totals"]["disk"] == 0
+    plan = {"slots": 2, "parts": 4, "activation": "recompute"}
+    roomy = larger(plan=plan, memory={"host": "1GiB", "nvme": {"path": tmp_path}})
+    totals = roomy.plan["totals"]
+    assert totals["disk"] == 0
     plain = trained(roomy)
-    tight = {"host": needed - (64 << 10)}
-    with pytest.raises(DoesNotFit):
-        started("bf16", False, **options, memory=tight).plan  # noqa: B018 - planned here at the latest
-    # This model's state is smaller than the buffers it would pass through, so a part of each unit is read at a time.
-    small = {"accumulation": 2, "plan": {"slots": 2, "parts": 40}}
-    engine = started("bf16", False, **small, memory={**tight, "nvme": {"path": str(tmp_path), "size": "64MiB"}})
+    tight = totals["device"] + totals["host"] - (3 << 20)
+    with pytest.raises(DoesNotFit, match="host memory are needed"):
+        larger(plan=plan, memory={"host": tight})
+    engine = larger(plan=plan, memory={"host": tight, "nvme": {"path": str(tmp_path), "size": "64MiB"}})
     totals = engine.plan["totals"]
     assert 0 < totals["disk"] <= 64 << 20
-    assert totals["device"] + totals["host"] <= tight["host"]
-    read = engine.stats
-    engine.step(batches(0, 2))
-    engine.drain()
-    engine.step(batches(1, 2))
-    moved = read().raw
+    assert totals["device"] + totals["host"] <= tight
+    for step in range(4):
+        engine.step(batches(step, 2))
+        engine.drain()
+    moved = engine.stats().raw
     assert moved["state_bytes_read"] == moved["state_bytes_written"] == totals["disk"]
     assert moved["lanes"]["state_read"] > 0
-    for step in range(2, 4):
-        engine.step(batches(step, 2))
     assert same(state(engine), plain[1])
     engine.close()
 

@@ -191,7 +191,8 @@ def plan_run(
         request, plan = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
         changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
-        raise remedies.explained(error, config, device, machine, planner.budget, changes) from None
+        spilled = _spilled(config, decoder, device, machine, rates, options, (size, -(-rows // size)))
+        raise remedies.explained(error, config, device, machine, planner.budget, changes, spilled) from None
     if size != first:
         log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
     return RunPlan(
@@ -208,6 +209,28 @@ def plan_run(
         options=options,
         disk=config.memory.nvme,
     )
+
+
+def _spilled(
+    config: Config,
+    decoder: "Decoder",
+    device: str,
+    machine: Machine,
+    rates: dict[str, float],
+    options: dict[str, Any],
+    split: tuple[int, int],  # rows of a micro-batch, micro-batches
+) -> int | None:
+    """Bytes of optimizer state that would be on disk if there were one without bounds; None where one is named already,
+    or none would help."""
+    if config.memory.nvme is not None:
+        return None
+    disk = NvmeConfig(path="memory.nvme.path", size=1 << 50)
+    changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, nvme=disk))
+    described = dataclasses.replace(machine, described=True)  # so that no folder is looked for
+    with contextlib.suppress(DoesNotFit):
+        _, plan = _Planner(changed, decoder, device, described, rates, options).fit(*split)
+        return int(plan["totals"]["disk"])
+    return None
 
 
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:

@@ -65,7 +65,13 @@ def _changes(config: Config, rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def explained(
-    error: DoesNotFit, config: Config, device: str, machine: Machine, budget: dict[str, int], changes: list[str]
+    error: DoesNotFit,
+    config: Config,
+    device: str,
+    machine: Machine,
+    budget: dict[str, int],
+    changes: list[str],
+    spilled: int | None = None,  # bytes of optimizer state on a disk with which it would fit as it is
 ) -> DoesNotFit:
     """The refusal with its whole sum, what is missing, where the budgets come from, and `changes` that would fit."""
     names = {
@@ -89,7 +95,7 @@ def explained(
                 *lines,
                 *_limits(config, device, machine, budget),
                 *_advice(changes),
-                *_disk_advice(error, config, device, sums, budget),
+                *_disk_advice(spilled),
             ]
         )
     )
@@ -120,21 +126,11 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
             yield f"  {format_bytes(gpu.held_bytes):>12}  device  held by other programs and other tensors"
 
 
-def _disk_advice(
-    error: DoesNotFit, config: Config, device: str, sums: dict[str, int], budget: dict[str, int]
-) -> Iterator[str]:
-    """A disk, where none is named and what the host lacks is less than the optimizer state it would hold."""
-    used = sums["host"] + (sums["device"] if device == "cpu" else 0)
-    state = sum(
-        item["bytes"]
-        for item in error.items
-        if item["tier"] == "host" and item["what"] in ("weights: residual", "exp_avg", "exp_avg_sq")
-    )
-    missing = used - budget["host"]
-    if config.memory.nvme is None and 0 < missing < state // 2:
+def _disk_advice(spilled: int | None) -> Iterator[str]:
+    if spilled:
         yield (
-            f"Or name a folder on a fast disk as memory.nvme.path: some {format_bytes(missing)} of optimizer state "
-            "would be kept there, and read and written once per step"
+            f"Or name a folder on a fast disk as memory.nvme.path: {format_bytes(spilled)} of optimizer state would be "
+            "kept there, read once and written once per step"
         )
 
 

@@ -119,7 +119,11 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "forward_backward": lambda: ours.forward_backward(data),
         "optimizer_step": ours.optimizer_step,
         "num_steps": lambda: ours.num_steps,
+        "grad_norm": ours.grad_norm,
         "set_lr": lambda: ours.set_lr(1e-3),
+        "set_optimizer": lambda: ours.set_optimizer(ours.optimizer),
+        "zero_grad": ours.zero_grad,
+        "set_max_grad_norm": lambda: ours.set_max_grad_norm(1.0),
         "evaluate": lambda: ours.evaluate(data),
         "logprobs": lambda: ours.logprobs(data),
         "logits": lambda: ours.logits(data[0]["input_ids"][:1]),
@@ -149,7 +153,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
 def broken_in_native_code(ours: megatrain.Engine) -> str:
     """An immediate engine, abandoned after some units were updated."""
     core = ours.core
-    core.begin("train", 1, groups=ours.optimizer.core_groups())
+    core.begin("train", 1, groups=ours._runtime.core_groups(False)[0])
     while (op := core.next()) is not None and op.phase != "embed_backward":
         core.finish(op)
     core.drain()

@@ -30,7 +30,7 @@ from megatrain.engine.inputs import (
     check_list_of_batches,
     largest_shape,
 )
-from megatrain.engine.optimizer import AdamW
+from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
@@ -113,9 +113,8 @@ class Engine:
             seed=seed,
             precisions=PRECISIONS,
         )
-        if optimizer is not None and not isinstance(optimizer, AdamW):
-            raise ConfigError(f"optimizer must be a megatrain.AdamW, not {type(optimizer).__name__}")
         self.optimizer = optimizer if optimizer is not None else AdamW()
+        check_adamw(self.optimizer)
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
@@ -132,7 +131,6 @@ class Engine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
             arguments.check_length(micro_batch, self.decoder.max_positions)
-            self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
             self._runtime = Runtime(
                 self.decoder,
                 self.optimizer,
@@ -314,10 +312,38 @@ class Engine:
         self._usable()
         return self._passes.num_steps
 
+    def grad_norm(self) -> float:
+        """Norm, before clipping, of the gradients that `forward_backward` has formed and `optimizer_step` has not
+        applied yet; waits for them. Raises ConfigError where there are none."""
+        self._usable()
+        if self._passes.waiting is None:
+            raise ConfigError("grad_norm was called without forward_backward; call that first")
+        return self._runtime.core.gradient_norm() if self._passes.num_waiting else 0.0
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that `forward_backward` has formed and `optimizer_step` has not applied yet, if there are
+        any. With `update: immediate` they have been applied already."""
+        self._usable()
+        self._passes.discard()
+
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next updates; groups with their own keep their ratio to it."""
         self._usable()
         self.optimizer.set_lr(lr)
+
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """AdamW's settings of the next updates, with groups that may be others than before. Moments and counts of
+        updates stay. Raises ConfigError for groups that do not fit the model; nothing has changed then."""
+        self._usable()
+        check_adamw(optimizer)
+        self._runtime.set_optimizer(optimizer)
+        self.optimizer = optimizer
+
+    def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
+        """Global norm that gradients of the next updates are scaled down to; None does not clip."""
+        self._usable()
+        arguments.check_max_grad_norm(max_grad_norm, self.update)
+        self._passes.max_grad_norm = max_grad_norm
 
     # ----------------------------------------------------------------------------------- without training
 

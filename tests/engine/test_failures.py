@@ -127,6 +127,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "evaluate": lambda: ours.evaluate(data),
         "logprobs": lambda: ours.logprobs(data),
         "logits": lambda: ours.logits(data[0]["input_ids"][:1]),
+        "all_logits": lambda: ours.all_logits(data[0]),
         "state_dict": ours.state_dict,
         "weight": lambda: ours.weight(name),
         "optimizer_state": lambda: ours.optimizer_state(name),

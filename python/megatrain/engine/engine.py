@@ -21,7 +21,7 @@ from megatrain.checkpoint import checkpoint, export
 from megatrain.engine import numerics
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
-from megatrain.engine.embed_head import LossFn
+from megatrain.engine.embed_head import HeadTemplate, LossFn
 from megatrain.engine.inputs import (
     Batch,
     InputPreprocessor,
@@ -30,6 +30,7 @@ from megatrain.engine.inputs import (
     check_list_of_batches,
     largest_shape,
 )
+from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
@@ -390,6 +391,22 @@ class Engine:
         run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
         assert run.collected[0] is not None
         return run.collected[0].float().cpu()
+
+    def all_logits(self, batch: Batch) -> Tensor:
+        """Logits (batch, seq, V) of every token of a batch, fp32 on the CPU, computed a few rows at a time: for metrics
+        over a vocabulary, for which losses and `logprobs` do not suffice. No update."""
+        self._usable()
+        prepared = self._preparer.prepare([batch], need_labels=False, keep_empty=True)
+
+        def collect(head: HeadTemplate, hidden: Tensor) -> Tensor:
+            rows = default_chunk(self.decoder.vocab_size, self.device.type)
+            flat = head.tail(hidden).flatten(0, 1)
+            found = [head.logits(part.unsqueeze(0))[0].float().cpu() for part in torch.split(flat, rows)]
+            return torch.cat(found).view(*hidden.shape[:2], -1)
+
+        run = self._passes.evaluate(prepared, collect)
+        assert run.collected[0] is not None
+        return run.collected[0]
 
     # ------------------------------------------------------------------------------------- reading, saving
 

@@ -43,7 +43,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> AdamW:
         """The groups as they are now, in the engine's words."""
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 "params": names,
                 "lr": float(group["lr"]),

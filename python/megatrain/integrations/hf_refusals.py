@@ -58,7 +58,8 @@ def check_keywords(owner: type, parameters: Mapping[str, inspect.Parameter], giv
     if len(known) == len(parameters):
         for name in given:
             if name not in known:
-                raise TypeError(f"{owner.__qualname__} has no argument {name!r}; {nearest(name, known)}")
+                hint = nearest(name, [*known, "engine_options"])
+                raise TypeError(f"{owner.__qualname__} has no argument {name!r}; {hint}")
     for name, why in _KEYWORDS.items():
         if given.get(name) is not None:
             raise ConfigError(f"{name} cannot be used on the engine: {why}")

@@ -127,7 +127,7 @@ class TrainerMixin(_Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW of the engine, with weight decay for the parameters that `get_decay_parameter_names` names."""
         if self.optimizer is None:
-            module = self.model if model is None else model
+            module: Any = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(module))
             parameters = [*module.named_parameters()]
             args = self.args
@@ -177,13 +177,13 @@ class TrainerMixin(_Trainer):
 
     def _count_tokens(self, batches: list[dict[str, Any]]) -> None:
         """TRL's `num_tokens`."""
-        metrics: Any = getattr(self, "_metrics", None)
-        if metrics is None:
+        sft: Any = self
+        if not hasattr(sft, "_metrics"):
             return
         for batch in batches:
             mask = batch.get("attention_mask")
-            self._total_train_tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
-        metrics["train"]["num_tokens"] = [self._total_train_tokens]
+            sft._total_train_tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+        sft._metrics["train"]["num_tokens"] = [sft._total_train_tokens]
 
     # ------------------------------------------------------------------------------------------ evaluation
 
@@ -210,7 +210,7 @@ class TrainerMixin(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model as a Hugging Face folder, in the engine's precision. Within a checkpoint: the engine's own, from
         which it goes on bit for bit."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder = self._folder(output_dir)
         if _internal_call and not self.args.save_only_model:
             self.engine.save(folder, step=self.state.global_step)
             self._save_beside(folder)
@@ -218,7 +218,7 @@ class TrainerMixin(_Trainer):
             self._save(str(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder = self._folder(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         # Beside checkpoints and whatever else is in the folder, so not by replacing it.
         with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=folder) as made:
@@ -234,6 +234,9 @@ class TrainerMixin(_Trainer):
                 path.replace(target)
         self._save_beside(folder)
 
+    def _folder(self, output_dir: str | None) -> Path:
+        return Path(output_dir or self.args.output_dir or ".")
+
     def _save_beside(self, folder: Path) -> None:
         """Tokenizer and training arguments, as stock."""
         tokenizer: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -245,7 +248,7 @@ class TrainerMixin(_Trainer):
         """As stock; with True it resumes from the newest checkpoint that is complete. Raises CheckpointError where
         there is none, or where the one named is not the engine's."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(_newest(Path(self.args.output_dir)))
+            resume_from_checkpoint = str(_newest(self._folder(None)))
         elif resume_from_checkpoint:
             problem = _problem(Path(resume_from_checkpoint))
             if problem:

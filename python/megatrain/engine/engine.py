@@ -196,8 +196,8 @@ class Engine:
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code that the folder brings with it.
         `progress(what, done, total)` is called with the bytes read so far; `auto` is a line on standard error where
-        that is a terminal, None nothing. `tokenizer_dir` is the model's folder where it is not given. Everything else
-        is as for the constructor. Raises what that raises.
+        that is a terminal, or below a notebook's cell, None nothing. `tokenizer_dir` is the model's folder where it is
+        not given. Everything else is as for the constructor. Raises what that raises.
         """
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(

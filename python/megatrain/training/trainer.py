@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.errors import MegatrainError, StorageError
 from megatrain.training import out_of_memory
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
-from megatrain.training.progress import Display
+from megatrain.training.progress import Display, default_mode
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
 from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop
@@ -45,7 +45,7 @@ class Trainer:
         self.config = Config.of(config)
         self.config.require("data", "output")
         self.stop = stop or Stop()
-        self.display = display or Display()
+        self.display = display or Display(default_mode())
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""

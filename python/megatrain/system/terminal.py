@@ -1,6 +1,7 @@
 """A progress line that is written over itself: on a terminal, or below a notebook's cell."""
 
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -43,13 +44,12 @@ class NotebookLine:
 
     def show(self, text: str, *, last: bool = False) -> None:
         """Shows `text` in place of the one before, unless that was a moment ago; the `last` one always."""
-        from IPython.display import Pretty, display
-
+        shown: Any = importlib.import_module("IPython.display")
         with self._lock:
             if self._handle is None:
-                self._handle = display(Pretty(text), display_id=True)  # type: ignore[no-untyped-call]
+                self._handle = shown.display(shown.Pretty(text), display_id=True)
             elif last or time.monotonic() - self._drawn >= _REDRAW_S:
-                self._handle.update(Pretty(text))  # type: ignore[no-untyped-call]
+                self._handle.update(shown.Pretty(text))
             else:
                 return
             self._drawn = time.monotonic()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.system.atomic import storage_error
+from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
 from megatrain.training.lr_schedule import Schedule
@@ -96,6 +97,8 @@ class TrainingLoop:
         """The last step's record; written once it is known what followed the step."""
         self.doing = "the first evaluation"
         self.new_best = False
+        self.retried = False
+        """Whether this part of the run follows one that ran out of memory, which happens once."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
         self.loss_spikes, self.norm_spikes = SpikeDetector(), SpikeDetector()
@@ -136,8 +139,10 @@ class TrainingLoop:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 path = Path(error.filename) if isinstance(error.filename, str) else self.folder.path
                 sentence = f"{self.doing}: {storage_error(error, path)}"
-            elif out_of_memory.is_out_of_memory(error):
+            elif is_out_of_memory(error):
                 sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan)
+                if (correction := self._safer_plan(error)) is not None:
+                    raise out_of_memory.PlanAgain(correction, sentence, self.planned.run_plan.micro_batch) from None
             else:
                 raise
             raise RunStopped(f"{sentence}; {self._last_good()}") from error
@@ -147,6 +152,25 @@ class TrainingLoop:
                 self._write_pending()
         self._status("stopped" if stopped else "done")
         return self._result(stopped, exported)
+
+    def _safer_plan(self, error: Exception) -> dict[str, Any] | None:
+        """What to change in the plan under which `error` ran out of memory, with the last finished step on the disk;
+        None where nothing would help, or that has been tried."""
+        shortfall = getattr(error, "shortfall", None)
+        if self.retried or shortfall is None:
+            return None
+        from megatrain.planning import planner
+
+        out_of_memory.release(error)
+        decoder, run_plan = self.planned.model_setup.decoder, self.planned.run_plan
+        correction = planner.safer(self.config, decoder, run_plan, shortfall)
+        if correction is not None:
+            self._write_pending()
+            try:
+                self._finish_saves()
+            except MegatrainError:  # a broken engine has nothing to go on with, and a full disk no room for it
+                return None
+        return correction
 
     def _result(self, stopped: str, exported: Path | None) -> Result:
         position, folder = self.position, self.folder
@@ -329,6 +353,7 @@ class TrainingLoop:
     def _evaluate(self, loader: "Loader", step: int) -> bool:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
+        position.owed_eval = True  # also where it fails
         loss = None if self.stop.requested else self._held_out_loss(loader, step)
         position.owed_eval = loss is None
         if loss is None:

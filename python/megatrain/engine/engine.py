@@ -488,6 +488,11 @@ class Engine:
         raw = json.loads(self.core.stats())
         return Stats(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
 
+    def lanes(self) -> dict[str, Any]:
+        """Where the engine's lanes stand: `completed` operations so far, and for each of `lanes` what it runs, what is
+        next and what that waits for. From any thread, at any time; waits for nothing."""
+        return self._runtime.lanes()
+
     def drain(self) -> None:
         """Waits for pending updates."""
         self.core.drain()

@@ -218,6 +218,12 @@ class Runtime:
             refusal.items = error.items
             raise refusal from None
 
+    def lanes(self) -> dict[str, Any]:
+        """Where the core's lanes stand; no lanes where there is no core."""
+        core = self._core
+        found: dict[str, Any] = json.loads(core.lanes()) if core is not None else {"completed": 0, "lanes": []}
+        return found
+
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
         if self._closed:

@@ -25,6 +25,7 @@ from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
 from megatrain.training.spikes import SpikeDetector
 from megatrain.training.stop import RunStopped, Stop
+from megatrain.training.watchdog import Stall, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -95,7 +96,7 @@ class TrainingLoop:
         """Of the last step of an earlier part of the run."""
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
-        self.doing = "the first evaluation"
+        self.state, self.doing = "training", "the first evaluation"
         self.new_best = False
         self.retried = False
         """Whether this part of the run follows one that ran out of memory, which happens once."""
@@ -107,7 +108,7 @@ class TrainingLoop:
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
-        position = self.position
+        position, watched = self.position, self._watched()
         if position.step >= self.total:
             log.info("all %d steps are done already", self.total)
         try:
@@ -132,6 +133,7 @@ class TrainingLoop:
                     "%s cut off the evaluation after the last step; the same command makes up for it", self.stop.reason
                 )
             self._finish_saves()
+            watched.close()  # an export is one long write
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
@@ -147,6 +149,7 @@ class TrainingLoop:
                 raise
             raise RunStopped(f"{sentence}; {self._last_good()}") from error
         finally:
+            watched.close()
             self.display.end()
             with contextlib.suppress(MegatrainError):
                 self._write_pending()
@@ -171,6 +174,29 @@ class TrainingLoop:
             except MegatrainError:  # a broken engine has nothing to go on with, and a full disk no room for it
                 return None
         return correction
+
+    def _watched(self) -> contextlib.ExitStack:
+        """Reports a stall of the run until it is closed (`output.report_stall`)."""
+        watched, limit = contextlib.ExitStack(), self.config.output.report_stall
+        if limit is not None:
+            watchdog = Watchdog(
+                limit.seconds,
+                mark=lambda: (self.engine.lanes()["completed"], self.position.step, self.doing),
+                doing=lambda: self.doing,
+                lanes=lambda: list(self.engine.lanes()["lanes"]),
+                report=self._report_stall,
+            )
+            watched.callback(watchdog.close)
+        return watched
+
+    def _report_stall(self, stall: Stall | None) -> None:
+        """From the watchdog's thread: `status.json` keeps its state, and has the stall while it lasts."""
+        if stall is None:
+            log.warning("%s goes on", self.doing)
+        else:
+            log.warning("%s", stall.text())
+        stalled = {} if stall is None else {"stalled": dataclasses.asdict(stall)}
+        self.folder.write_status(self.state, **self.facts(), **stalled)
 
     def _result(self, stopped: str, exported: Path | None) -> Result:
         position, folder = self.position, self.folder
@@ -466,6 +492,7 @@ class TrainingLoop:
         return last_good_checkpoint(self.folder)
 
     def _status(self, state: str) -> None:
+        self.state = state
         self.folder.write_status(state, **self.facts())
 
     def facts(self) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class RunFolder:
 
     def facts(self) -> dict[str, Any]:
         """What `status.json` says besides the present state: steps, losses, newest checkpoint."""
-        passing = ("state", "pid", "updated", "reason")
+        passing = ("state", "pid", "updated", "reason", "stalled")
         return {name: value for name, value in read_status(self.path).items() if name not in passing}
 
     def begin_metrics(self, step: int) -> MetricsFile:

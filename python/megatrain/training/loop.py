@@ -523,7 +523,11 @@ def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
         name: [fingerprint.of_source(part.source) for part in dataset.parts] if dataset is not None else []
         for name, dataset in (("train", planned.train), ("eval", planned.held_out))
     }
-    return {"data": sources, "tokenizer": fingerprint.of_tokenizer(planned.tokenizer)}
+    return {
+        "data": sources,
+        "tokenizer": fingerprint.of_tokenizer(planned.tokenizer),
+        "date": planned.train.date.isoformat(),
+    }
 
 
 def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> tuple[float | None, int]:

@@ -100,7 +100,7 @@ def test_fields_name_other_keys(tmp_path):
         (b'{"text": "a"}\n["b"]\n', r"a\.jsonl:2 holds a list; expected an object"),
         (b'{"body": "a"}\n', r"a\.jsonl:1 has the keys body; expected text, messages, prompt and completion, or"),
         (b'{"text": 3}\n', r"a\.jsonl:1: text is int 3; expected a string"),
-        (b'{"text": null}\n', r"a\.jsonl:1: text is NoneType None; expected a string"),
+        (b'{"text": null}\n', r"a\.jsonl:1: text is null; write a value"),
         (b'{"text": "\\ud800"}\n', r"a\.jsonl:1: text holds half a surrogate pair"),
         (b'{"messages": []}\n', r"a\.jsonl:1: messages is list \[\]; expected a list of messages"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import SourceConfig
-from megatrain.config.data_files import find, is_document
+from megatrain.config.data_files import find, is_columnar, is_document
 from megatrain.data import stdlib
 from megatrain.data.file_formats import Piece, count_characters, line_end_after, read_text, read_values
 from megatrain.data.rows import Row, RowParser
@@ -119,7 +119,7 @@ class Source:
                     yield from rows
                 continue
             for number, value in read_values(name):
-                yield parser.row(value, index, number, self.where(index, number))
+                yield parser.row(value, index, number, self.where(index, number), columnar=is_columnar(name))
 
 
 def _document_rows(file: int, pieces: Iterator[Piece]) -> Iterator[Row]:

@@ -268,7 +268,7 @@ class _Reader:
     def asks(self, name: str) -> bool:
         """Whether a column of messages ends with something else than an answer."""
         turns = chat.parse(self._value[self.names[name]], self._fields, f"{self.where}: {self.names[name]}").messages
-        return turns[-1]["role"] != "assistant"
+        return bool(turns[-1]["role"] != "assistant")
 
     def value(self, name: str) -> Any:
         """A column as it is. Raises _Null where it is null."""

@@ -195,7 +195,8 @@ class TrainingLoop:
         self.doing = f"step {step}"
         lr = self.schedule.lr(step, self.config.train.lr)
         self.engine.set_lr(lr)
-        out = self.engine.step(prepared)
+        every = self.config.train.check_every
+        out = self.engine.step(prepared, check=every is not None and step % every == 0)
         seconds = self.throughput.add(batch.num_tokens)
         position.step = step
         position.tokens += batch.num_tokens

@@ -6,6 +6,7 @@ holds several splits one of them has to be named. Needs neither torch nor transf
 
 import dataclasses
 import glob
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from typing import Any
 from megatrain.config.schema import SourceConfig
 from megatrain.errors import ConfigError
 
+INSTALL = "pip install 'megatrain[datasets]'"
+"""What brings the packages that Parquet, Arrow and zstd files and data sets of the hub need."""
 TEXT_SUFFIXES = (".txt", ".md")
 """Files that are one document."""
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -95,6 +98,20 @@ def find(config: SourceConfig) -> DataFiles:
     if len(files) == 1 and Path(files[0]).stat().st_size == 0:
         raise ConfigError(f"{files[0]} is empty")
     return DataFiles(tuple(files), config, tuple(skipped))
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a source's path is that of a data set on the hub: `OWNER/NAME` or `OWNER/NAME#CONFIGURATION`, and no file
+    or folder here."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(#[\w.-]+)?", path) or Path(path.partition("#")[0]).exists():
+        return False
+    return suffix_of(path.partition("#")[0]) not in (*SUFFIXES, *COMPRESSED)
+
+
+def check_hub_id(path: str) -> None:
+    """Raises ConfigError where the package that reads such data sets is not installed. Nothing is looked up."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"{path}: there is no such file or folder, and a data set of the hub needs {INSTALL}")
 
 
 def suffix_of(file: str) -> str:

@@ -98,8 +98,8 @@ class SourceConfig:
 
     path: str
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
-    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, or
-    `python:stdlib`."""
+    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, a data set of
+    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), or `python:stdlib`."""
     format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from megatrain.config.data_files import is_document, suffix_of
+from megatrain.config.data_files import INSTALL, is_document, suffix_of
 from megatrain.errors import ConfigError
 
 PIECE = 1 << 18
@@ -27,7 +27,6 @@ _BLOCK = 1 << 20
 """Bytes read from a file at a time."""
 _LONGEST_WORD = 16
 """Characters, and more than any word or escape of JSON has."""
-_INSTALL = "pip install 'megatrain[datasets]'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def _package(name: str, file: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {_INSTALL}") from None
+        raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {INSTALL}") from None
 
 
 def _json_lines(file: str) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""What answers are taught to end with ends what the exported model generates too, or a warning says that it does not."""
+"""What answers are taught to end with ends what the exported model generates, or a warning says that it does not."""
 
 import json
 from pathlib import Path

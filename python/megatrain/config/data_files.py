@@ -300,10 +300,10 @@ _COMMON_COLUMNS = {
     "kto_tag": "label",
 }
 _ENTRY_KEYS = frozenset(
-    "file_name formatting ranking columns tags num_samples hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name "
-    "subset split folder".split()
+    "file_name file_sha1 formatting ranking columns tags num_samples hf_hub_url ms_hub_url om_hub_url script_url "
+    "cloud_file_name subset split folder".split()
 )
-"""Keys of an entry; the last ten say where it is when it is no local file, or which part of that is meant."""
+"""Keys of an entry; the last eight say where it is when it is no local file, or which part of that is meant."""
 _TAGS = {
     "role_tag": ("role", "from"),
     "content_tag": ("content", "value"),

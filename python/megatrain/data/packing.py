@@ -83,8 +83,8 @@ def cut(tokens: Tokens, seq_len: int, long_rows: Literal["split", "truncate", "d
 
     Text that is split overlaps by one token from part to part: the last token of one is the first of the next, where it
     is context only, so each token is still predicted once. A conversation is never cut inside a turn: split or
-    truncated, it keeps the turns up to the last answer that fits whole, as LLaMA-Factory does. A prompt is never parted
-    from its completion: split or truncated, the row keeps its first `seq_len` tokens, as TRL does.
+    truncated, it keeps the turns up to the last answer that fits whole. A prompt is never parted from its completion:
+    split or truncated, the row keeps its first `seq_len` tokens.
     Raises ConfigError naming the row for `error`, by index; `dataset` knows names and looks first.
     """
     lengths = tokens.lengths

@@ -1,6 +1,6 @@
 """Values from files as rows: text, a conversation, or a prompt with its completion.
 
-Which of them a value is follows from its columns, as TRL, axolotl and LLaMA-Factory name them. Columns that nothing
+Which of them a value is follows from its columns, as trainers in common use name them. Columns that nothing
 reads are remarked on, so that no part of a row is left out without a word.
 """
 

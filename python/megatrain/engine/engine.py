@@ -89,7 +89,8 @@ class Engine:
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
-          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits.
+          what a `loss_fn` allocates on the device at most beside `head.logprobs`, where it does not form the
+          cross-entropy of all logits at once.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -254,7 +255,8 @@ class Engine:
 
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
-        `loss_fn(hidden, head, batch)` gives another sum. Returns when loss and norm are known; updates may still run.
+        `loss_fn(hidden, head, batch)` gives another sum: `head(hidden)` are all logits, `head.logprobs(hidden, labels,
+        entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`). Returns when loss and norm are known; updates may still run.
         Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
         """
         self._usable()

@@ -256,8 +256,9 @@ class Engine:
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` gives another sum: `head(hidden)` are all logits, `head.logprobs(hidden, labels,
-        entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`). Returns when loss and norm are known; updates may still run.
-        Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
+        entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`). Returns when loss and norm are
+        known; updates may still run. Raises ConfigError for micro-batches the model cannot take; nothing has changed
+        then.
         """
         self._usable()
         if self._passes.num_waiting:

@@ -139,11 +139,17 @@ class LossHead:
             spread = -(logp.exp() * logp).sum(-1) * supervised if entropy else None
             return torch.where(supervised, found, 0), spread
 
-        parts = [
-            checkpoint(of_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(flat.split(self._chunk), targets.split(self._chunk), strict=True)
-        ]
-        return torch.cat([found for found, _ in parts]), torch.cat([s for _, s in parts]) if entropy else None
+        found: list[Tensor] = []
+        spreads: list[Tensor] = []
+        for start in range(0, flat.shape[0], self._chunk):
+            part = slice(start, start + self._chunk)
+            values, spread = checkpoint(
+                of_chunk, flat[part], targets[part], use_reentrant=False, preserve_rng_state=False
+            )
+            found.append(values)
+            if spread is not None:
+                spreads.append(spread)
+        return torch.cat(found), torch.cat(spreads) if entropy else None
 
 
 def _described(value: Any) -> str:
@@ -168,7 +174,7 @@ class _Logprobs(torch.autograd.Function):
         )
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         hidden, targets = ctx.saved_tensors
         return _backward(ctx.head, hidden, targets, grad, None, None), None, None
@@ -180,8 +186,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: PlainHead) -> tuple[Tensor, Tensor]:
         parts = []
-        for rows_h, rows_t in zip(hidden.split(head.chunk), targets.split(head.chunk), strict=True):
-            logp, _ = head.logits(rows_h)
+        for start in range(0, hidden.shape[0], head.chunk):
+            rows_t = targets[start : start + head.chunk]
+            logp, _ = head.logits(hidden[start : start + head.chunk])
             _log_softmax_(logp)
             supervised = rows_t != IGNORE
             found = logp.gather(1, torch.where(supervised, rows_t, 0).unsqueeze(1)).squeeze(1)
@@ -193,7 +200,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return found, spread
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         hidden, targets, spread = ctx.saved_tensors
         return _backward(ctx.head, hidden, targets, grad, grad_entropy, spread), None, None

@@ -255,7 +255,7 @@ def test_settings_that_an_earlier_version_took_without_effect_do_not_hold_a_run_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path)
-    taken = {"train": config["train"] | {"check_every": 2}, "output": config["output"] | {"tensorboard": True}}
+    taken = {"train": config["train"] | {"check_every": 2}}
     with monkeypatch.context() as earlier:
         earlier.setattr("megatrain.config.validation._supported", lambda _: None)
         stopped_after_two_steps(config | taken)

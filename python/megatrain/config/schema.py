@@ -424,7 +424,11 @@ class OutputConfig:
     log_every: int = 1
     """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead."""
     tensorboard: bool = False
-    """Whether metrics are written for TensorBoard too. Not supported yet."""
+    """Whether metrics are written for TensorBoard too, into `tensorboard` in the run's folder. Needs the package:
+    `pip install 'megatrain[tensorboard]'`."""
+    wandb: bool = False
+    """Whether metrics are logged to Weights & Biases too, where WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE say. Needs
+    the package: `pip install 'megatrain[wandb]'`."""
 
     def __post_init__(self) -> None:
         _at_least("output", self, keep=1, log_every=1)

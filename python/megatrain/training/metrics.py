@@ -41,11 +41,15 @@ class StepRecord:
     """Ids of the rows in this step, where the loader gives them."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def as_json(self) -> str:
-        """One line of JSON. Numbers that JSON cannot express (NaN, infinity) are written as null."""
+    def as_dict(self) -> dict[str, Any]:
+        """What is known of the step, without what is empty."""
         fields = dataclasses.asdict(self)
         extra = fields.pop("extra")
-        return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
+        return {key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})}
+
+    def as_json(self) -> str:
+        """One line of JSON. Numbers that JSON cannot express (NaN, infinity) are written as null."""
+        return dumps(self.as_dict())
 
 
 RECENT = 64

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.errors import MegatrainError, StorageError
 from megatrain.training import out_of_memory
+from megatrain.training.callbacks import Callback, Callbacks, check
+from megatrain.training.callbacks import configured as callbacks_of
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
 from megatrain.training.progress import Display
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
@@ -21,7 +23,7 @@ from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from megatrain.training.setup import RunComponents
@@ -32,8 +34,8 @@ __all__ = ["Result", "Trainer"]
 
 
 class Trainer:
-    """One run. `config` is a path, a mapping or a Config. Raises ConfigError, DoesNotFit, CheckpointError or
-    StorageError while it loads, and RunStopped when the run has to end itself."""
+    """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. Raises ConfigError,
+    DoesNotFit, CheckpointError or StorageError while it loads, and RunStopped when the run has to end itself."""
 
     def __init__(
         self,
@@ -41,11 +43,13 @@ class Trainer:
         *,
         stop: Stop | None = None,
         display: Display | None = None,
+        callbacks: "Sequence[Callback]" = (),
     ) -> None:
         self.config = Config.of(config)
         self.config.require("data", "output")
         self.stop = stop or Stop()
         self.display = display or Display()
+        self.callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""
@@ -99,7 +103,7 @@ class Trainer:
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error
-        return TrainingLoop(config, self.stop, self.display, folder, metrics_file, parts, position)
+        return TrainingLoop(config, self.stop, self.display, self.callbacks, folder, metrics_file, parts, position)
 
     def _log_plan(self, parts: "RunComponents", saved: dict[str, Any] | None) -> None:
         """The plan in a few lines; `plan.json` has all of it."""

@@ -99,6 +99,7 @@ class Trainer:
             with self.stop.interruptible():
                 folder.write_config(config.to_yaml())
                 folder.write_plan(parts.engine.plan)
+                folder.write_data(_profile(parts))
                 self._log_plan(parts, None if origin is None else origin.numerics)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
@@ -133,6 +134,18 @@ class Trainer:
             numerics=None if origin is None else origin.numerics,
             progress=self.display.loading,
         )
+
+
+def _profile(parts: "RunComponents") -> dict[str, Any]:
+    """The data sets in numbers, for the report."""
+    from megatrain.data import inspection
+
+    planned = parts.planned
+    held_out = planned.held_out
+    return {
+        "train": inspection.summary(planned.train).to_dict(),
+        "eval": inspection.summary(held_out).to_dict() if held_out is not None else None,
+    }
 
 
 def _reason(error: BaseException) -> str:

@@ -422,7 +422,8 @@ class OutputConfig:
     export: Literal["auto", "bf16", "fp32", "never"] = "auto"
     """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
     log_every: int = 1
-    """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead."""
+    """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead, with
+    some of these lines above it."""
     tensorboard: bool = False
     """Whether metrics are written for TensorBoard too, into `tensorboard` in the run's folder. Needs the package:
     `pip install 'megatrain[tensorboard]'`."""

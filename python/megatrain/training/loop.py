@@ -307,8 +307,20 @@ class TrainingLoop:
         stats = self.engine.stats()
         record.lanes = stats.lanes
         record.bound = stats.bound
+        record.of_limit = self._of_limit(record, width)
         record.host_peak_bytes = metrics.host_peak_bytes()
         record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
+
+    def _of_limit(self, record: StepRecord, tokens: int) -> float | None:
+        """See `StepRecord.of_limit`. `tokens`: those that were computed, padding included."""
+        run_plan = self.planned.run_plan
+        lane = "compute" if record.bound == "launching" else record.bound
+        seconds = run_plan.plan["estimate"]["lanes"].get(lane)
+        if not run_plan.measured or seconds is None or record.step_s <= 0:
+            return None
+        if lane == "compute":  # planned for the largest step
+            seconds *= tokens / (math.prod(run_plan.micro_batch) * run_plan.micro_batches)
+        return float(seconds / record.step_s)
 
     def _engine_gpu_bytes(self) -> int:
         if self.planned.run_plan.device != "cuda":

@@ -44,7 +44,6 @@ __all__ = [
     "TokenizerTraining",
     "TrainConfig",
     "diff",
-    "earlier",
     "format_size",
     "parse_size",
 ]

@@ -436,6 +436,9 @@ class OutputConfig:
     log_every: int = 1
     """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead, with
     some of these lines above it."""
+    report_stall: Duration | None = dataclasses.field(default_factory=lambda: Duration(1800.0))
+    """Wall time without any progress after which `log.txt` and `status.json` say what every thread does and waits for;
+    the run is left as it is. Default: 30min; null: never."""
     tensorboard: bool = False
     """Whether metrics are written for TensorBoard too, into `tensorboard` in the run's folder. Needs the package:
     `pip install 'megatrain[tensorboard]'`."""

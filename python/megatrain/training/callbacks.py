@@ -73,8 +73,12 @@ class Callbacks:
         self.error: Exception | None = None
 
     def begin(self, run: Run) -> None:
-        """The run that is passed on."""
+        """The run that is passed on, from its first step or after `pause`."""
         self._run = run
+
+    def pause(self) -> None:
+        """Lets go of the run, which begins again with another engine."""
+        self._run = None
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Calls `on_step`."""

@@ -1,4 +1,5 @@
-"""What a run prints: a progress bar on a terminal, a line every `output.log_every` steps elsewhere, or JSON lines."""
+"""What a run prints: a progress bar on a terminal or below a notebook's cell, a line every `output.log_every` steps
+elsewhere, or JSON lines."""
 
 import contextlib
 import logging
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
-from megatrain.system.terminal import moving_line
+from megatrain.system.terminal import NotebookLine, in_notebook, moving_line, progress_line
 from megatrain.training.metrics import StepRecord, dumps, duration
 
 if TYPE_CHECKING:
@@ -18,10 +19,11 @@ log = logging.getLogger("megatrain")
 _HISTORY = 40
 """Most lines of steps, or a few more, that stay above a bar."""
 _BAR, _SHORT_BAR = 24, 8
+"""Characters of the bar, and of that of a narrow terminal."""
 _WIDE = 100
-"""Columns of a terminal from which on the bar is a long one."""
+"""Columns of a terminal from which on it is not narrow."""
 
-Mode = Literal["bar", "lines", "json", "none"]
+Mode = Literal["bar", "notebook", "lines", "json", "none"]
 
 
 def mode_for(stream: IO[str], json: bool) -> Mode:
@@ -29,6 +31,11 @@ def mode_for(stream: IO[str], json: bool) -> Mode:
     if json:
         return "json"
     return "bar" if stream.isatty() else "lines"
+
+
+def default_mode() -> Mode:
+    """Of a run that is started from Python: silent, except in a notebook."""
+    return "notebook" if in_notebook() else "none"
 
 
 class _LossyStream:
@@ -73,6 +80,8 @@ class Display:
         self.out = cast("IO[str]", _LossyStream(out or sys.stdout, "standard output"))
         self.err = cast("IO[str]", _LossyStream(err or sys.stderr, "standard error"))
         self._progress: Progress | None = None
+        self._line = NotebookLine()
+        self._reading = progress_line() if mode == "notebook" else None
         self._task: Any = None
         self._total = 0
         self._bar_width = _BAR
@@ -94,6 +103,8 @@ class Display:
         """Shows how far something before the first step is, on a terminal as one moving line. `total` 0: unknown."""
         if self.mode == "bar" and self._progress is None:
             moving_line(self.err, what, done, total)
+        elif self._reading is not None:
+            self._reading(what, done, total)
         elif self.mode == "lines" and what != self._loading:
             self.note(what)
         self._loading = what
@@ -122,6 +133,8 @@ class Display:
         """Shows a finished step; `left_s` is how long the remaining ones will take."""
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, status=self._status(record, left_s))
+        elif self.mode == "notebook":
+            self._line.show(self._bar(record, left_s), last=record.step == self._total)
         elif self.mode == "json":
             self._write(record.as_json())
         ends = record.step in (1, self._total)
@@ -150,6 +163,15 @@ class Display:
             if part and len(shown) + 2 + len(part) <= room:
                 shown += f"  {part}"
         return shown
+
+    def _bar(self, record: StepRecord, left_s: float) -> str:
+        """A finished step as one line of text."""
+        full = round(_BAR * record.step / max(self._total, 1))
+        bound = f"  {record.bound_by}" if record.bound_by else ""
+        return (
+            f"step {record.step}/{self._total} {'█' * full}{'░' * (_BAR - full)} loss {record.loss:.4f}  "
+            f"{record.tokens_per_s:,.0f} tokens/s  {duration(left_s)} left{bound}"
+        )
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """Shows a held-out loss that was measured after `step`."""

@@ -76,7 +76,8 @@ class Runtime:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
-        self._decoder, self._optimizer = decoder, optimizer
+        self._decoder = decoder
+        self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
@@ -142,16 +143,20 @@ class Runtime:
             budget=machine.budget(self.device.type, **self._limits),
             device=self.device.type,
             card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
-            optimizer=self._optimizer,
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
             loss_fn=self._loss_fn,
         )
 
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
+        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._optimizer = optimizer
+
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, seen)
+        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -213,8 +218,9 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
-                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
+                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
+                "engine is created"
             )
             refusal.items = error.items
             raise refusal from None

@@ -370,7 +370,7 @@ class _Planner:
         self.budget = budgets(config, device, machine)
         self.card_bytes = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
-        self.optimizer = optimizer_for(config, names)
+        optimizer_for(config, names)  # refuses patterns that match nothing
 
     def expected_step_s(self, rows: int, micro_batches: int) -> float:
         """Seconds of a step; infinite where it does not fit."""
@@ -402,7 +402,6 @@ class _Planner:
             budget=self.budget,
             device=self.device,
             card_bytes=self.card_bytes,
-            optimizer=self.optimizer,
             requests=self.options,
             rates=self.rates,
             loss_chunk=self.options.get("loss_chunk"),

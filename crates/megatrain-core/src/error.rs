@@ -3,8 +3,10 @@ use std::path::PathBuf;
 
 pub use self::budget::{Item, Size, Tier};
 use self::budget::{sum_of_shared_memory, sum_that_does_not_fit};
+pub use self::disk::DiskError;
 
 mod budget;
+mod disk;
 
 /// A range as a message shows it.
 fn range(least: u64, most: Option<u64>, why: &str) -> String {
@@ -69,16 +71,14 @@ pub enum Error {
         reason: String,
     },
     /// A file could not be written.
-    #[error("{path} cannot be written: {source} ({needed} bytes were needed, {free} are free)", path = path.display())]
+    #[error("{path} cannot be written: {source} ({} failed; {needed} bytes were needed, {free} are free)", error.action(), path = error.path.display(), source = error.source)]
     Storage {
-        /// The file.
-        path: PathBuf,
         /// Bytes that it takes, with all others that were to be written beside it.
         needed: u64,
         /// Bytes free on its disk.
         free: u64,
-        /// The system's error.
-        source: std::io::Error,
+        /// The call that failed.
+        error: DiskError,
     },
     /// A thread of the optimizer's pool failed.
     #[error("an optimizer thread failed: {0}")]

@@ -20,12 +20,14 @@ use serde::{Deserialize, Serialize};
 
 pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
+pub use self::lanes::{LaneState, Lanes};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
 pub use self::schedules::CachedSchedules;
 use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
+use crate::disk::{Disk, RealDisk};
 use crate::error::{Item, Result};
 use crate::host::Process;
 use crate::layout::UnitLayout;
@@ -39,6 +41,7 @@ mod compute;
 mod device_update;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
+mod lanes;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
@@ -114,13 +117,15 @@ pub struct Begin {
     pub rows: Option<Rows>,
     /// Adds this pass's gradients to those of the last one, which have not been applied.
     pub accumulate: bool,
+    /// Runs one operation at a time from here to the next pass, whatever [`Options::synchronous`] says.
+    pub synchronous: bool,
 }
 
 impl Begin {
     /// A pass of this kind, on the default compute stream.
     #[must_use]
     pub const fn new(pass: Pass, micro_batches: u32) -> Self {
-        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false }
+        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false, synchronous: false }
     }
 }
 
@@ -149,7 +154,21 @@ impl Engine {
     /// # Errors
     /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
-        let shared = Arc::new(Shared::new(device, request, plan, options)?);
+        Self::with_disk(device, Arc::new(RealDisk), request, plan, options)
+    }
+
+    /// [`Engine::new`] with its files on another disk than the system's.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_disk(
+        device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared::new(device, disk, request, plan, options)?);
         let engine =
             Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());
@@ -256,6 +275,12 @@ impl Engine {
     /// [`crate::Error::Broken`].
     pub fn drain(&self, limit: Duration) -> Result<Poll<()>> {
         self.shared.drain(limit)
+    }
+
+    /// Where every lane stands now, whatever has become of the engine.
+    #[must_use]
+    pub fn lanes(&self) -> Lanes {
+        self.shared.lanes()
     }
 
     /// Figures of the last pass that was finished.

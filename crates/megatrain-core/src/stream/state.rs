@@ -13,6 +13,7 @@ use super::workers::guarded;
 use super::{Group, Options};
 use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
@@ -78,10 +79,13 @@ pub(super) struct EngineState {
     /// The save that has been begun, until somebody has heard how it ended.
     pub(super) saving: Option<Saving>,
     pub(super) counters: Counters,
+    /// Whether one operation runs at a time.
+    pub(super) synchronous: bool,
 }
 
 pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
+    pub(super) disk: Arc<dyn Disk>,
     pub(super) plan: Plan,
     pub(super) placement: Placement,
     pub(super) inputs: ScheduleInputs,
@@ -112,7 +116,13 @@ impl Deadline {
 }
 
 impl Shared {
-    pub(super) fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
+    pub(super) fn new(
+        device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+    ) -> Result<Self> {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
@@ -136,6 +146,7 @@ impl Shared {
         let trace = Trace::new(options.trace);
         Ok(Self {
             device,
+            disk,
             plan: plan.clone(),
             placement,
             inputs,
@@ -147,7 +158,7 @@ impl Shared {
             options: options.clone(),
             trace,
             trace_origin,
-            core: Mutex::new(EngineState::default()),
+            core: Mutex::new(EngineState { synchronous: options.synchronous, ..EngineState::default() }),
             changed: Condvar::new(),
             schedules: Mutex::new(ScheduleCache::new(KEPT_BYTES)),
         })
@@ -285,8 +296,8 @@ impl EngineState {
     }
 
     /// Whether a lane may take an operation now: with one at a time, only when nothing is under way.
-    pub(super) fn may_take(&self, synchronous: bool) -> bool {
-        !synchronous || self.progress.under_way() == 0
+    pub(super) fn may_take(&self) -> bool {
+        !self.synchronous || self.progress.under_way() == 0
     }
 
     /// Whether nothing is under way and nothing can begin but what the caller computes or decides.

@@ -72,11 +72,24 @@ pub struct Options {
     pub isa: Option<String>,
     /// Where state is kept whose home is a disk; needed where the plan has any.
     pub disk: Option<StateFiles>,
+    /// Fault injection for tests: this run of the optimizer's threads fails, counted from 1; 0 lets all succeed.
+    #[doc(hidden)]
+    #[serde(skip)]
+    pub fail_pool_run: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: None, poison: false, synchronous: false, huge_pages: true, trace: false, isa: None, disk: None }
+        Self {
+            threads: None,
+            poison: false,
+            synchronous: false,
+            huge_pages: true,
+            trace: false,
+            isa: None,
+            disk: None,
+            fail_pool_run: 0,
+        }
     }
 }
 

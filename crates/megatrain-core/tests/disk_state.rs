@@ -53,6 +53,7 @@ fn spilled(update: UpdateMode, precision: Precision, units: u32) -> Request {
         unit.tensors[0].shape = vec![70_001, 3];
     }
     request.requests.state_on_disk = Some(units);
+    request.budget.disk = 1 << 30;
     request
 }
 
@@ -187,6 +188,7 @@ fn whatever_fails_at_any_call_is_named_and_ends_the_run_and_nothing_wrong_is_eve
         let precision = Precision::Bf16;
         let mut request = Request { update, precision, grad_precision: precision, ..request(2, 1) };
         (request.requests.state_on_disk, request.requests.parts) = (Some(3), Some(2));
+        request.budget.disk = 1 << 30;
         let whole = support::state_disk();
         whole.arm(Vec::new());
         let expected = everything(&request, &whole).unwrap();

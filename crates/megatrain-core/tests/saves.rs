@@ -126,8 +126,15 @@ fn placements(base: &Request) -> Vec<Request> {
     add(&|r| r.requests.state_on_device = Some(Count::Units(6)));
     add(&|r| r.requests.updates_on_device = Some(Count::Units(4)));
     add(&|r| (r.requests.updates_on_device, r.requests.parts) = (Some(Count::Units(2)), Some(2)));
-    add(&|r| (r.requests.state_on_disk, r.requests.parts) = (Some(6), Some(2)));
-    add(&|r| (r.requests.state_on_disk, r.requests.state_on_device) = (Some(2), Some(Count::Units(3))));
+    let on_disk = |r: &mut Request, units| (r.requests.state_on_disk, r.budget.disk) = (Some(units), 1 << 30);
+    add(&|r| {
+        on_disk(r, 6);
+        r.requests.parts = Some(2);
+    });
+    add(&|r| {
+        on_disk(r, 2);
+        r.requests.state_on_device = Some(Count::Units(3));
+    });
     all
 }
 

@@ -15,6 +15,7 @@ from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
+from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
@@ -44,7 +45,7 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -75,7 +76,8 @@ class Runtime:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
-        self._decoder, self._optimizer = decoder, optimizer
+        self._decoder = decoder
+        self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
@@ -145,16 +147,20 @@ class Runtime:
             budget=budget,
             device=self.device.type,
             card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
-            optimizer=self._optimizer,
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
             loss_fn=self._loss_fn,
         )
 
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
+        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._optimizer = optimizer
+
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, seen)
+        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -202,7 +208,7 @@ class Runtime:
         try:
             planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
             if _placement(planned) == _placement(self._plan):
-                self._plan = planned
+                self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
             elif not between_passes:
                 raise ConfigError(
                     "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
@@ -216,11 +222,18 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
-                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
+                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
+                "engine is created"
             )
             refusal.items = error.items
             raise refusal from None
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the core's lanes stand; no lanes where there is no core."""
+        core = self._core
+        found: dict[str, Any] = json.loads(core.lanes()) if core is not None else {"completed": 0, "lanes": []}
+        return found
 
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
@@ -255,6 +268,7 @@ class Runtime:
         self.check()
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
+        base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
@@ -268,12 +282,21 @@ class Runtime:
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
+            if self.device.type == "cpu":
+                templates.heap = HeapLimit(base, sum(json.loads(planned)["totals"].values()))
         except BaseException:
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
+
+    def _bytes_beside_the_plan(self) -> int:
+        """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
+        a model, which move into the core."""
+        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        before = sum(self._plan["totals"].values()) if self._core is not None else 0
+        return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
@@ -343,6 +366,8 @@ class Runtime:
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
+            torch_bytes=_torch_bytes(plan),
+            heap=None,
         )
 
     def _layer_templates(
@@ -359,6 +384,11 @@ class Runtime:
                 made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
             templates.append(made[key])
         return templates
+
+
+def _torch_bytes(plan: dict[str, Any]) -> int:
+    """What a plan allows torch to allocate."""
+    return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
 
 
 def _placement(plan: dict[str, Any]) -> dict[str, Any]:

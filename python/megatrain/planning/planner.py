@@ -61,7 +61,9 @@ class RunPlan:
     plan: dict[str, Any]
     """As the core made it."""
     options: dict[str, Any]
-    """`plan` of the engine: numbers asked for, switches, threads."""
+    """`plan` of the engine: numbers asked for, switches, threads, and `correction`."""
+    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `safer` has added after an earlier part of the run had run out of memory."""
     disk: NvmeConfig | None = None
     """Where optimizer state may be kept on disk."""
 
@@ -171,6 +173,7 @@ def plan_run(
     machine: Machine,
     rows: int,  # most sequences of a step
     saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
+    correction: dict[str, Any] | None = None,  # see `safer`; what the configuration asks for comes first
 ) -> RunPlan:
     """Decides the micro-batches by what fits on the machine when nothing else runs on it, and makes the plan for what
     is free now. Raises DoesNotFit with the sum."""
@@ -181,8 +184,9 @@ def plan_run(
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
         kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
         options = {key: value for key, value in kept.items() if value is not None} | options
-    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
     nominal = _Planner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
+    options = (correction or {}) | options
+    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
     size = first = _first_split(config, device, rows, saved, nominal)
     while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
         size = -(-size // 2)
@@ -190,6 +194,11 @@ def plan_run(
     try:
         request, plan = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
+        settled = facts.settled(machine)
+        if settled is not None:
+            return plan_run(
+                config, decoder, device=device, machine=settled, rows=rows, saved=saved, correction=correction
+            )
         changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
         spilled = _spilled(config, decoder, device, machine, rates, options, (size, -(-rows // size)))
         raise remedies.explained(error, config, device, machine, planner.budget, changes, spilled) from None
@@ -207,8 +216,35 @@ def plan_run(
         request=request,
         plan=plan,
         options=options,
+        correction=dict(correction or {}),
         disk=config.memory.nvme,
     )
+
+
+def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
+    """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
+    plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
+    of micro-batches, unless the configuration asks for others. The split of a step stays, and so does the numerics
+    key. None where no such plan needs less."""
+    size, _ = run_plan.micro_batch
+    more = run_plan.correction.get("more_workspace", 0) + shortfall
+    planned = run_plan.plan["totals"]["device"] - run_plan.correction.get("more_workspace", 0)
+    best: tuple[int, dict[str, Any]] = (0, {})
+    for change in ({}, {"activation": "recompute"}, {"activation": "recompute", "group": 1}, {"group": 1}):
+        if any(getattr(config.plan, key) is not None for key in change):
+            continue
+        correction = run_plan.correction | {"more_workspace": more} | change
+        planner = _Planner(
+            config, decoder, run_plan.device, run_plan.machine, run_plan.rates, run_plan.options | correction
+        )
+        with contextlib.suppress(DoesNotFit, ConfigError):
+            _, plan = planner.fit(size, run_plan.micro_batches)
+            freed = planned - (plan["totals"]["device"] - more)
+            if freed > best[0]:
+                best = freed, correction
+            if freed >= max(1, shortfall):
+                break
+    return best[1] or None
 
 
 def _spilled(
@@ -300,10 +336,16 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
 
 
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in host memory, such as that of /dev/shm."""
+
+
 def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
-    """Raises StorageError when the checkpoints and the export of a run cannot all be written, and what optimizer state
-    its plan keeps on the same disk. `existing`: checkpoints that are there already."""
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside optimizer state
+    that the plan keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
+    checkpoints that are there already."""
     free = facts.SYSTEM_PROBE.disk_free(folder)
+    kind = facts.SYSTEM_PROBE.file_system(folder)
     total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
     beside = _state_beside(folder, run_plan)
     if free is not None and total <= free < total + beside:
@@ -318,6 +360,17 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
             f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
+    if kind not in _IN_MEMORY:
+        return
+    tiers = ("device", "host") if run_plan.device == "cpu" else ("host",)
+    planned, available = sum(run_plan.plan["totals"][tier] for tier in tiers), run_plan.machine.memory_available
+    if planned + total > available:
+        raise StorageError(
+            f"output.dir {folder} is in host memory ({kind}), and its checkpoints and export of {format_bytes(total)} "
+            f"do not fit there beside the {format_bytes(planned)} of the plan ({format_bytes(available)} are "
+            "available); name a folder on a disk"
+        )
+    log.warning("output.dir %s is in host memory (%s): what it holds is lost when the machine stops", folder, kind)
 
 
 def _state_beside(folder: Path, run_plan: RunPlan) -> int:
@@ -371,7 +424,7 @@ class _Planner:
         self.budget = budgets(config, device, machine)
         self.card_bytes = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
-        self.optimizer = optimizer_for(config, names)
+        optimizer_for(config, names)  # refuses patterns that match nothing
 
     def expected_step_s(self, rows: int, micro_batches: int) -> float:
         """Seconds of a step; infinite where it does not fit."""
@@ -403,7 +456,6 @@ class _Planner:
             budget=self.budget,
             device=self.device,
             card_bytes=self.card_bytes,
-            optimizer=self.optimizer,
             requests=self.options,
             rates=self.rates,
             loss_chunk=self.options.get("loss_chunk"),

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.system.atomic import storage_error
+from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
+from megatrain.training.callbacks import Callbacks, Run
 from megatrain.training.lr_schedule import Schedule
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display
@@ -24,6 +26,7 @@ from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
 from megatrain.training.spikes import SpikeDetector
 from megatrain.training.stop import RunStopped, Stop
+from megatrain.training.watchdog import Stall, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -71,12 +74,14 @@ class TrainingLoop:
         config: Config,
         stop: Stop,
         display: Display,
+        callbacks: Callbacks,
         folder: RunFolder,
         metrics_file: MetricsFile,
         parts: "RunComponents",
         position: Position,
     ) -> None:
         self.config, self.stop, self.display, self.folder = config, stop, display, folder
+        self.callbacks = callbacks
         self.metrics_file = metrics_file
         self.planned, self.engine, self.position = parts.planned, parts.engine, position
         self.count = self.planned.model_setup.count
@@ -87,6 +92,8 @@ class TrainingLoop:
         )
         self.throughput = Throughput()
         self.saves = CheckpointWriter(config.output, folder, position.step)
+        self._announced = self.saves.saved_step
+        """The newest checkpoint that callbacks know of."""
         self.fingerprints = _fingerprints(parts)
         """Of the data and the tokenizer; stored in every checkpoint."""
         self.loss: float | None = None
@@ -94,8 +101,10 @@ class TrainingLoop:
         """Of the last step of an earlier part of the run."""
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
-        self.doing = "the first evaluation"
+        self.state, self.doing = "training", "the first evaluation"
         self.new_best = False
+        self.retried = False
+        """Whether this part of the run follows one that ran out of memory, which happens once."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
         self.loss_spikes, self.norm_spikes = SpikeDetector(), SpikeDetector()
@@ -105,12 +114,42 @@ class TrainingLoop:
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
         position = self.position
+        self.callbacks.begin(
+            Run(
+                config=self.config,
+                folder=self.folder.path,
+                engine=self.engine,
+                first_step=position.step,
+                total_steps=self.total,
+                stop=self.stop.request,
+            )
+        )
+        try:
+            result = self._train()
+        except out_of_memory.PlanAgain:
+            self.callbacks.pause()
+            raise
+        except BaseException:
+            self.callbacks.end(None)
+            raise
+        self.callbacks.end(result)
+        if self.callbacks.failure:
+            raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
+        return result
+
+    @property
+    def _stopping(self) -> bool:
+        """Whether the run ends after the present step: somebody asked for it, or a callback failed."""
+        return self.stop.requested or bool(self.callbacks.failure)
+
+    def _train(self) -> Result:
+        position, watched = self.position, self._watched()
         if position.step >= self.total:
             log.info("all %d steps are done already", self.total)
         try:
             self._status("training")
             self._first_evaluation()
-            if position.owed_eval and self._eval_loader is not None and not self.stop.requested:
+            if position.owed_eval and self._eval_loader is not None and not self._stopping:
                 self._evaluate(self._eval_loader, position.step)
                 self.before = {"eval_loss_before": position.eval_loss}
             if position.step < self.total and self._is_stale():
@@ -120,15 +159,18 @@ class TrainingLoop:
                 for step, batch, prepared in batches:
                     self._step(step, batch, prepared)
                     ended = self._after(step)
-                    if ended or self.stop.requested:
+                    if ended or self._stopping:
                         break
             self.display.end()
             stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
-            if position.owed_eval and not stopped:
+            if position.owed_eval and not stopped and not self.callbacks.failure:
                 log.info(
                     "%s cut off the evaluation after the last step; the same command makes up for it", self.stop.reason
                 )
             self._finish_saves()
+            if self.callbacks.failure:
+                raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
+            watched.close()  # an export is one long write
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
@@ -136,17 +178,62 @@ class TrainingLoop:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 path = Path(error.filename) if isinstance(error.filename, str) else self.folder.path
                 sentence = f"{self.doing}: {storage_error(error, path)}"
-            elif out_of_memory.is_out_of_memory(error):
+            elif is_out_of_memory(error):
                 sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan)
+                if (correction := self._safer_plan(error)) is not None:
+                    raise out_of_memory.PlanAgain(correction, sentence, self.planned.run_plan.micro_batch) from None
             else:
                 raise
             raise RunStopped(f"{sentence}; {self._last_good()}") from error
         finally:
+            watched.close()
             self.display.end()
             with contextlib.suppress(MegatrainError):
                 self._write_pending()
         self._status("stopped" if stopped else "done")
         return self._result(stopped, exported)
+
+    def _safer_plan(self, error: Exception) -> dict[str, Any] | None:
+        """What to change in the plan under which `error` ran out of memory, with the last finished step on the disk;
+        None where nothing would help, or that has been tried."""
+        shortfall = getattr(error, "shortfall", None)
+        if self.retried or shortfall is None:
+            return None
+        from megatrain.planning import planner
+
+        out_of_memory.release(error)
+        decoder, run_plan = self.planned.model_setup.decoder, self.planned.run_plan
+        correction = planner.safer(self.config, decoder, run_plan, shortfall)
+        if correction is not None:
+            self._write_pending()
+            try:
+                self._finish_saves()
+            except MegatrainError:  # a broken engine has nothing to go on with, and a full disk no room for it
+                return None
+        return correction
+
+    def _watched(self) -> contextlib.ExitStack:
+        """Reports a stall of the run until it is closed (`output.report_stall`)."""
+        watched, limit = contextlib.ExitStack(), self.config.output.report_stall
+        if limit is not None:
+            watchdog = Watchdog(
+                limit.seconds,
+                mark=lambda: (self.engine.lanes()["completed"], self.position.step, self.doing),
+                doing=lambda: self.doing,
+                lanes=lambda: list(self.engine.lanes()["lanes"]),
+                report=self._report_stall,
+            )
+            watched.callback(watchdog.close)
+        return watched
+
+    def _report_stall(self, stall: Stall | None) -> None:
+        """From the watchdog's thread: `status.json` keeps its state, and has the stall while it lasts."""
+        if stall is None:
+            log.warning("%s goes on", self.doing)
+        else:
+            log.warning("%s", stall.text())
+        stalled = {} if stall is None else {"stalled": dataclasses.asdict(stall)}
+        self.folder.write_status(self.state, **self.facts(), **stalled)
 
     def _result(self, stopped: str, exported: Path | None) -> Result:
         position, folder = self.position, self.folder
@@ -180,7 +267,7 @@ class TrainingLoop:
             return batch, prepare(batch.micro_batches)
 
         steps = range(self.position.step + 1, self.total + 1)
-        if not steps or self.stop.requested or self._is_stale():
+        if not steps or self._stopping or self._is_stale():
             return
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-batch") as pool:
             following = pool.submit(make, steps[0])
@@ -230,6 +317,7 @@ class TrainingLoop:
             self.loss = out.loss
         position.nonfinite = position.nonfinite + 1 if record.skipped else 0
         self.display.step(record, (self.total - step) * self.throughput.step_s, self.config.output.log_every)
+        self.callbacks.step(record.as_dict())
         if record.skipped:
             log.warning("step %d: a gradient is not finite (norm %s); the update was skipped", step, record.grad_norm)
         if position.nonfinite > self.config.train.max_nonfinite:
@@ -275,8 +363,20 @@ class TrainingLoop:
         stats = self.engine.stats()
         record.lanes = stats.lanes
         record.bound = stats.bound
+        record.of_limit = self._of_limit(record, width)
         record.host_peak_bytes = metrics.host_peak_bytes()
         record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
+
+    def _of_limit(self, record: StepRecord, tokens: int) -> float | None:
+        """See `StepRecord.of_limit`. `tokens`: those that were computed, padding included."""
+        run_plan = self.planned.run_plan
+        lane = "compute" if record.bound == "launching" else record.bound
+        seconds = run_plan.plan["estimate"]["lanes"].get(lane)
+        if not run_plan.measured or seconds is None or record.step_s <= 0:
+            return None
+        if lane == "compute":  # planned for the largest step
+            seconds *= tokens / (math.prod(run_plan.micro_batch) * run_plan.micro_batches)
+        return float(seconds / record.step_s)
 
     def _engine_gpu_bytes(self) -> int:
         if self.planned.run_plan.device != "cuda":
@@ -297,10 +397,11 @@ class TrainingLoop:
         due = evaluation.every is not None and step % evaluation.every == 0
         if self._eval_loader is not None and (due or last):
             ended = self._evaluate(self._eval_loader, step)
-        if samples.every is not None and (step % samples.every == 0 or last) and not self.stop.requested:
+        if samples.every is not None and (step % samples.every == 0 or last) and not self._stopping:
             self._sample(step)
         # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
         self._write_pending()
+        self._announce_save()
         if self.saves.running is not None and self.saves.running.is_written:
             self._complete_save()
         asked = self.stop.take_save_request()
@@ -329,7 +430,8 @@ class TrainingLoop:
     def _evaluate(self, loader: "Loader", step: int) -> bool:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
-        loss = None if self.stop.requested else self._held_out_loss(loader, step)
+        position.owed_eval = True  # also where it fails
+        loss = None if self._stopping else self._held_out_loss(loader, step)
         position.owed_eval = loss is None
         if loss is None:
             return False
@@ -365,6 +467,7 @@ class TrainingLoop:
         self._status("training")
         if loss is not None:
             self.display.evaluation(step, loss, tokens)
+            self.callbacks.evaluation(step, loss, tokens)
         return loss
 
     def _sample(self, step: int) -> None:
@@ -408,6 +511,14 @@ class TrainingLoop:
         if self.saves.running is not None:
             self.doing = f"the checkpoint of step {self.saves.running.step}"
             self.saves.finish()
+        self._announce_save()
+
+    def _announce_save(self) -> None:
+        """Calls back once a checkpoint is complete, which the thread that writes it may have found out."""
+        step = self.saves.saved_step
+        if step > self._announced:
+            self._announced = step
+            self.callbacks.save(step, self.folder.checkpoint(step))
 
     def _save(self) -> None:
         """Begins the checkpoint of the last step; it is written in the background while later steps run."""
@@ -441,6 +552,7 @@ class TrainingLoop:
         return last_good_checkpoint(self.folder)
 
     def _status(self, state: str) -> None:
+        self.state = state
         self.folder.write_status(state, **self.facts())
 
     def facts(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
 from megatrain.config import Config
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
+from megatrain.system.atomic import make_folders, recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log = logging.getLogger("megatrain")
@@ -35,7 +35,7 @@ CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
     "status.json",
     "lock",
 )
-EXPORT, REPORT = "export", "report.html"
+EXPORT, REPORT, DATA, TRACE = "export", "report.html", "data.json", "trace.json"
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Error numbers that mean that a disk is full or failing."""
@@ -45,10 +45,13 @@ ENDED = ("done", "stopped", "failed", "killed")
 
 _ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
 """Names that tell a run's folder from any other."""
-_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
+_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT, DATA)
 """What a killed process can have been writing at the top of a run's folder."""
 _REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
 """What a run replaces in its folder."""
+
+_CORRECTION = "corrected"
+"""The key of `plan.json` for what was changed after memory had run out."""
 
 _LONGEST_REASON = 1000
 """Characters of a reason in `status.json`: the file stays within one block of the disk (see `_overwrite`)."""
@@ -119,7 +122,7 @@ class RunFolder:
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folders(path)
             self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -177,9 +180,19 @@ class RunFolder:
         """Writes the effective configuration, every default spelled out. Raises StorageError."""
         write_whole(self.path / CONFIG, _HEADER + text)
 
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        """Writes the plan in force. Raises StorageError."""
-        write_whole(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
+    def write_plan(self, plan: dict[str, Any], correction: dict[str, Any] | None = None) -> None:
+        """Writes the plan in force, with what was changed in it after memory had run out (`planner.safer`): the run is
+        planned so from then on. Raises StorageError."""
+        written = plan | ({_CORRECTION: correction} if correction else {})
+        write_whole(self.path / PLAN, json.dumps(written, indent=1) + "\n")
+
+    def correct_plan(self, correction: dict[str, Any]) -> None:
+        """Notes in `plan.json` what the next plan has to change. Raises StorageError."""
+        self.write_plan(_read_plan(self.path), correction)
+
+    def write_data(self, profile: dict[str, Any]) -> None:
+        """Writes the data sets in numbers (`train`, `eval`). Raises StorageError."""
+        write_whole(self.path / DATA, json.dumps(profile, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows
@@ -199,7 +212,7 @@ class RunFolder:
 
     def facts(self) -> dict[str, Any]:
         """What `status.json` says besides the present state: steps, losses, newest checkpoint."""
-        passing = ("state", "pid", "updated", "reason")
+        passing = ("state", "pid", "updated", "reason", "stalled")
         return {name: value for name, value in read_status(self.path).items() if name not in passing}
 
     def begin_metrics(self, step: int) -> MetricsFile:
@@ -292,6 +305,21 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl`, without a last line that a kill cut in half. Empty when there is no file."""
     path = run / METRICS
     return [record for _, record in _lines(path)] if path.exists() else []
+
+
+def read_correction(run: Path) -> dict[str, Any]:
+    """What an earlier part of the run had to change in its plan after memory had run out; empty where nothing."""
+    found = _read_plan(run).get(_CORRECTION)
+    return found if isinstance(found, dict) else {}
+
+
+def _read_plan(run: Path) -> dict[str, Any]:
+    """`plan.json`, or an empty mapping."""
+    try:
+        found = json.loads((run / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_status(run: Path) -> dict[str, Any]:

@@ -8,20 +8,25 @@ where a stop is safe.
 """
 
 import contextlib
+import dataclasses
+import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.errors import MegatrainError, StorageError
+from megatrain.errors import DoesNotFit, MegatrainError, StorageError
+from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
+from megatrain.training.callbacks import Callback, Callbacks, check
+from megatrain.training.callbacks import configured as callbacks_of
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
-from megatrain.training.progress import Display
+from megatrain.training.progress import Display, default_mode
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
 from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from megatrain.training.setup import RunComponents
@@ -32,8 +37,8 @@ __all__ = ["Result", "Trainer"]
 
 
 class Trainer:
-    """One run. `config` is a path, a mapping or a Config. Raises ConfigError, DoesNotFit, CheckpointError or
-    StorageError while it loads, and RunStopped when the run has to end itself."""
+    """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. Raises ConfigError,
+    DoesNotFit, CheckpointError or StorageError while it loads, and RunStopped when the run has to end itself."""
 
     def __init__(
         self,
@@ -41,11 +46,13 @@ class Trainer:
         *,
         stop: Stop | None = None,
         display: Display | None = None,
+        callbacks: "Sequence[Callback]" = (),
     ) -> None:
         self.config = Config.of(config)
         self.config.require("data", "output")
         self.stop = stop or Stop()
-        self.display = display or Display()
+        self.display = display or Display(default_mode())
+        self.callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""
@@ -59,33 +66,62 @@ class Trainer:
             folder.close()
 
     def _fit(self, folder: RunFolder) -> Result:
+        try:
+            return self._part(folder, None)
+        except out_of_memory.PlanAgain as again:
+            before = again.with_traceback(None)
+            before.__context__ = None  # which refers to what ran out of memory
+        gc.collect()
+        log.warning("%s. Planning again, once, with %s", before, before.changes())
+        folder.correct_plan(before.correction)
+        return self._part(folder, before)
+
+    def _part(self, folder: RunFolder, before: out_of_memory.PlanAgain | None) -> Result:
+        """The run from its newest checkpoint; `before` is why it is begun again."""
         with contextlib.ExitStack() as stack:
             try:
                 with self.stop.interruptible():
                     folder.write_status("loading", **folder.facts())
                     origin, parts = resolve_resume(
-                        self.config, folder.path, lambda origin: self._assemble(folder, origin)
+                        self._resumable(before), folder.path, lambda origin: self._assemble(folder, origin)
                     )
                     stack.callback(parts.close)
-            except (MegatrainError, KeyboardInterrupt):
-                folder.withdraw()
-                raise
+                    if before is not None and parts.planned.run_plan.micro_batch != before.micro_batch:
+                        raise DoesNotFit(f"micro-batches of {before.micro_batch[0]} rows do not fit")
+            except (MegatrainError, KeyboardInterrupt) as error:
+                if before is None:
+                    folder.withdraw()
+                    raise
+                state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                folder.write_status(state, **folder.facts(), reason=_reason(error))
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise RunStopped(f"{before}; no other plan: {error}; {last_good_checkpoint(folder)}") from error
             except BaseException as error:
                 folder.write_status("failed", **folder.facts(), reason=_reason(error))
-                if out_of_memory.is_out_of_memory(error):
+                if is_out_of_memory(error):
                     raise RunStopped(out_of_memory.explain(error, "loading")) from error
                 raise
             facts = folder.facts
             try:
                 loop = self._begin(folder, parts, origin)
+                loop.retried = before is not None
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)
                 self.stop.on_abandon = lambda reason: folder.write_status("killed", **loop.facts(), reason=reason)
                 return loop.train()
+            except out_of_memory.PlanAgain:
+                raise
             except BaseException as error:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 folder.write_status(state, **facts(), reason=_reason(error))
                 raise
+
+    def _resumable(self, before: out_of_memory.PlanAgain | None) -> Config:
+        """The configuration, under which a run that is begun again finds what this process has written."""
+        if before is None or self.config.output.resume != "never":
+            return self.config
+        return dataclasses.replace(self.config, output=dataclasses.replace(self.config.output, resume="auto"))
 
     def _begin(self, folder: RunFolder, parts: "RunComponents", origin: ResumePoint | None) -> TrainingLoop:
         """Writes what the folder holds of a run before its first step. Raises RunStopped when the disk has no room."""
@@ -94,12 +130,13 @@ class Trainer:
         try:
             with self.stop.interruptible():
                 folder.write_config(config.to_yaml())
-                folder.write_plan(parts.engine.plan)
+                folder.write_plan(parts.engine.plan, parts.planned.run_plan.correction)
+                folder.write_data(_profile(parts))
                 self._log_plan(parts, None if origin is None else origin.numerics)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error
-        return TrainingLoop(config, self.stop, self.display, folder, metrics_file, parts, position)
+        return TrainingLoop(config, self.stop, self.display, self.callbacks, folder, metrics_file, parts, position)
 
     def _log_plan(self, parts: "RunComponents", saved: dict[str, Any] | None) -> None:
         """The plan in a few lines; `plan.json` has all of it."""
@@ -129,6 +166,18 @@ class Trainer:
             numerics=None if origin is None else origin.numerics,
             progress=self.display.loading,
         )
+
+
+def _profile(parts: "RunComponents") -> dict[str, Any]:
+    """The data sets in numbers, for the report."""
+    from megatrain.data import inspection
+
+    planned = parts.planned
+    held_out = planned.held_out
+    return {
+        "train": inspection.summary(planned.train).to_dict(),
+        "eval": inspection.summary(held_out).to_dict() if held_out is not None else None,
+    }
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use super::execute::within;
 use super::rows::{Share, element_ranges};
-use super::state::{Decision, Failure, Shared};
+use super::state::{Decision, Shared};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::layout::{Dtype, Precision, TensorLayout, UnitLayout};
@@ -122,8 +122,7 @@ impl Shared {
         if !matches!(error, Error::StateFile { .. } | Error::StateFileShort { .. } | Error::StateDamaged { .. }) {
             return error;
         }
-        let unit = self.placement.layouts[unit].name.clone();
-        self.break_with(Failure::new(unit, op, error.to_string()))
+        self.fail_unit(unit, op, &error.to_string())
     }
 
     /// Works on elements `[start, ..)` of a tensor, as many as the window holds at a time: `work` is given a window, the first

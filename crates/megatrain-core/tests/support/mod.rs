@@ -53,7 +53,7 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
     let mut units = vec![unit("embed", UnitRole::Embed, 1001)];
     units.extend((0..layers).map(|i| unit(&format!("layers.{i}"), UnitRole::Layer, 701 + 13 * i as u64)));
     units.push(unit("head", UnitRole::Head, 333));
-    let budget = Budget { device: 1 << 30, host: 1 << 30, disk: 1 << 30 };
+    let budget = Budget { device: 1 << 30, host: 1 << 30, disk: 0 };
     let requests = Requests { keep: Some(0), slots: Some(2), ..Requests::default() };
     Request { requests, ..Request::new(units, Precision::Fp32, micro_batches, budget) }
 }
@@ -82,6 +82,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
         if r.updates_on_device == Some(Count::Units(0)) {
             r.state_on_disk = Some(on_disk.min(layers as u32 + 2));
+            request.budget.disk = 1 << 30;
         }
         r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);

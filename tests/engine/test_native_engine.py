@@ -113,7 +113,7 @@ def test_setting_up_can_be_interrupted(interrupt_after: Callable[[float], None])
 @pytest.mark.parametrize("lost", ["false", "true"], ids=["once", "for good"])  # then closing fails as well
 def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken(panic: str, lost: str) -> None:
     engine = make(f'{{"fail": [{{"call": "copy_to_host", "nth": 2, "panic": {panic}, "lost": {lost}}}]}}')
-    with pytest.raises(_core.EngineBroken, match=r"since land of unit \S+: .*copy_to_host") as first:
+    with pytest.raises(_core.EngineBroken, match=r"since offload_grad of unit \S+: .*copy_to_host") as first:
         step(engine)
     for call in (engine.drain, engine.next, lambda: engine.begin("train", 1), lambda: master(engine, 1)):
         with pytest.raises(_core.EngineBroken) as again:

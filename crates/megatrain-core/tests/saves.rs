@@ -318,7 +318,7 @@ fn what_fails_in_a_thread_that_writes_breaks_the_engine_and_is_named() {
         let folder = Folder::new("panics");
         begin(&engine, &folder);
         let error = engine.finish_save(FOREVER).unwrap_err();
-        assert!(matches!(&error, Error::Broken { op, .. } if op == "write"), "{error}");
+        assert!(matches!(&error, Error::Broken { op, .. } if op == "write_checkpoint"), "{error}");
         assert_eq!(error.to_string().contains("panic"), panic, "{error}");
         assert_eq!(toy.step(&engine, 1, None).unwrap_err().to_string(), error.to_string());
         engine.cancel_save();

@@ -9,6 +9,7 @@ use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::layout::Dtype;
+use crate::random::SplitMix;
 
 /// Sizes chosen to miss every round number.
 const SIZES: [usize; 7] = [1, 2, 511, 512, 4097, 65_537, 1_000_003];
@@ -49,12 +50,8 @@ fn require(holds: bool, what: impl FnOnce() -> String) -> Result<()> {
 
 /// Bytes that differ from place to place and from one `salt` to another.
 fn pattern(len: usize, salt: u64) -> Vec<u8> {
-    let mut state = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut byte = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 56) as u8
-    };
-    (0..len).map(|_| byte()).collect()
+    let mut random = SplitMix(salt);
+    (0..len).map(|_| (random.draw() >> 56) as u8).collect()
 }
 
 fn span_of(bytes: &[u8]) -> Result<HostSpan> {

@@ -224,10 +224,9 @@ fn fail_each(update: UpdateMode, names: &[&str], panic: bool, lost: bool) {
             let place = format!("{update:?}, call {nth} of {call}, panic {panic}, lost {lost}");
             if ran.refused == 0 {
                 assert!(ran.failure.is_none(), "{place}: {:?}", ran.failure);
-                // What has passed already is not waited for, and one wait serves several computations, so that these numbers
-                // differ from run to run; four calls of the last ones are made while the engine is closed.
-                let varies = matches!(call, "wait" | "synchronize" | "elapsed_ms");
-                assert!(varies || nth + 4 >= counts[call], "{place}: only {nth} of {} were made", counts[call]);
+                // What has passed already is not waited for, and how much of an abandoned pass was begun is chance, so that
+                // the numbers differ a little from run to run; the last calls are made while the engine is closed.
+                assert!(nth * 10 >= counts[call] * 8, "{place}: only {nth} of {} were made", counts[call]);
                 break;
             }
             let (error, made) = ran.failure.unwrap_or_else(|| panic!("{place}: the failure was lost"));

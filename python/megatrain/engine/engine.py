@@ -22,7 +22,7 @@ from megatrain.config.constraints import refuse_unrepeatable
 from megatrain.engine import numerics
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
-from megatrain.engine.embed_head import LossFn
+from megatrain.engine.embed_head import HeadTemplate, LossFn
 from megatrain.engine.inputs import (
     Batch,
     InputPreprocessor,
@@ -31,7 +31,8 @@ from megatrain.engine.inputs import (
     check_list_of_batches,
     largest_shape,
 )
-from megatrain.engine.optimizer import AdamW
+from megatrain.engine.loss import default_chunk
+from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
@@ -90,7 +91,8 @@ class Engine:
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
-          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits.
+          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits, and
+          `more_workspace` bytes that torch was found to need beyond what is planned for it.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -114,9 +116,8 @@ class Engine:
             seed=seed,
             precisions=PRECISIONS,
         )
-        if optimizer is not None and not isinstance(optimizer, AdamW):
-            raise ConfigError(f"optimizer must be a megatrain.AdamW, not {type(optimizer).__name__}")
         self.optimizer = optimizer if optimizer is not None else AdamW()
+        check_adamw(self.optimizer)
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
@@ -133,7 +134,6 @@ class Engine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
             arguments.check_length(micro_batch, self.decoder.max_positions)
-            self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
             self._runtime = Runtime(
                 self.decoder,
                 self.optimizer,
@@ -198,8 +198,8 @@ class Engine:
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code that the folder brings with it.
         `progress(what, done, total)` is called with the bytes read so far; `auto` is a line on standard error where
-        that is a terminal, None nothing. `tokenizer_dir` is the model's folder where it is not given. Everything else
-        is as for the constructor. Raises what that raises.
+        that is a terminal, or below a notebook's cell, None nothing. `tokenizer_dir` is the model's folder where it is
+        not given. Everything else is as for the constructor. Raises what that raises.
         """
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(
@@ -323,10 +323,38 @@ class Engine:
         self._usable()
         return self._passes.num_steps
 
+    def grad_norm(self) -> float:
+        """Norm, before clipping, of the gradients that `forward_backward` has formed and `optimizer_step` has not
+        applied yet; waits for them. Raises ConfigError where there are none."""
+        self._usable()
+        if self._passes.waiting is None:
+            raise ConfigError("grad_norm was called without forward_backward; call that first")
+        return self._runtime.core.gradient_norm() if self._passes.num_waiting else 0.0
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that `forward_backward` has formed and `optimizer_step` has not applied yet, if there are
+        any. With `update: immediate` they have been applied already."""
+        self._usable()
+        self._passes.discard()
+
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next updates; groups with their own keep their ratio to it."""
         self._usable()
         self.optimizer.set_lr(lr)
+
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """AdamW's settings of the next updates, with groups that may be others than before. Moments and counts of
+        updates stay. Raises ConfigError for groups that do not fit the model; nothing has changed then."""
+        self._usable()
+        check_adamw(optimizer)
+        self._runtime.set_optimizer(optimizer)
+        self.optimizer = optimizer
+
+    def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
+        """Global norm that gradients of the next updates are scaled down to; None does not clip."""
+        self._usable()
+        arguments.check_max_grad_norm(max_grad_norm, self.update)
+        self._passes.max_grad_norm = max_grad_norm
 
     # ----------------------------------------------------------------------------------- without training
 
@@ -373,6 +401,22 @@ class Engine:
         run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
         assert run.collected[0] is not None
         return run.collected[0].float().cpu()
+
+    def all_logits(self, batch: Batch) -> Tensor:
+        """Logits (batch, seq, V) of every token of a batch, fp32 on the CPU, computed a few rows at a time: for metrics
+        over a vocabulary, for which losses and `logprobs` do not suffice. No update."""
+        self._usable()
+        prepared = self._preparer.prepare([batch], need_labels=False, keep_empty=True)
+
+        def collect(head: HeadTemplate, hidden: Tensor) -> Tensor:
+            rows = default_chunk(self.decoder.vocab_size, self.device.type)
+            flat = head.tail(hidden).flatten(0, 1)
+            found = [head.logits(part.unsqueeze(0))[0].float().cpu() for part in torch.split(flat, rows)]
+            return torch.cat(found).view(*hidden.shape[:2], -1)
+
+        run = self._passes.evaluate(prepared, collect)
+        assert run.collected[0] is not None
+        return run.collected[0]
 
     # ------------------------------------------------------------------------------------- reading, saving
 
@@ -486,6 +530,11 @@ class Engine:
         """Where the last step's time went."""
         raw = json.loads(self.core.stats())
         return Stats(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the engine's lanes stand: `completed` operations so far, and for each of `lanes` what it runs, what is
+        next and what that waits for. From any thread, at any time; waits for nothing."""
+        return self._runtime.lanes()
 
     def drain(self) -> None:
         """Waits for pending updates."""

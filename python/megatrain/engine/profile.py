@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -167,7 +168,6 @@ def plan_request(
     update: str,
     budget: dict[str, int],  # bytes: device, host
     device: str,  # cuda or cpu
-    optimizer: AdamW | None = None,
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
@@ -189,7 +189,7 @@ def plan_request(
         raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
-    groups = _groups(decoder, optimizer or AdamW())
+    numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
@@ -206,7 +206,7 @@ def plan_request(
                         "shape": list(t.shape),
                         "dtype": CORE_DTYPES[t.dtype],
                         "role": t.role,
-                        "group": groups.get(t.name, 0),
+                        "group": numbers.get(t.name, 0),
                     }
                     for t in unit.tensors
                 ],
@@ -217,6 +217,8 @@ def plan_request(
             }
         )
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
+    workspace = _workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn)
+    more = (requests or {}).get("more_workspace") or 0  # measured, where the bounds were exceeded
     return {
         "units": units,
         "tied": decoder.tied,
@@ -224,7 +226,7 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        **_workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn),
+        **{what: size + more for what, size in workspace.items()},
         "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),
@@ -273,21 +275,23 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
     ]
 
 
-def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
-    """Groups as the core takes them, and which are idle. What sees images has the same settings once more: in a step
-    without an image (not `seen`) it has no gradient, so torch leaves it as it is."""
-    groups = optimizer.core_groups()
-    if decoder.vision_spec is None:
-        return groups, []
-    return groups * 2, [] if seen else [*range(len(groups), 2 * len(groups))]
+def core_groups(
+    decoder: Decoder,
+    optimizer: AdamW,
+    assigned: Mapping[str, int],  # what `optimizer.assign` returned
+    seen: bool,  # whether a micro-batch had an image
+) -> tuple[list[CoreGroup], list[int]]:
+    """Groups as the core takes them, and which are idle. To the core every trained tensor is a group of its own, so
+    that settings can be grouped otherwise at any time. A part that processes images has no gradient in a step without
+    one, and torch leaves such a parameter as it is."""
+    settings, names = optimizer.core_groups(), _trained(decoder)
+    idle = [] if seen else [number for number, name in enumerate(names) if decoder.is_vision(name)]
+    return [settings[assigned[name]] for name in names], idle
 
 
-def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
-    """The number, among those of `core_groups`, of each trained tensor's group."""
-    groups = optimizer.assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
-    if decoder.vision_spec is None:
-        return groups
-    return {name: n + len(optimizer.groups) * decoder.is_vision(name) for name, n in groups.items()}
+def _trained(decoder: Decoder) -> list[str]:
+    """Names of the trained tensors; a place in this list is the number of a group of the core."""
+    return [t.name for t in decoder.tensors.values() if t.role == "trainable"]
 
 
 FRAGMENTATION = 0.05

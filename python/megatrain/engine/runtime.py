@@ -44,7 +44,7 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -75,7 +75,8 @@ class Runtime:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
-        self._decoder, self._optimizer = decoder, optimizer
+        self._decoder = decoder
+        self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
@@ -141,16 +142,20 @@ class Runtime:
             budget=machine.budget(self.device.type, **self._limits),
             device=self.device.type,
             card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
-            optimizer=self._optimizer,
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
             loss_fn=self._loss_fn,
         )
 
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
+        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._optimizer = optimizer
+
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, seen)
+        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -198,7 +203,7 @@ class Runtime:
         try:
             planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
             if _placement(planned) == _placement(self._plan):
-                self._plan = planned
+                self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
             elif not between_passes:
                 raise ConfigError(
                     "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
@@ -217,6 +222,12 @@ class Runtime:
             )
             refusal.items = error.items
             raise refusal from None
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the core's lanes stand; no lanes where there is no core."""
+        core = self._core
+        found: dict[str, Any] = json.loads(core.lanes()) if core is not None else {"completed": 0, "lanes": []}
+        return found
 
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
@@ -337,6 +348,7 @@ class Runtime:
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
+            torch_bytes=_torch_bytes(plan),
         )
 
     def _layer_templates(
@@ -353,6 +365,11 @@ class Runtime:
                 made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
             templates.append(made[key])
         return templates
+
+
+def _torch_bytes(plan: dict[str, Any]) -> int:
+    """What a plan allows torch to allocate."""
+    return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
 
 
 def _placement(plan: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What a run prints: a progress bar on a terminal, a line every `output.log_every` steps elsewhere, or JSON lines."""
+"""What a run prints: a progress bar on a terminal or below a notebook's cell, a line every `output.log_every` steps
+elsewhere, or JSON lines."""
 
 import contextlib
 import logging
@@ -6,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
-from megatrain.system.terminal import moving_line
+from megatrain.system.terminal import NotebookLine, in_notebook, moving_line, progress_line
 from megatrain.training.metrics import StepRecord, dumps, duration
 
 if TYPE_CHECKING:
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatrain")
 
-Mode = Literal["bar", "lines", "json", "none"]
+Mode = Literal["bar", "notebook", "lines", "json", "none"]
+
+_BAR = 24
+"""Characters of the bar."""
 
 
 def mode_for(stream: IO[str], json: bool) -> Mode:
@@ -22,6 +26,11 @@ def mode_for(stream: IO[str], json: bool) -> Mode:
     if json:
         return "json"
     return "bar" if stream.isatty() else "lines"
+
+
+def default_mode() -> Mode:
+    """Of a run that is started from Python: silent, except in a notebook."""
+    return "notebook" if in_notebook() else "none"
 
 
 class _LossyStream:
@@ -66,6 +75,8 @@ class Display:
         self.out = cast("IO[str]", _LossyStream(out or sys.stdout, "standard output"))
         self.err = cast("IO[str]", _LossyStream(err or sys.stderr, "standard error"))
         self._progress: Progress | None = None
+        self._line = NotebookLine()
+        self._reading = progress_line() if mode == "notebook" else None
         self._task: Any = None
         self._total = 0
         self._loading = ""
@@ -86,6 +97,8 @@ class Display:
         """Shows how far something before the first step is, on a terminal as one moving line. `total` 0: unknown."""
         if self.mode == "bar" and self._progress is None:
             moving_line(self.err, what, done, total)
+        elif self._reading is not None:
+            self._reading(what, done, total)
         elif self.mode == "lines" and what != self._loading:
             self.note(what)
         self._loading = what
@@ -100,7 +113,7 @@ class Display:
 
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=_BAR),
             TextColumn(
                 "loss {task.fields[loss]}  {task.fields[rate]} tok/s  {task.fields[left]}  {task.fields[bound]}"
             ),
@@ -121,6 +134,8 @@ class Display:
                 left=f"{duration(left_s)} left",
                 bound=f"bound by {record.bound}" if record.bound else "",
             )
+        elif self.mode == "notebook":
+            self._line.show(self._bar(record, left_s), last=record.step == self._total)
         elif self.mode == "json":
             self._write(record.as_json())
         if record.step % every == 0 or record.step in (1, self._total):
@@ -132,6 +147,15 @@ class Display:
                 f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}",
                 shown=self.mode == "lines",
             )
+
+    def _bar(self, record: StepRecord, left_s: float) -> str:
+        """A finished step as one line of text."""
+        full = round(_BAR * record.step / max(self._total, 1))
+        bound = f"  bound by {record.bound}" if record.bound else ""
+        return (
+            f"step {record.step}/{self._total} {'█' * full}{'░' * (_BAR - full)} loss {record.loss:.4f}  "
+            f"{record.tokens_per_s:,.0f} tokens/s  {duration(left_s)} left{bound}"
+        )
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """Shows a held-out loss that was measured after `step`."""

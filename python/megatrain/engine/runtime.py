@@ -217,8 +217,9 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
-                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
+                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
+                "engine is created"
             )
             refusal.items = error.items
             raise refusal from None

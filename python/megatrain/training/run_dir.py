@@ -35,7 +35,7 @@ CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
     "status.json",
     "lock",
 )
-EXPORT, REPORT = "export", "report.html"
+EXPORT, REPORT, DATA, TRACE = "export", "report.html", "data.json", "trace.json"
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Error numbers that mean that a disk is full or failing."""
@@ -45,7 +45,7 @@ ENDED = ("done", "stopped", "failed", "killed")
 
 _ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
 """Names that tell a run's folder from any other."""
-_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
+_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT, DATA)
 """What a killed process can have been writing at the top of a run's folder."""
 _REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
 """What a run replaces in its folder."""
@@ -189,6 +189,10 @@ class RunFolder:
     def correct_plan(self, correction: dict[str, Any]) -> None:
         """Notes in `plan.json` what the next plan has to change. Raises StorageError."""
         self.write_plan(_read_plan(self.path), correction)
+
+    def write_data(self, profile: dict[str, Any]) -> None:
+        """Writes the data sets in numbers (`train`, `eval`). Raises StorageError."""
+        write_whole(self.path / DATA, json.dumps(profile, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows

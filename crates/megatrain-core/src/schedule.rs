@@ -91,6 +91,7 @@ impl Kind {
 /// Where an operation is issued, in order of priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Lane {
     /// The caller computes, on the compute stream.
     Compute,
@@ -236,6 +237,7 @@ const fn is_zero(part: &u32) -> bool {
 /// What a pass is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Pass {
     /// Forward, backward, update.
     Train,

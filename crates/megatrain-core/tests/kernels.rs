@@ -56,7 +56,7 @@ impl State {
         }
     }
 
-    /// One update of elements `[start, ..)`; what lies before and behind must stay as it is.
+    /// One update of elements `[start, ..)`; the elements before and after must stay as they are.
     fn update(&mut self, isa: Isa, split: bool, narrow: bool, range: std::ops::Range<usize>, s: &AdamwScalars) {
         let mut exp_avg = floats(&self.exp_avg);
         let mut exp_avg_sq = floats(&self.exp_avg_sq);
@@ -413,7 +413,7 @@ fn the_last_elements_beyond_two_to_the_31_are_updated() {
     update.grad.elements_mut::<u16>(start, 48).fill(0x3f80);
     update.apply(Isa::best(), start, 48).unwrap();
     let moved: Vec<u16> = update.weights.elements::<u16>(start - 8, 56).to_vec();
-    assert!(moved[..8].iter().all(|&w| w == 0), "what lies before is untouched");
+    assert!(moved[..8].iter().all(|&w| w == 0), "the elements before are untouched");
     assert!(moved[8..].iter().all(|&w| w == moved[8] && w != 0), "all of the last elements have moved alike");
     assert!(update.apply(Isa::best(), NUMEL - 1, 2).is_err());
     assert!(update.apply(Isa::best(), u64::MAX, 2).is_err());

@@ -1,6 +1,6 @@
 //! The suite that every device passes: what the engine relies on, and nothing about speed.
 //!
-//! It runs on a device without special permissions, uses a few MiB, and leaves nothing behind. Each rule that is
+//! It runs on a device without special permissions, uses a few MiB, and frees everything. Each rule that is
 //! broken is an error with a description, so that the suite can run where there is no test harness.
 use std::time::{Duration, Instant};
 
@@ -149,7 +149,7 @@ fn order_across_streams(device: &dyn Device) -> Result<()> {
     let slots = [device.allocate(len as u64)?, device.allocate(len as u64)?];
     let result = device.allocate(len as u64)?;
     let sources: Vec<HostSpan> = (0..rounds).map(|i| span_of(&pattern(len, i as u64))).collect::<Result<_>>()?;
-    let landed: Vec<HostSpan> = (0..rounds).map(|_| HostSpan::map(len)).collect::<Result<_>>()?;
+    let received: Vec<HostSpan> = (0..rounds).map(|_| HostSpan::map(len)).collect::<Result<_>>()?;
     let (mut computed, mut saved) = (Vec::new(), Vec::new());
     for i in 0..rounds {
         if i >= 2 {
@@ -164,12 +164,12 @@ fn order_across_streams(device: &dyn Device) -> Result<()> {
         let done = device.record(Stream::Compute)?;
         device.wait(Stream::Download, &done)?;
         computed.push(done);
-        receive(device, Stream::Download, &result, &landed[i])?;
+        receive(device, Stream::Download, &result, &received[i])?;
         saved.push(device.record(Stream::Download)?);
     }
     for (i, event) in saved.iter().enumerate() {
         device.synchronize(event)?;
-        require(bytes_of(&landed[i]) == bytes_of(&sources[i]), || format!("round {i} copied another round's bytes"))?;
+        require(bytes_of(&received[i]) == bytes_of(&sources[i]), || format!("round {i} copied another round's bytes"))?;
     }
     Ok(())
 }

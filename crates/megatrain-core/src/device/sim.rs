@@ -33,7 +33,7 @@ pub struct Faults {
     pub pin_limit_bytes: Option<u64>,
     /// Calls that fail.
     pub fail: Vec<FailedCall>,
-    /// Virtual milliseconds before each piece of work of a stream; such a stream also falls behind the others.
+    /// Virtual milliseconds before each piece of work of a stream; such a stream also lags the others.
     pub delay_ms: BTreeMap<String, f64>,
     /// Memory of the device; by default that of the machine.
     pub memory_bytes: Option<u64>,
@@ -250,7 +250,7 @@ impl State {
             return first.unwrap_or(ready[0]);
         };
         let prompt: Vec<usize> = ready.iter().copied().filter(|&s| !delayed(s)).collect();
-        // A delayed stream falls behind, but not always: both orders are legal.
+        // A delayed stream lags, but not always: both orders are legal.
         let pool = if prompt.is_empty() || random.below(8) == 0 { ready } else { &prompt };
         pool[usize::try_from(random.below(pool.len() as u64)).expect("an index below four")]
     }

@@ -24,6 +24,7 @@ const SPARED_CPUS: usize = 2;
 
 /// Which cores the workers run on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Affinity {
     /// Wherever the system puts them.
     #[default]

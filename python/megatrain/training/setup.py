@@ -207,7 +207,7 @@ def prepare_run(
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder)), config)
+        planner.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
     train, held_out = prepare(
         config,
         tokenizer,

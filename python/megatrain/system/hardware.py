@@ -30,7 +30,7 @@ GIB = 1 << 30
 _UNLIMITED = 1 << 62
 
 
-_SETTLING_S, _SETTLED = 0.2, 3
+_SETTLING_S, _SETTLED = 0.1, 2
 """Seconds between two looks at memory that is being given back, and how many without a change mean that it is over."""
 _RELEASED = 64 * MIB
 """What counts as a change."""

@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.checkpoint import checkpoint
 from megatrain.checkpoint.export import export_checkpoint, save_pretrained
+from megatrain.checkpoint.save import save
 from megatrain.errors import StorageError
 from megatrain.system import atomic
 from megatrain.system.atomic import published, remove, staged, write_whole
@@ -26,7 +27,7 @@ def fill(folder: Path, text: str) -> None:
 
 
 def checkpoint_into(folder: Path, text: str) -> None:
-    checkpoint.save(folder, engine("bf16", seed=1), {"text": text}, step=1)
+    save(folder, engine("bf16", seed=1), {"text": text}, step=1)
     assert checkpoint.Checkpoint.open(folder).state().state == {"text": text}
 
 
@@ -179,11 +180,11 @@ class Disk:
         assert not self.pending
 
 
-def save(folder: Path) -> None:
+def save_one(folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     for state in ({}, {"again": 1}):
-        checkpoint.save(folder / "step-1", engine("bf16", seed=1), state, step=1, tokenizer_dir=folder / "tokenizer")
+        save(folder / "step-1", engine("bf16", seed=1), state, step=1, tokenizer_dir=folder / "tokenizer")
 
 
 def export(folder: Path) -> None:
@@ -194,7 +195,7 @@ def export(folder: Path) -> None:
 
 
 def export_saved(folder: Path) -> None:
-    save(folder)
+    save_one(folder)
     export_checkpoint(folder / "step-1", folder / "out")
 
 

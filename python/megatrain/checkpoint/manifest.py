@@ -158,7 +158,7 @@ class State:
     layout: Any
     """See `hf_layout.read_layout`; None in a checkpoint that does not say."""
     state: Mapping[str, Any]
-    """What was given to `checkpoint.save`."""
+    """What was given to `begin_save`."""
 
 
 def state_bytes(state: State, step: int) -> bytes:

@@ -7,9 +7,7 @@ Where things are and in which order they move is the core's plan; what is comput
 """
 
 import json
-import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,32 +15,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import checkpoint, export
-from megatrain.engine import numerics
+from megatrain.checkpoint import export
+from megatrain.checkpoint.save import PendingCheckpoint
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
+from megatrain.engine.checkpoints import Checkpoints
 from megatrain.engine.embed_head import LossFn
-from megatrain.engine.inputs import (
-    Batch,
-    InputPreprocessor,
-    MicroBatch,
-    StepInputs,
-    check_list_of_batches,
-    largest_shape,
-)
+from megatrain.engine.evaluation import Evaluation
+from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.optimizer import AdamW
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
 from megatrain.engine.transactions import Passes, StepOutput
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
 
 if TYPE_CHECKING:
     from megatrain import _core
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -127,7 +118,6 @@ class Engine:
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._preparer = InputPreprocessor(self.decoder, torch_device)
-        self._saving: checkpoint.PendingCheckpoint | None = None
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
@@ -161,6 +151,15 @@ class Engine:
             deterministic=deterministic,
             seed=seed,
             router=self.decoder.router,
+        )
+        self._evaluation = Evaluation(self._runtime, self._preparer, self._passes)
+        self._checkpoints = Checkpoints(
+            self.decoder,
+            self.optimizer,
+            self._runtime,
+            self._passes,
+            tokenizer=tokenizer,
+            tokenizer_dir=tokenizer_dir,
         )
 
     @classmethod
@@ -327,43 +326,18 @@ class Engine:
         As many batches pass through the model at a time as a step was planned for; one, where nothing was planned yet.
         """
         self._usable()
-        total, tokens = 0.0, 0
-        check_list_of_batches(batches)
-        if not batches:
-            raise ConfigError("evaluate needs at least one batch")
-        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
-            run = self._passes.evaluate(prepared, largest=largest_shape(batches))
-            total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
-            tokens += prepared.num_tokens
-        if not tokens:
-            raise ConfigError("no batch has a supervised token, so there is no loss to take the mean of")
-        return total / tokens
+        return self._evaluation.loss(batches)
 
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1) fp32 on the CPU: log-probability of each next token by `labels` (or by
         `input_ids` where there are none), 0 where not supervised. No update."""
         self._usable()
-        check_list_of_batches(batches)
-        given: Sequence[Any] = batches  # whether each is a dict is said when it is prepared
-        labelled = [
-            {**b, "labels": b.get("input_ids")} if isinstance(b, Mapping) and b.get("labels") is None else b
-            for b in given
-        ]
-        found: list[Tensor] = []
-        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches or 1, keep_empty=True):
-            run = self._passes.evaluate(prepared, largest=largest_shape(labelled))
-            for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
-                assert values is not None
-                found.append(values.view(micro.shape)[:, :-1].float().cpu())
-        return found
+        return self._evaluation.logprobs(batches)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length). No update."""
         self._usable()
-        prepared = self._preparer.prepare([{"input_ids": input_ids}], need_labels=False, keep_empty=True)
-        run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
-        assert run.collected[0] is not None
-        return run.collected[0].float().cpu()
+        return self._evaluation.logits(input_ids)
 
     # ------------------------------------------------------------------------------------- reading, saving
 
@@ -394,52 +368,17 @@ class Engine:
 
     def begin_save(
         self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None
-    ) -> checkpoint.PendingCheckpoint:
+    ) -> PendingCheckpoint:
         """Begins such a checkpoint and returns: it is written beneath the steps that follow, until its `finish`. While
         gradients wait for `optimizer_step` it is complete on return, without them."""
         self._usable()
-        if self._passes.num_waiting and self.update == "immediate":
-            raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
-        if self._saving is not None and not self._saving.over:
-            raise ConfigError(f"{self._saving.folder} is still being written; finish it, or give it up, first")
-        arguments.mapping("state", state)
-        own = {"step": self._passes.num_steps, "lr": self.optimizer.lr, "numerics": self.numerics()}
-        self._saving = checkpoint.begin_save(
-            arguments.folder(folder),
-            self,
-            {"engine": own, "run": dict(state or {})},
-            step=self._passes.num_steps if step is None else step,
-            tokenizer=self._tokenizer,
-            tokenizer_dir=self._tokenizer_dir,
-        )
-        if self._passes.num_waiting:
-            self._saving.finish()  # the pass that would carry it begins after their update
-        return self._saving
+        return self._checkpoints.begin_save(folder, state, step)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. Gradients that wait for
         `optimizer_step` are dropped. Once the first value is replaced, an interrupt or a damaged file leaves an engine
         that refuses everything but another load; until then one that goes on as before."""
-        runtime = self._runtime
-        before, runtime.undefined = runtime.undefined, ""
-        begun = threading.Event()
-        try:
-            self._usable()
-            saved = checkpoint.load(arguments.folder(folder), self, begin=begun.set)
-            self._passes.discard()
-            own = saved.get("engine", {})
-            if "lr" in own:
-                self.optimizer.set_lr(own["lr"])
-            self._passes.num_steps = int(own.get("step", 0))
-        except BaseException as error:
-            why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"
-            mixed = f"loading {folder} {why}, so weights of two states are mixed; load a checkpoint"
-            runtime.undefined = mixed if begun.is_set() else before
-            raise
-        changed = numerics.differences(own.get("numerics", {}), self.numerics())
-        if changed:
-            log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
-        return dict(saved.get("run", {}))
+        return self._checkpoints.load(folder)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: Any = "auto", layout: Any = "source", overwrite: bool = False
@@ -462,16 +401,7 @@ class Engine:
     def numerics(self) -> dict[str, Any]:
         """The numerics key (`numerics.py`)."""
         self._usable()
-        return numerics.key(
-            self.decoder,
-            self.device,
-            micro_batch=self._runtime.nominal[0],
-            micro_batches=self._runtime.nominal[1],
-            grad_precision=self.grad_precision,
-            loss_chunk=self._runtime.settings.get("loss_chunk"),
-            compiled=self._runtime.compiled,
-            deterministic=self.deterministic,
-        )
+        return self._passes.numerics()
 
     def stats(self) -> Stats:
         """Where the last step's time went."""
@@ -488,8 +418,7 @@ class Engine:
         if self._passes.guard.is_forked:
             return
         self._passes.guard.leave()
-        if self._saving is not None:
-            self._saving.cancel()
+        self._checkpoints.cancel()
         self._runtime.close()
 
     def __repr__(self) -> str:
@@ -546,8 +475,7 @@ class Engine:
     def _usable(self) -> None:
         """Raises EngineBroken, with the cause, after `close` and once something has failed. Waits for a step that an
         interrupt has left behind."""
-        self._passes.guard.settle()
-        self._runtime.check()
+        self._passes.check()
 
 
 __all__ = ["Engine", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]

@@ -83,7 +83,7 @@ class Passes:
         router: RouterLoss | None,
     ) -> None:
         self._runtime, self._preparer = runtime, preparer
-        self._max_grad_norm, self._immediate = max_grad_norm, immediate
+        self._max_grad_norm, self.immediate = max_grad_norm, immediate
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
@@ -93,6 +93,26 @@ class Passes:
         """None where no pass has been made since the last update."""
         self.num_steps = 0
         """Optimizer steps done."""
+
+    def check(self) -> None:
+        """Raises EngineBroken, with the cause, after a close and once something has failed. Waits for a step that an
+        interrupt has left behind."""
+        self.guard.settle()
+        self._runtime.check()
+
+    def numerics(self) -> dict[str, Any]:
+        """The numerics key (`numerics.py`)."""
+        runtime = self._runtime
+        return numerics.key(
+            self._preparer.decoder,
+            runtime.device,
+            micro_batch=runtime.nominal[0],
+            micro_batches=runtime.nominal[1],
+            grad_precision=runtime.grad_precision,
+            loss_chunk=runtime.settings.get("loss_chunk"),
+            compiled=runtime.compiled,
+            deterministic=self._deterministic,
+        )
 
     def train(
         self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
@@ -140,7 +160,7 @@ class Passes:
             )
             return self._apply() if apply else loss
 
-        return self._run(body, finish=self._immediate)
+        return self._run(body, finish=self.immediate)
 
     def _refuse_loss(self, loss_fn: LossFn | None) -> None:
         """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
@@ -172,11 +192,11 @@ class Passes:
 
     def apply(self) -> StepOutput:
         """The verdict over the gradients that wait."""
-        return self._run(self._apply, finish=self._immediate)
+        return self._run(self._apply, finish=self.immediate)
 
     def discard(self) -> None:
         """Drops the gradients that wait: their weights have been replaced."""
-        if self.num_waiting and self._immediate:
+        if self.num_waiting and self.immediate:
             self.apply()  # has happened already, but for its report
         elif self.num_waiting:
             self._runtime.core.abandon()
@@ -224,7 +244,7 @@ class Passes:
     def _train(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
         self._tell_of_math(prepared)
         run = self._pass(prepared, options, training=True)
-        immediate = self._immediate
+        immediate = self.immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
         with numerics.arithmetic(self._runtime.device, self._deterministic):
             try:

@@ -76,6 +76,15 @@ class Core(Protocol):
     def cancel_save(self) -> None: ...
 
 
+class Stored(Protocol):
+    """A model and the core that stores it; `megatrain.Engine`."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def core(self) -> Core: ...
+
+
 class Weights(Protocol):
     """Tensors that can be read in pieces."""
 

@@ -36,7 +36,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and shards so small that a tiny model has many of each."""
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(atomic, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(safetensors_io.plan_shards, "__defaults__", (20_000,))
 

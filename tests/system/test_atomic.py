@@ -215,7 +215,7 @@ def recovered(folder: Path) -> None:
     atomic.recover(folder / "target")
 
 
-WRITERS = [save, export, export_saved, publish, small_file, recovered]
+WRITERS = [save_one, export, export_saved, publish, small_file, recovered]
 
 
 @pytest.mark.parametrize("write", WRITERS)

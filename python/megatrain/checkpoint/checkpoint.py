@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint import manifest
-from megatrain.checkpoint.hf_folder import DTYPES
 from megatrain.checkpoint.manifest import FileSums, State
 from megatrain.checkpoint.step_folders import list_checkpoints, step_folder
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.models.types import PRECISIONS
 from megatrain.system import safetensors_io
 from megatrain.system.atomic import crc_per_chunk, present
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
@@ -120,7 +120,7 @@ class Checkpoint:
                 if name not in model or entry.shape != model[name].shape or entry.dtype != dtype:
                     raise self._damaged(f"its {stem} of {name} is {entry.dtype} of shape {list(entry.shape)}")
         for name in trained:
-            if name not in model or model[name].dtype != DTYPES[self.precision]:
+            if name not in model or model[name].dtype != PRECISIONS[self.precision]:
                 raise self._damaged(f"its {name} was trained in {self.precision} and is not stored so")
         return planes
 

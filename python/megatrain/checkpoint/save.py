@@ -11,12 +11,13 @@ import torch
 
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.checkpoint import MOMENTS
-from megatrain.checkpoint.hf_folder import DTYPES, folder_bytes, json_bytes, write_index, write_model_files
+from megatrain.checkpoint.hf_folder import folder_bytes, json_bytes, write_index, write_model_files
 from megatrain.checkpoint.manifest import State
 from megatrain.checkpoint.step_folders import is_step_folder
 from megatrain.errors import CheckpointError, ConfigError
-from megatrain.system import safetensors_io
-from megatrain.system.atomic import CHUNK_BYTES, staged, write_file
+from megatrain.models.types import PRECISIONS
+from megatrain.system import atomic, safetensors_io
+from megatrain.system.atomic import staged, write_file
 from megatrain.system.safetensors_io import Entry, Shard
 from megatrain.units import is_count
 from megatrain.weights import hf_layout
@@ -91,7 +92,7 @@ def begin_save(
                 )
                 for shard in files
             ],
-            CHUNK_BYTES,
+            atomic.CHUNK_BYTES,
             needed,
         )
         return PendingCheckpoint(
@@ -165,7 +166,7 @@ class PendingCheckpoint:
                 self._core.cancel_save()  # after an interrupt nothing may write into a folder about to be removed
             for stem in dict.fromkeys(shard.stem for shard in self._files):
                 write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
-            weights = DTYPES[decoder.precision]
+            weights = PRECISIONS[decoder.precision]
             write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
             shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
             layout = hf_layout.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published"

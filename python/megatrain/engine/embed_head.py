@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.engine.device_memory import CastBuffer, Region
-from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
+from megatrain.engine.loss import chunked_loss, default_chunk
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
@@ -18,6 +18,7 @@ from megatrain.models.lm_head import HeadShell
 from megatrain.models.modules import copy_without, replace_module
 from megatrain.models.recorder import NO_MASK, EmbeddingCalls, Replay, forward_until_layers, stopping_layers
 from megatrain.models.vision import recompute_blocks
+from megatrain.names import IGNORED
 
 if TYPE_CHECKING:
     from megatrain.engine.inputs import MicroBatch
@@ -467,8 +468,8 @@ def token_losses(logits: Tensor, targets: Tensor, options: LossOptions) -> Tenso
     """(N,) losses of logits (N, V), 0 where not supervised."""
     logits = logits.float() if logits.dtype != torch.float64 else logits
     losses = F.cross_entropy(
-        logits, targets, ignore_index=IGNORE, reduction="none", label_smoothing=options.label_smoothing
+        logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
     )
     if options.z_loss:
-        losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORE)
+        losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
     return losses

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatrain.engine.loss import IGNORE
 from megatrain.engine.numerics import full_precision
-from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.per_document import DocumentBuckets, bucket_documents, layers_mixing_documents
 from megatrain.models.recorder import Record
 from megatrain.models.varlen_attention import is_documents
 from megatrain.models.vision import INPUTS, PLACEHOLDERS, count_features
+from megatrain.names import IGNORED, suggest
 
 Batch = Mapping[str, Any]
 """`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
@@ -234,7 +233,7 @@ class InputPreprocessor:
         for key, value in batch.items():
             if key not in known and key not in PLACEHOLDERS and value is not None and not more_keys:
                 raise ConfigError(
-                    f"{where} has {key!r}, which is not read ({nearest(key, known)}); only a loss_fn, given the "
+                    f"{where} has {key!r}, which is not read ({suggest(key, known)}); only a loss_fn, given the "
                     "whole dict, may read more"
                 )
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
@@ -252,21 +251,21 @@ class InputPreprocessor:
         labels = batch.get("labels")
         if labels is None and need_labels:
             raise ConfigError(f"{where} has no labels")
-        targets = torch.full(shape, IGNORE, dtype=torch.int64)
+        targets = torch.full(shape, IGNORED, dtype=torch.int64)
         if labels is not None:
             labels = _matrix(where, "labels", labels, shape)
             targets[:, :-1] = labels[:, 1:]
-            supervised = targets != IGNORE
+            supervised = targets != IGNORED
             _in_range(where, "label", targets[supervised], decoder.vocab_size, "the model's head has")
         targets = targets.flatten()
-        rows = (targets != IGNORE).nonzero().flatten()
+        rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
         counted = self._counted(where, batch, mask, shape)
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
         causal = "token_type_ids" not in images
         if mask is not None and causal:
-            mask = _without_what_follows(mask, (targets != IGNORE).view(shape))
+            mask = _without_what_follows(mask, (targets != IGNORED).view(shape))
         record, document_buckets = None, None
         if mask is not None or positions is not None or images:
             with self._lock:

@@ -1,7 +1,6 @@
 """What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -12,14 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from megatrain.config import constraints
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
 from megatrain.units import is_count, parse_size
 
 UPDATES = ("just_in_time", "immediate")
 MEMORY_KEYS = ("gpu", "host")
 """What `memory` of an engine may limit."""
-
-_SHOWN = 8
-"""Most names that a refusal lists."""
 
 
 def check(
@@ -80,7 +77,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
         if key == "nvme" and given:
             raise ConfigError("memory.nvme is not supported yet")
         if key not in (*MEMORY_KEYS, "nvme"):
-            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
+            raise ConfigError(f"memory: unknown key {key!r}; {suggest(key, MEMORY_KEYS)}")
         if given is None or given == "auto":
             continue
         limits[key] = _size(f"memory.{key}", given)
@@ -162,18 +159,10 @@ def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {nearest(name, names)}")
+                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {suggest(name, names)}")
         return function(*args, **kwargs)
 
     return call
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
-    known = list(known)
-    shown = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known are {shown}"
 
 
 def _is_number(value: Any) -> bool:

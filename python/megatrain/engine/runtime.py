@@ -25,6 +25,7 @@ from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitL
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
+from megatrain.names import suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
@@ -74,7 +75,7 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder, self._optimizer = decoder, optimizer
         self._core_device, self.device = core_device, device
         self._update = update

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.engine.options import nearest
+from megatrain.names import suggest
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -61,7 +61,7 @@ def find(decoder: "Decoder", name: str, trained: bool) -> "TensorRef":
     """The tensor of a Hugging Face name. Raises KeyError where there is none, or it is not trained and has to be."""
     ref = decoder.tensors.get(decoder.aliases.get(name, name))
     if ref is None:
-        raise KeyError(f"the model has no parameter {name!r}; {nearest(name, decoder.tensors)}")
+        raise KeyError(f"the model has no parameter {name!r}; {suggest(name, decoder.tensors)}")
     if trained and ref.role != "trainable":
         raise KeyError(f"{name} is frozen, so it has neither moments nor gradient")
     return ref

@@ -19,6 +19,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.state_changes import StateSnapshot, refusal
 from megatrain.models.vision import add_features, feature_grad
 from megatrain.names import format_names
+from megatrain.system.splitmix import draw
 
 T = TypeVar("T")
 
@@ -397,11 +398,8 @@ class Pass:
 
 
 def random_key(*numbers: int) -> int:
-    """63 bits that depend on every number and on their order (the finalizer of splitmix64, chained)."""
+    """63 bits that depend on every number and on their order: splitmix64, chained."""
     key = 0
     for number in numbers:
-        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
-        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
-        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
-        key ^= key >> 31
+        key = draw(key + number)
     return key >> 1

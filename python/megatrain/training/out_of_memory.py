@@ -9,6 +9,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from megatrain.errors import first_line
 from megatrain.system.hardware import format_bytes
 from megatrain.units import parse_size
 
@@ -69,7 +70,7 @@ def wanted_bytes(error: BaseException) -> int | None:
 def _joined(facts: list[str], error: BaseException) -> str:
     if facts:
         return "; ".join(facts)
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def _torch_peak() -> int:

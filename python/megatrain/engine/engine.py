@@ -20,6 +20,7 @@ from megatrain.checkpoint.save import PendingCheckpoint
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.checkpoints import Checkpoints
+from megatrain.engine.default_device import on_cpu
 from megatrain.engine.embed_head import LossFn
 from megatrain.engine.evaluation import Evaluation
 from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
@@ -40,6 +41,7 @@ class Engine:
     """A model in training. Not thread-safe, except `prepare`."""
 
     @arguments.known_keywords
+    @on_cpu()
     def __init__(
         self,
         model: "nn.Module | Decoder",
@@ -164,6 +166,7 @@ class Engine:
 
     @classmethod
     @arguments.known_keywords
+    @on_cpu()
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
@@ -232,6 +235,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- training
 
+    @on_cpu()
     def prepare(self, micro_batches: Sequence[Batch], *, with_loss_fn: bool = False) -> StepInputs:
         """Checks and records a step's micro-batches on the CPU. `step` does it itself; a loader's thread may do it a
         step ahead. Raises ConfigError, which names the micro-batch."""
@@ -284,7 +288,8 @@ class Engine:
             )
         prepared = self._prepared(micro_batches, loss_fn)
         if not self._passes.num_waiting:
-            self._runtime.plan_sums()
+            with on_cpu():
+                self._runtime.plan_sums()
         elif self.decoder.router is not None:
             raise ConfigError(
                 "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
@@ -320,6 +325,7 @@ class Engine:
 
     # ----------------------------------------------------------------------------------- without training
 
+    @on_cpu()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update.
 
@@ -328,12 +334,14 @@ class Engine:
         self._usable()
         return self._evaluation.loss(batches)
 
+    @on_cpu()
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1) fp32 on the CPU: log-probability of each next token by `labels` (or by
         `input_ids` where there are none), 0 where not supervised. No update."""
         self._usable()
         return self._evaluation.logprobs(batches)
 
+    @on_cpu()
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length). No update."""
         self._usable()
@@ -346,14 +354,17 @@ class Engine:
         self._usable()
         return StateDict(self)
 
+    @on_cpu()
     def weight(self, name: str) -> Tensor:
         """A copy of a parameter: its fp32 master, or a frozen tensor in its own type."""
         return state.weight(self.core, self._ref(name))
 
+    @on_cpu()
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """`exp_avg` and `exp_avg_sq` (fp32 copies) and `step` of a trained parameter."""
         return state.optimizer_state(self.core, self._ref(name, trained=True))
 
+    @on_cpu()
     def gradient(self, name: str) -> Tensor:
         """A copy of a parameter's last gradient, before clipping, widened to fp32. With `update: immediate` the
         landing places are used again within a step, so there is nothing to read."""
@@ -362,10 +373,12 @@ class Engine:
             raise ConfigError("update: immediate keeps no gradients; read them with update: just_in_time")
         return state.read(self.core, ref, "gradient", torch.float32)
 
+    @on_cpu()
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
         """Writes a checkpoint: weights, residuals, moments and counts, and `state` (JSON) beside the engine's own."""
         self.begin_save(folder, state, step=step).finish()
 
+    @on_cpu()
     def begin_save(
         self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None
     ) -> PendingCheckpoint:
@@ -374,12 +387,14 @@ class Engine:
         self._usable()
         return self._checkpoints.begin_save(folder, state, step)
 
+    @on_cpu()
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. Gradients that wait for
         `optimizer_step` are dropped. Once the first value is replaced, an interrupt or a damaged file leaves an engine
         that refuses everything but another load; until then one that goes on as before."""
         return self._checkpoints.load(folder)
 
+    @on_cpu()
     def save_pretrained(
         self, folder: str | Path, *, dtype: Any = "auto", layout: Any = "source", overwrite: bool = False
     ) -> None:
@@ -446,12 +461,14 @@ class Engine:
         return state.find(self.decoder, name, trained)
 
     @property
+    @on_cpu()
     def core(self) -> "_core.Engine":
         """The native engine; planned and allocated here where it is not yet."""
         self._usable()
         return self._runtime.core
 
     @property
+    @on_cpu()
     def plan(self) -> dict[str, Any]:
         """The plan in force."""
         self._usable()
@@ -467,6 +484,7 @@ class Engine:
         """What gradients are sent in: bf16 or fp32."""
         return self._runtime.grad_precision
 
+    @on_cpu()
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """What the planner is asked for steps of this size; see `request.plan_request`."""
         self._usable()

@@ -1,14 +1,19 @@
 """Ctrl-C between steps, never inside one: what computes runs on a thread of its own.
 
-Python raises KeyboardInterrupt, and whatever another signal's handler raises, on the main thread, after any call that
-happens to return then. No `try` closes all the gaps between a native call and the line that notes what it did. So the
-main thread waits here, and the work goes on where no signal's exception can reach it. No handler is installed for that:
-the exception is caught where the main thread waits, and raised again once the work is where it may end.
+Python raises KeyboardInterrupt, and whatever another signal's handler raises, on the main thread, between any two
+instructions. No `try` covers all the gaps between a native call and the line that records what it did, and with
+immediate updates a step that has begun must end. So the main thread waits here, and the work runs where no signal's
+exception can reach it. No handler is installed for that: the exception is caught where the main thread waits, and
+raised again once the work is where it may end.
 
-The work sees the caller's context variables, CUDA stream, default device and number of threads. What torch keeps for
-each thread beyond these (a profiler, a dispatch mode, hooks on saved tensors) stays with the caller. On any thread but
-the main one there is nothing to shield from, and the work runs there. Whichever thread it is, one piece of work runs at
-a time, and none in a fork of the process, which has the engine's memory and none of its threads.
+The work sees the caller's context variables, CUDA stream, default device and number of threads; grad mode, inference
+mode and autocast are the step's own (`numerics.arithmetic`). What torch keeps per thread and offers no way to hand over
+(`observer`: a profiler, for one) would see nothing of the work, so under one the work runs on the caller's thread. An
+interrupt, or any other exception that is not megatrain's own, then leaves an engine that refuses everything. On any
+thread but the main one there is nothing to guard against, and the work runs there.
+
+Whichever thread it is, one piece of work runs at a time, and none in a fork of the process, which has the engine's
+memory and none of its threads.
 """
 
 import atexit
@@ -24,8 +29,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatrain.errors import ConfigError, EngineBroken
+from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,8 @@ class InterruptGuard:
         """The last one; it may still run when an interrupt did not wait for its end."""
         self.broken = ""
         """Why what ran can no longer be trusted; empty while it can."""
+        self._cut = ""
+        """Why what ran on the caller's thread cannot be trusted, unless it still runs."""
         self._process = os.getpid()
         self._busy = threading.Lock()
         """Held by the work that runs, where no interrupt arrives."""
@@ -73,6 +83,8 @@ class InterruptGuard:
         body = self._alone(body)
         if threading.current_thread() is not threading.main_thread():
             return body()
+        if (watched := observer()) is not None:
+            return self._on_the_callers_thread(body, watched)
         job = self._job = _Job(self._as_the_caller(body))
         try:
             self._jobs.put(job)
@@ -115,6 +127,8 @@ class InterruptGuard:
             )
         if self.broken:
             raise EngineBroken(self.broken)
+        if self._cut and not self._busy.locked():
+            raise EngineBroken(self._cut)
         if job is not None and threading.current_thread() is not self._thread:
             job.wait()
             if threading.current_thread() is threading.main_thread():
@@ -148,6 +162,21 @@ class InterruptGuard:
 
         return run
 
+    def _on_the_callers_thread(self, body: Callable[[], T], watched: str) -> T:
+        """What `body` returns. An exception that may be an interrupt's is raised and leaves the engine broken."""
+        self._cut = (
+            f"a pass of this engine was cut off under {watched}, where nothing guards it against interrupts, so its "
+            "state is not known; create the engine again and load a checkpoint"
+        )
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                found = body()
+        except MegatrainError:
+            self._cut = ""
+            raise
+        self._cut = ""
+        return found
+
     def _as_the_caller(self, body: Callable[[], T]) -> Callable[[], T]:
         """`body` under what torch and Python keep for the calling thread."""
         threads, context, place = torch.get_num_threads(), contextvars.copy_context(), torch.get_default_device()
@@ -166,6 +195,19 @@ class InterruptGuard:
                 return context.run(body)
 
         return run
+
+
+def observer() -> str | None:
+    """What observes or changes the operations of the calling thread alone, for a message; None where nothing does."""
+    if torch._C._autograd._profiler_enabled():
+        return "a torch profiler"
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in functions if not isinstance(mode, DeviceContext)]  # the default device is handed over
+    for mode in (*modes, *_get_current_dispatch_mode_stack()):
+        return type(mode).__name__
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "hooks on saved tensors"
+    return None
 
 
 class _Job:

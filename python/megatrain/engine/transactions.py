@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain import _core
 from megatrain.engine import numerics
+from megatrain.engine.default_device import on_cpu, on_present_default
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
 from megatrain.engine.interrupt_guard import InterruptGuard
@@ -119,6 +120,14 @@ class Passes:
     ) -> StepOutput | float:
         """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss."""
         self._refuse_loss(loss_fn)
+        if loss_fn is not None:
+            loss_fn = on_present_default(loss_fn)
+        with on_cpu():
+            return self._train_prepared(prepared, loss_fn, normalizer, apply)
+
+    def _train_prepared(
+        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, apply: bool
+    ) -> StepOutput | float:
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         normalizer = None if normalizer is None else float(normalizer)

@@ -60,9 +60,19 @@ def test_the_fake_has_every_call_of_the_protocol() -> None:
     assert defined(Core).keys() <= defined(MemoryCore).keys()
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda self, unit: None, lambda self, unit, tensor, extra=1: None, lambda self, tensor, unit: None]
-)
+def fewer(self: Any, unit: int) -> int:
+    raise NotImplementedError
+
+
+def more(self: Any, unit: int, tensor: int, extra: int = 1) -> int:
+    raise NotImplementedError
+
+
+def swapped(self: Any, tensor: int, unit: int) -> int:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("wrong", [fewer, more, swapped])
 def test_another_signature_is_found(wrong: Any) -> None:
     kind = type("Changed", (MemoryCore,), {"step_count": wrong})
     with pytest.raises(AssertionError, match=r"Changed\.step_count"):

@@ -148,10 +148,10 @@ class EmbedTemplate:
     def _run(
         self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert micro.record is not None
+        record = micro.recorded
         for name, replay in self._replays.items():
-            replay.outputs = list(micro.record.side[name])
-        positions = micro.position_ids if micro.record.positions is None else micro.record.positions
+            replay.outputs = list(record.side[name])
+        positions = micro.position_ids if record.positions is None else record.positions
         call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, positions, micro.images)
         tables = {id(self.bound.tensors[index]) for index in self._tables}
 
@@ -182,17 +182,19 @@ class RowSums:
 
     def write(self, grad: Tensor) -> None:
         """`grad` (V, width) becomes these sums, zero elsewhere."""
-        assert self._sums is not None
         grad.zero_()
-        grad.index_copy_(0, self.rows, self._sums.to(grad.dtype))
-        self._sums = None
+        grad.index_copy_(0, self.rows, self._take().to(grad.dtype))
 
     def add_to(self, grad: Tensor) -> None:
         """These sums are added to `grad` (V, width)."""
-        assert self._sums is not None
         # the rows are distinct, so no two additions meet
-        grad.index_copy_(0, self.rows, grad.index_select(0, self.rows) + self._sums.to(grad.dtype))
-        self._sums = None
+        grad.index_copy_(0, self.rows, grad.index_select(0, self.rows) + self._take().to(grad.dtype))
+
+    def _take(self) -> Tensor:
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise RuntimeError("an embedding's gradient is written before any micro-batch was added")
+        return sums
 
 
 class HeadTemplate:

@@ -69,6 +69,13 @@ class MicroBatch:
     images: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """What the model takes beside the tokens, by its own names; empty without an image."""
 
+    @property
+    def recorded(self) -> Record:
+        """The record of a micro-batch that `InputPreprocessor.with_record` has returned."""
+        if self.record is None:
+            raise RuntimeError(f"micro-batch {self.index} is computed before its record was looked up")
+        return self.record
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StepInputs:

@@ -13,7 +13,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -27,11 +27,14 @@ lint: $(VENV)/.development ## formatting, lints and types of both languages
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
-	$(PYTHON) -m ruff format --check python tests benches
-	$(PYTHON) -m ruff check python tests benches
+	$(PYTHON) -m ruff format --check python tests benches docs
+	$(PYTHON) -m ruff check python tests benches docs
 	$(PYTHON) -m mypy
 	$(PYTHON) -m mypy.stubtest megatrain._core --mypy-config-file pyproject.toml
 	$(PYTHON) -m pytest -q tests/test_layers.py
+
+docs: $(VENV)/.development ## the documentation site, in target/site
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 test: test-rust test-python ## every test that needs no card
 

@@ -28,6 +28,7 @@ __all__ = [
     "conformance",
     "cuda_status",
     "isa",
+    "mappings_made",
     "plan",
     "probe_device",
     "probe_host",
@@ -195,6 +196,7 @@ class Engine:
         accumulate: bool = False,
         rows: tuple[int, Any] | None = None,
         idle: list[int] = ...,
+        synchronous: bool = False,
     ) -> None:
         """Starts a pass.
 
@@ -204,7 +206,8 @@ class Engine:
         gradients to those of the last one, which have not been applied. `rows` names a trained table of the embed unit
         (index of the tensor; where the head is tied, the table that it uses) and the rows of it that the pass looks up:
         int64, distinct, ascending, anything with DLPack on the CPU. With immediate updates the other rows are updated
-        beneath backward; nothing else depends on it. `idle` as in `apply`, for immediate updates."""
+        beneath backward; nothing else depends on it. `idle` as in `apply`, for immediate updates.
+        `synchronous` runs one operation at a time until the next pass begins."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
         no more."""
@@ -249,6 +252,10 @@ class Engine:
         tensor of each unit how often it had been updated. StorageError when the disk failed; the engine goes on."""
     def cancel_save(self) -> None:
         """Gives the save up, if there is one. Nothing is written any more when it returns."""
+    def lanes(self) -> str:
+        """JSON of where every lane stands now, whatever has become of the engine: `{completed, lanes: [{lane, running,
+        next, waits_for}]}`, operations named as "backward of layers.3, micro-batch 0". `completed` counts operations:
+        while it stays the same, nothing goes on."""
     def stats(self) -> str:
         """JSON of the last finished step: seconds busy of each lane (compute, upload, download, host), bytes moved,
         seconds Python waited, and which lane was longest."""
@@ -291,6 +298,9 @@ def split(master: SupportsDlpack, weights: SupportsDlpack, residual: SupportsDlp
 
 def isa() -> str:
     """The kernels in use: avx512, avx2 or scalar."""
+
+def mappings_made() -> int:
+    """How often this process has mapped host memory for engines, the simulated device's included. A step maps none."""
 
 def conformance(device: Device) -> None:
     """Runs the suite that every device passes; raises with the first rule that it breaks."""

@@ -378,7 +378,14 @@ def test_a_value_out_of_range_is_named(sections, message):
         ),
         ({"memory": {"nvme": {"path": "d", "size": "4GiB"}}}, r"memory\.nvme is not supported yet"),
         ({"train": {"moments": "8bit"}}, r"train\.moments: 8bit is not supported yet"),
-        ({"train": {"check_every": 10}}, r"train\.check_every: 10 is not supported yet.*leave it null"),
+        (
+            {"train": {"check_every": 10, "update": "immediate", "max_grad_norm": None}},
+            r"train\.check_every compares .*write train\.update: just_in_time",
+        ),
+        (
+            {"train": {"check_every": 10}, "device": "cuda"},
+            r"train\.check_every compares .*train\.deterministic: true; set it",
+        ),
         ({"output": {"tensorboard": True}}, r"output\.tensorboard is not supported yet.*leave it false"),
         ({"model": {"path": "a", "config": {"model_type": "llama"}}}, r"model\.path and model\.config are both given"),
         ({"model": {"config": {"hidden_size": 4}}}, r"model\.config has no model_type"),

@@ -31,8 +31,17 @@ def commands(document: Path) -> list[str]:
 SHOWN = [(document.name, command) for document in DOCUMENTS for command in commands(document)]
 
 
+PLACEHOLDERS = {
+    "RUN": "runs/quickstart",
+    "CONFIG.yaml": "examples/quickstart.yaml",
+    "PROMPT": "the quick",
+    "FILE": "examples/here.yaml",
+}
+"""Words of the pages, and what stands for them here."""
+
+
 def words(command: str) -> list[str]:
-    return shlex.split(command.split(" #", maxsplit=1)[0])
+    return [PLACEHOLDERS.get(word, word) for word in shlex.split(command.split(" #", maxsplit=1)[0])]
 
 
 def test_the_readme_shows_the_two_commands_that_set_everything_up() -> None:
@@ -61,13 +70,6 @@ def test_every_command_shown_exists(document: str, command: str) -> None:
 
 SHORTER = {"megatrain bench --model tiny": ["--batch", "1", "--seq", "64", "--steps", "1", "--warmup", "0"]}
 """What is added to a command whose numbers are for people, who wait for minutes."""
-PLACEHOLDERS = {
-    "RUN": "runs/quickstart",
-    "CONFIG.yaml": "examples/quickstart.yaml",
-    "PROMPT": "the quick",
-    "FILE": "examples/here.yaml",
-}
-"""Words of docs/runs.md, and what stands for them here."""
 RUN = [
     command
     for command in dict.fromkeys(command for name, command in SHOWN if name.endswith(".md"))
@@ -98,8 +100,7 @@ def test_every_command_of_the_pages_is_run(
 ) -> None:
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "user-cache"))  # where probe keeps a machine
-    given = [PLACEHOLDERS.get(word, word) for word in words(command)[1:]]
-    assert main(given + SHORTER.get(command, [])) == 0
+    assert main(words(command)[1:] + SHORTER.get(command, [])) == 0
     assert capsys.readouterr().out
 
 
@@ -143,6 +144,27 @@ def test_the_two_halves_of_a_step_that_the_readme_shows_make_a_step_with_the_pla
     assert second.loss == pytest.approx(first.loss, rel=1e-6)
     assert second.num_tokens == first.num_tokens
     assert all(error(own.weight(name), plain.weight(name)) < 1e-5 for name in plain.decoder.tensors)
+
+
+def test_the_code_on_the_page_about_python_runs_as_one_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from support.reference import build
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda _: build())  # in place of a download
+    exec("\n".join(blocks), {})
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "trained"}
+
+
+def test_every_page_of_the_site_is_in_its_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}" in text, page.name
 
 
 def test_every_file_that_the_readme_links_to_is_there() -> None:

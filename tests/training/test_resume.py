@@ -1,9 +1,11 @@
 """How a run goes on: bit equal after a stop, and never on other data, another tokenizer or under another identity."""
 
+import datetime as dt
 import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,11 +257,11 @@ def test_settings_that_an_earlier_version_took_without_effect_do_not_hold_a_run_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path)
-    taken = {"train": config["train"] | {"check_every": 2}, "output": config["output"] | {"tensorboard": True}}
+    taken = {"output": config["output"] | {"tensorboard": True}}
     with monkeypatch.context() as earlier:
         earlier.setattr("megatrain.config.validation._supported", lambda _: None)
         stopped_after_two_steps(config | taken)
-    with pytest.raises(ConfigError, match=r"train\.check_every: 2 is not supported yet"):
+    with pytest.raises(ConfigError, match=r"output\.tensorboard is not supported yet"):
         fit(config | taken)
     assert fit(config).step == 6
 
@@ -281,6 +283,39 @@ def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tm
         fit(config)
     train_bpe(WORDS, 300).save_pretrained(folder)
     assert fit(config).step == 6
+
+
+def test_the_day_that_templates_are_given_is_that_of_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(dt.date):
+        day = 4
+
+        @classmethod
+        def today(cls) -> dt.date:
+            return dt.date(2024, 7, cls.day)
+
+    monkeypatch.setattr("megatrain.data.dataset.dt", SimpleNamespace(date=Clock))
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    rows = [[{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}] for word in WORDS]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "chat.jsonl"), "eval": []}
+
+    def run(name: str, **more: Any) -> dict[str, Any]:
+        output = {"dir": str(tmp_path / name), "export": "never"}
+        config = settings(tmp_path, data=data | more, output=output)
+        config["model"] = config["model"] | {"chat_template": template}
+        return config
+
+    fit(run("straight"))
+    stopped_after_two_steps(run("parted"))
+    Clock.day = 5
+    fit(run("parted"))
+    assert losses(tmp_path / "parted") == losses(tmp_path / "straight")
+    fit(run("later"))
+    assert losses(tmp_path / "later") != losses(tmp_path / "straight")
+    fit(run("dated", date="2024-07-04"))
+    assert losses(tmp_path / "dated") == losses(tmp_path / "straight")
 
 
 def test_the_standard_library_of_another_python_is_other_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
+pub use self::lanes::{LaneState, Lanes};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
 pub use self::schedules::CachedSchedules;
@@ -39,6 +40,7 @@ mod compute;
 mod device_update;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
+mod lanes;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
@@ -102,13 +104,15 @@ pub struct Begin {
     pub rows: Option<Rows>,
     /// Adds this pass's gradients to those of the last one, which have not been applied.
     pub accumulate: bool,
+    /// Runs one operation at a time from here to the next pass, whatever [`Options::synchronous`] says.
+    pub synchronous: bool,
 }
 
 impl Begin {
     /// A pass of this kind, on the default compute stream.
     #[must_use]
     pub const fn new(pass: Pass, micro_batches: u32) -> Self {
-        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false }
+        Self { pass, micro_batches, compute_stream: 0, groups: None, rows: None, accumulate: false, synchronous: false }
     }
 }
 
@@ -244,6 +248,12 @@ impl Engine {
     /// [`crate::Error::Broken`].
     pub fn drain(&self, limit: Duration) -> Result<Poll<()>> {
         self.shared.drain(limit)
+    }
+
+    /// Where every lane stands now, whatever has become of the engine.
+    #[must_use]
+    pub fn lanes(&self) -> Lanes {
+        self.shared.lanes()
     }
 
     /// Figures of the last pass that was finished.

@@ -534,7 +534,15 @@ fn an_idle_group_stays_as_it_is_wherever_its_state_lies() {
             let before = run.toy.state(&run.engine).unwrap();
             let groups = (update == UpdateMode::Immediate).then(|| idle.to_vec());
             let (pass, micro_batches) = (Pass::Train, request.micro_batches);
-            let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows: None, accumulate: false };
+            let begin = Begin {
+                pass,
+                micro_batches,
+                compute_stream: 0,
+                groups,
+                rows: None,
+                accumulate: false,
+                synchronous: false,
+            };
             run.engine.begin(&begin, FOREVER).map(ready).unwrap();
             run.toy.compute(&run.engine, 1).unwrap();
             run.engine.apply(&idle, None, FOREVER).map(ready).unwrap();

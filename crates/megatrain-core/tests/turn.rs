@@ -203,6 +203,7 @@ fn rows_that_cannot_be_are_refused_before_anything_begins() {
         groups: Some(GROUPS.to_vec()),
         rows: Some(Rows { tensor: 0, rows }),
         accumulate: false,
+        synchronous: false,
     };
     let error = engine.begin(&begin(vec![3, 2]), FOREVER).unwrap_err().to_string();
     assert!(error.contains("embed.weight must be distinct and ascending"), "{error}");

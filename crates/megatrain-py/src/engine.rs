@@ -106,7 +106,7 @@ impl Engine {
 
     #[expect(clippy::too_many_arguments, reason = "Python's keywords")]
     #[pyo3(signature = (kind, micro_batches, compute_stream = 0, groups = None, accumulate = false, rows = None,
-                        idle = vec![]))]
+                        idle = vec![], synchronous = false))]
     fn begin(
         &self,
         py: Python<'_>,
@@ -117,6 +117,7 @@ impl Engine {
         accumulate: bool,
         rows: Option<(usize, Bound<'_, PyAny>)>,
         idle: Vec<usize>,
+        synchronous: bool,
     ) -> PyResult<()> {
         let pass = match kind {
             "train" => Pass::Train,
@@ -125,7 +126,7 @@ impl Engine {
         };
         let groups = groups.map(|given| self::groups(given, &idle));
         let rows = rows.map(|(tensor, rows)| looked_up(tensor, &rows)).transpose()?;
-        let begin = Begin { pass, micro_batches, compute_stream, groups, rows, accumulate };
+        let begin = Begin { pass, micro_batches, compute_stream, groups, rows, accumulate, synchronous };
         self.wait(py, |engine| engine.begin(&begin, SLICE))
     }
 
@@ -248,6 +249,10 @@ impl Engine {
             self.engine.cancel_save();
             Ok(())
         })
+    }
+
+    fn lanes(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || write("the lanes", &self.engine.lanes()))
     }
 
     fn stats(&self, py: Python<'_>) -> PyResult<String> {

@@ -30,6 +30,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(kernels::isa, module)?)?;
     module.add_function(wrap_pyfunction!(probe::run_conformance, module)?)?;
     module.add_function(wrap_pyfunction!(probe::cuda_status, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::mappings_made, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_host, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_device, module)?)?;
     Ok(())

@@ -26,6 +26,12 @@ const LEAST_BYTES: u64 = 1 << 20;
 /// The most: sums of several stay far from overflowing.
 const MOST_BYTES: u64 = 1 << 48;
 
+/// How often this process has mapped host memory, the simulated device's included.
+#[pyfunction]
+pub(crate) fn mappings_made() -> u64 {
+    megatrain_core::host::span::mappings_made()
+}
+
 /// JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver.
 #[pyfunction]
 pub(crate) fn cuda_status(py: Python<'_>) -> PyResult<String> {

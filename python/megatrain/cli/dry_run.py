@@ -8,6 +8,8 @@ from megatrain.errors import CheckpointError, ConfigError
 from megatrain.training.run_dir import output_folder
 
 if TYPE_CHECKING:
+    import datetime as dt
+
     from transformers import PreTrainedTokenizerBase
 
     from megatrain.config import Config
@@ -82,13 +84,14 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
     from megatrain.system.terminal import on_a_terminal
     from megatrain.training.setup import vocabulary_size
 
-    tokenizer = _tokenizer(config)
+    tokenizer, date = _tokenizer(config)
     moving = on_a_terminal()
     train, evaluated = prepare(
         config,
         tokenizer,
         vocab_size=vocabulary_size(config, tokenizer),
         progress=(lambda what, tokens: moving(f"tokenizing {what}", tokens, 0)) if moving else None,
+        date=date,
     )
     chosen = evaluated if held_out and evaluated is not None else train
     rows = inspection.rows(chosen, tokenizer, num_rows)
@@ -113,19 +116,22 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
         line(f"shown: {shown} of {pieces:,} rows and parts of rows; --rows N shows more")
 
 
-def _tokenizer(config: "Config") -> "PreTrainedTokenizerBase":
-    """The tokenizer that a start would use. When a start would be refused, says so and uses the configuration's."""
+def _tokenizer(config: "Config") -> "tuple[PreTrainedTokenizerBase, dt.date | None]":
+    """The tokenizer that a start would use, and the day that a run that goes on gave its chat template. When a start
+    would be refused, says so and uses the configuration's."""
+    from megatrain.data.fingerprint import date_of
     from megatrain.training.resume import resolve_resume
     from megatrain.training.setup import run_tokenizer
 
     if config.output.dir is not None:
         run = output_folder(config)
         try:
-            return resolve_resume(config, run, lambda origin: run_tokenizer(config, origin.folder if origin else None))[
-                1
-            ]
+            origin, tokenizer = resolve_resume(
+                config, run, lambda origin: run_tokenizer(config, origin.folder if origin else None)
+            )
+            return tokenizer, date_of(origin.folder if origin else None)
         except (ConfigError, CheckpointError) as error:
             tokenizer = run_tokenizer(config)
             sys.stderr.write(f"megatrain train would refuse this: {error}\n")
-            return tokenizer
-    return run_tokenizer(config)
+            return tokenizer, None
+    return run_tokenizer(config), None

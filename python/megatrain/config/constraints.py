@@ -46,6 +46,21 @@ def refuse_clipped_immediate(update: str, max_grad_norm: float | None, section: 
         )
 
 
+def refuse_unrepeatable(update: str, device: str, deterministic: bool, key: str, section: str = "") -> None:
+    """Raises ConfigError where a step's gradients cannot be computed twice and compared bit for bit. `key`: what asks
+    for that, `section`: what goes before the other keys in the message."""
+    if update == "immediate":
+        raise ConfigError(
+            f"{key} compares a step's gradients before they change any weight, and with {section}update: immediate "
+            f"they do as they arrive; write {section}update: just_in_time, or leave it out"
+        )
+    if device == "cuda" and not deterministic:
+        raise ConfigError(
+            f"{key} compares a step's gradients bit for bit, and on a card they are the same in every pass only with "
+            f"{section}deterministic: true; set it, or leave {key} out"
+        )
+
+
 def refuse_processes() -> None:
     """Raises ConfigError where a launcher has started more than one process."""
     for name in _LAUNCHED:

@@ -29,7 +29,7 @@ _KINDS = {
     "output": "place",
 }
 
-_ONCE_IGNORED = ("train.check_every", "output.tensorboard")
+_ONCE_IGNORED = ("output.tensorboard",)
 """Settings that earlier versions accepted and ignored, and that are refused now."""
 
 

@@ -1,6 +1,7 @@
 """From a file's text and command-line words to one mapping: short forms, paths, overrides."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
             if isinstance(model.get(name), str):
                 model[name] = _folder_or_id(model[name], base, f"model.{name}")
         template = model.get("chat_template")
-        if isinstance(template, str) and template and "{" not in template:
+        named = isinstance(template, str) and is_template_name(template) and not (base / template).is_file()
+        if isinstance(template, str) and template and "{" not in template and not named:
             model["chat_template"] = _path(template, base, "model.chat_template")
     if isinstance(data := tree.get("data"), dict):
         if isinstance(data.get("cache"), str):
@@ -125,6 +127,11 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
         if isinstance(memory["nvme"].get("path"), str):
             memory["nvme"]["path"] = _path(memory["nvme"]["path"], base, "memory.nvme.path")
     return tree
+
+
+def is_template_name(setting: str) -> bool:
+    """Whether `model.chat_template` is a word that names one of the tokenizer's templates, rather than a file."""
+    return re.fullmatch(r"[A-Za-z_]\w*", setting) is not None
 
 
 def _path(text: str, base: Path, key: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.config import Config
 from megatrain.config.data_files import find
+from megatrain.config.loading import is_template_name
 from megatrain.errors import ConfigError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -25,7 +26,7 @@ def check(config: Config) -> None:
         check_tokenizer(Path(model.tokenizer), "model.tokenizer")
     elif model.tokenizer is None and model.path is not None and not any(Path(model.path).glob("*.gguf")):
         check_tokenizer(Path(model.path), "model.path")
-    if model.chat_template is not None:
+    if model.chat_template is not None and not is_template_name(model.chat_template):
         chat_template(model.chat_template)
     for source in (*config.data.train, *config.data.eval):
         if not source.path.startswith("python:"):

@@ -5,6 +5,7 @@ between sections are in `validation.py`.
 """
 
 import dataclasses
+import datetime as dt
 import math
 from typing import Annotated, Any, Literal
 
@@ -61,7 +62,8 @@ class ModelConfig:
     tokenizer: str | TokenizerTraining | None = None
     """A folder or hub id, or `{train: bpe, vocab_size: N}`; null: the one beside the model."""
     chat_template: str | None = None
-    """A Jinja file, or the template itself; null: the tokenizer's."""
+    """A Jinja file, the template itself, or the name of one of several that the tokenizer has (`rag`); null: the
+    tokenizer's, of several `tool_use` for rows with tools and `default` for others."""
     trust_remote_code: bool = False
     """Whether Python code that comes with the model or tokenizer may run."""
     freeze: tuple[str, ...] = ()
@@ -85,8 +87,8 @@ class ModelConfig:
 
 
 _FIELDS = tuple(
-    "text messages prompt completion instruction input output history system tools chosen rejected label role content "
-    "role.user role.assistant role.system role.tool role.function_call".split()
+    "text messages prompt completion instruction input output history system tools chosen rejected label documents "
+    "role content role.user role.assistant role.system role.tool role.function_call".split()
 )
 
 
@@ -150,11 +152,19 @@ class DataConfig:
     """Threads that tokenize; `auto`: one per processor that this process may use."""
     cache: str | None = None
     """Folder of tokenized data; null: the user's cache folder."""
+    date: str | None = None
+    """The day, such as 2026-11-28, that chat templates with today's date are given; null: that of the run's start,
+    which the run keeps when it is resumed."""
 
     def __post_init__(self) -> None:
         _at_least("data", self, seq_len=2)
         if self.workers != "auto":
             _at_least("data", self, workers=1)
+        if self.date is not None:
+            try:
+                dt.date.fromisoformat(self.date)
+            except ValueError:
+                raise ConfigError(f"data.date is {self.date!r}; write a day such as 2026-11-28") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +264,9 @@ class TrainConfig:
     max_nonfinite: int = 5
     """Steps with non-finite gradients in a row after which the run stops itself."""
     check_every: int | None = None
-    """Steps between two comparisons of the weights on the device with those on the host. Not supported yet: null."""
+    """Every so many steps forward and backward run twice, the second time one operation at a time, and the gradients
+    are compared bit for bit before the update; a difference stops the run. Such a step takes about twice as long. On
+    CUDA with `deterministic` only; null: never."""
 
     def __post_init__(self) -> None:
         for one, other in (("steps", "epochs"), ("batch_tokens", "batch_size")):

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config.constraints import check_eps, refuse_clipped_immediate
+from megatrain.config.constraints import check_eps, refuse_clipped_immediate, refuse_unrepeatable
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def check(config: "Config") -> None:
 NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
     "memory.nvme": (None, "remove it, and see `megatrain plan` for what host memory needs"),
     "train.moments": ("fp32", "write fp32"),
-    "train.check_every": (None, "weights on the device are not compared with those on the host; leave it null"),
     "output.tensorboard": (
         False,
         "metrics are in metrics.jsonl of the run's folder, and `megatrain report` makes a page of them; leave it false",
@@ -77,6 +76,9 @@ def _batch(config: "Config") -> None:
 def _train(config: "Config") -> None:
     train = config.train
     refuse_clipped_immediate(train.update, train.max_grad_norm, "train.")
+    if train.check_every is not None:
+        device = "cuda" if config.device == "cuda" else "cpu"  # `auto` is decided, and asked again, by the planner
+        refuse_unrepeatable(train.update, device, train.deterministic, "train.check_every", "train.")
     for group in train.groups:  # what a group leaves out is the section's
         eps = train.eps if group.eps is None else group.eps
         check_eps(eps, group.betas or train.betas, f"eps of train.groups {list(group.params)}")

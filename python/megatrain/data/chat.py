@@ -16,8 +16,9 @@ special token: `<|im_end|>` but not the line break after it.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -46,11 +47,13 @@ def assistant_turns(
     text: str,
     wanted: Sequence[int],
     reads: Collection[str],
+    specials: Collection[str],
     where: str,
 ) -> dict[int, Turn]:
     """The turns of messages `wanted` in `text`, which is `render(messages)`; a turn that is not rendered has no entry.
 
     reads: names that the template reads. Keys of a message beyond them change nothing.
+    specials: the tokenizer's special tokens, as they are spelled
     Raises ConfigError naming the row at `where`.
     """
     if not wanted:
@@ -62,8 +65,7 @@ def assistant_turns(
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     closing = finder.closing(last, spans.get(last))
     return {
-        index: Turn(start, end, end + _shared(text[end : end + len(closing)], closing))
-        for index, (start, end) in sorted(spans.items())
+        index: Turn(start, end, finder.closed(end, closing, specials)) for index, (start, end) in sorted(spans.items())
     }
 
 
@@ -260,16 +262,17 @@ class _Finder:
     def whole_turns(self, indices: Sequence[int]) -> dict[int, tuple[int, int]]:
         """(start, end) of all that these messages say. One of which nothing is rendered has no entry, and neither has
         one whose tool calls are not."""
-        if not indices:
-            return {}
-        spans = self._exchanged(indices)
-        if spans is None:
-            spans = {}
-            for index in indices:
-                found = self._exchanged([index]) or self._between_prefixes(index)
-                if found is None:
+        spans: dict[int, tuple[int, int]] = {}
+        calls = [index for index in indices if self._messages[index].get("tool_calls")]
+        # Apart, since templates that check the order of roles refuse another turn in place of a call.
+        for group in ([index for index in indices if index not in set(calls)], calls):
+            found = self._exchanged(group) or self._after_anchors(group)
+            for index in group:
+                one = {} if index in found else self._exchanged([index])
+                if one is None:
                     raise self._lost(index)
-                spans |= found
+                found |= one
+            spans |= found
         return {index: span for index, span in spans.items() if self._rendered(index, *span)}
 
     def _rendered(self, index: int, start: int, end: int) -> bool:
@@ -279,6 +282,8 @@ class _Finder:
 
     def _exchanged(self, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
         """Found with markers in place of these turns, in one rendering; None where the rest of the text changes."""
+        if not indices:
+            return {}
         plain, reasoned = {}, {}
         for index in indices:
             plain[index] = {"role": "assistant", "content": self._marker(index)}
@@ -290,9 +295,12 @@ class _Finder:
                 )
         spans = self._gaps(self._attempt(self._with(plain)), indices)
         if spans is None and reasoned != plain:
-            spans = self._gaps(self._attempt(self._with(reasoned)), indices)
-            if spans is not None:
-                spans = self._after_prompt(spans)
+            out = self._attempt(self._with(reasoned))
+            spans = self._gaps(out, indices)
+            if out is not None and spans is not None:
+                shown = {index: span for index, span in spans.items()
+                         if reasoned[index] != plain[index] and self._marker(index) in out}  # fmt: skip
+                spans |= self._after_prompt(shown)
         return spans
 
     def _gaps(self, out: str | None, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
@@ -311,50 +319,95 @@ class _Finder:
         parts.append(out[position:])
         if self._stem in "".join(parts) or not self._text.startswith(parts[0]) or not self._text.endswith(parts[-1]):
             return None
-        starts, stops = [len(parts[0])], []
-        for part in parts[1:-1]:
-            at = self._text.find(part, starts[-1]) if part else -1
-            if at < 0 or self._text.find(part, at + 1) >= 0:
-                return None
-            stops.append(at)
-            starts.append(at + len(part))
-        stops.append(len(self._text) - len(parts[-1]))
-        if any(stop < start for start, stop in zip(starts, stops, strict=True)):
+        first, last = len(parts[0]), len(self._text) - len(parts[-1])
+        places = _places(self._text[:last], parts[1:-1], first)
+        if last < first or places is None:
             return None
-        return dict(zip(indices, zip(starts, stops, strict=True), strict=True))
+        starts = [first, *(at + len(part) for at, part in zip(places, parts[1:-1], strict=True))]
+        return dict(zip(indices, zip(starts, [*places, last], strict=True), strict=True))
 
     def _after_prompt(self, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """With what opens the reasoning, where that follows the generation prompt: the model writes it itself."""
-        first = min(spans)
+        opening = self._prompt
+        places = self._anchors(spans) if opening and spans else {}
+        moved = {}
+        for index, (start, end) in spans.items():
+            found = self._text.find(opening, places.get(index, len(self._text))) + len(opening)
+            # Not found, it is -1.
+            moved[index] = (found if len(opening) <= found <= start else start, end)
+        return moved
+
+    def _anchors(self, indices: Collection[int]) -> dict[int, int]:
+        """Where in the text the content of the message before each of these ends, for those where that can be told."""
+        before = sorted({index - 1 for index in indices if index and self._content(index - 1).strip()})
+        out = self._attempt(self._with({at: self._anchored(at) for at in before}))
+        if out is None or self._unmarked(out) != self._text:
+            return {}
+        width = len(self._marker(0))
+        found = {}
+        for count, at in enumerate(before):
+            if out.count(self._marker(at)) == 1:
+                found[at + 1] = out.index(self._marker(at)) - count * width
+        return {index: found[index] for index in indices if index in found}
+
+    def _anchored(self, index: int) -> Message:
+        """The message with a marker where its content ends."""
+        content = self._content(index)
+        at = len(content.rstrip())
+        return {**self._messages[index], "content": content[:at] + self._marker(index) + content[at:]}
+
+    @functools.cached_property
+    def _prompt(self) -> str:
+        """The template's generation prompt; empty where it has none."""
+        first = next((at for at, message in enumerate(self._messages) if message["role"] == "assistant"), 0)
         try:
             before = self._render(self._messages[:first])
             prompt = self._render(self._messages[:first], prompt=True)
         except Exception:
-            return spans
-        opening = prompt[len(before) :] if prompt.startswith(before) else ""
-        if not opening:
-            return spans
-        moved = {}
-        for index, (start, end) in spans.items():
-            found = self._text.rfind(opening, 0, start)
-            gap = self._text[found + len(opening) : start]
-            earlier = str(self._messages[index - 1]["content"]).strip() if index else ""
-            # A gap with the message before in it is that of another turn.
-            mine = found >= 0 and len(gap) <= _LONGEST_OPENING and not (earlier and earlier in gap)
-            moved[index] = (start - len(gap) if mine else start, end)
-        return moved
+            return ""
+        return prompt[len(before) :] if prompt.startswith(before) else ""
 
-    def _between_prefixes(self, index: int) -> dict[int, tuple[int, int]] | None:
-        """For templates that check the order of roles: between the conversation before the turn and the one with it,
-        where both are beginnings of the text."""
-        try:
-            before = self._render(self._messages[:index], prompt=True)
-        except Exception:
-            return None
-        after = self._attempt(self._messages[: index + 1])
-        if after is None or not self._text.startswith(after) or not after.startswith(before):
-            return None
-        return {index: (len(before), len(after.rstrip()))}
+    def _after_anchors(self, indices: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """For templates that check the order of roles: between the generation prompt after the message before a turn
+        and the end of the turn. Both are rendered in a short conversation that ends with them; what follows the content
+        of the message before has to be the same in the text. Turns that cannot be found so have no entry."""
+        spans = {}
+        for index, start in self._anchors(indices).items():
+            for opening, turn in self._turns_after(index):
+                if self._text.startswith(opening + turn, start):
+                    spans[index] = (start + len(opening), start + len(opening) + len(turn.rstrip()))
+                    break
+        return spans
+
+    def _turns_after(self, index: int) -> Iterator[tuple[str, str]]:
+        """What may stand between the content of the message before a turn and the turn, and the turn with its end."""
+        anchor, plain = self._marker(index - 1), self._marker(index)
+        message = self._messages[index]
+        silent = {key: value for key, value in message.items() if key not in REASONING}
+        for before in self._beginnings(index):
+            before = [*before[:-1], self._anchored(index - 1)]
+            try:
+                bare, opening = (self._render(before, prompt=prompt).partition(anchor)[2] for prompt in (False, True))
+            except Exception:
+                continue
+            if bare == opening:  # the template has no generation prompt: what stands before a content is none of it
+                out = self._attempt([*before, {"role": "assistant", "content": plain}]) or ""
+                header = out.partition(anchor)[2].partition(plain)[0]
+            else:
+                header = opening
+            for turn in (message, silent):  # reasoning may be left out of a turn that others follow
+                whole = (self._attempt([*before, turn]) or "").partition(anchor)[2]
+                for before_turn in (header, opening):
+                    if before_turn and whole.startswith(before_turn):
+                        yield before_turn, whole[len(before_turn) :]
+                        break
+
+    def _beginnings(self, index: int) -> Iterator[list[Message]]:
+        """Conversations before a turn: the last question with the messages from the exchange before it on, and all."""
+        asked = max((at for at in range(index) if self._messages[at]["role"] == "user"), default=0)
+        near = max(asked + 1, index - 2)
+        yield [*self._messages[asked : asked + 1], *self._messages[near:index]]
+        yield list(self._messages[:index])
 
     def closing(self, last: int, span: tuple[int, int] | None) -> str:
         """What the template writes after the assistant turn that ends a conversation."""
@@ -367,9 +420,41 @@ class _Finder:
             return ""
         return out[out.index(marker) + len(marker) :]
 
+    def closed(self, end: int, closing: str, specials: Collection[str]) -> int:
+        """Where what closes the turn that ends at `end` ends. `closing` is what closes the last turn."""
+        after = self._text[end : end + len(closing) + _LONGEST_OPENING]
+        shared = _shared(after, closing)
+        special = re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)) or "(?!)")
+        for found in special.finditer(after):
+            if found.start() < shared < found.end():
+                shared = found.start()
+        if not closing[:shared].strip() and special.match(closing.lstrip()):
+            # The last turn may end with a token of its own, as in gpt-oss. What opens the next turn ends none.
+            blanks = len(after) - len(after.lstrip())
+            found_here, opens = special.match(after, blanks), special.match(self._prompt)
+            if found_here and opens and found_here.group() != opens.group():
+                return end + found_here.end()
+        return end + shared
+
 
 _LONGEST_OPENING = 64
 """Characters of what opens a reasoning block, such as `<think>` and a line break."""
+
+
+def _places(text: str, parts: Sequence[str], start: int) -> list[int] | None:
+    """Where the parts, one after the other, are in `text` from `start` on; None where that can be in several ways."""
+    earliest, at = [], start
+    for part in parts:
+        found = text.find(part, at)
+        if not part or found < 0:
+            return None
+        earliest.append(found)
+        at = found + len(part)
+    latest, at = [], len(text)
+    for part in reversed(parts):
+        at = text.rfind(part, start, at)
+        latest.append(at)
+    return earliest if earliest == latest[::-1] else None
 
 
 def _walk_back(before: str, text: str, anchor: int) -> int:

@@ -1,6 +1,7 @@
 """From `data` settings and a tokenizer to a data set that is ready to be batched."""
 
 import dataclasses
+import datetime as dt
 import logging
 import shutil
 import tempfile
@@ -48,10 +49,12 @@ class Part:
 class Dataset:
     """All sources of `data.train` or `data.eval`, as sequences of at most `seq_len` tokens."""
 
-    def __init__(self, parts: Sequence[Part], seq_len: int, *, packing: bool) -> None:
+    def __init__(self, parts: Sequence[Part], seq_len: int, *, packing: bool, date: dt.date) -> None:
+        """`date`: the day that chat templates were given."""
         self.parts = tuple(parts)
         self.seq_len = seq_len
         self.packing = packing
+        self.date = date
 
     @property
     def num_rows(self) -> int:
@@ -137,15 +140,20 @@ def prepare(
     *,
     vocab_size: int | None = None,
     progress: Progress | None = None,
+    date: dt.date | None = None,
 ) -> tuple[Dataset, Dataset | None]:
     """Training data and, where there is any, held-out data: tokenized or found in the cache, cut and packed.
 
-    `vocab_size`: rows of the model's embedding; a larger token id is refused. Raises ConfigError for data that cannot
+    `vocab_size`: rows of the model's embedding; a larger token id is refused. `date`: the day that chat templates are
+    given where `data.date` names none; None: today. Raises ConfigError for data that cannot
     be used, naming file and line, and StorageError for a cache folder that cannot be written.
     """
     config.require("data")
-    train = _dataset(config, config.data.train, tokenizer, vocab_size, progress, train=True)
-    held_out = _dataset(config, config.data.eval, tokenizer, vocab_size, progress, train=False)
+    if config.data.date is not None:
+        date = dt.date.fromisoformat(config.data.date)
+    day = date or dt.date.today()
+    train = _dataset(config, config.data.train, tokenizer, vocab_size, progress, day, train=True)
+    held_out = _dataset(config, config.data.eval, tokenizer, vocab_size, progress, day, train=False)
     seen = {source.path for source in config.data.train}
     for source in config.data.eval:
         if source.split is None and source.path in seen:
@@ -162,6 +170,7 @@ def _dataset(
     tokenizer: "PreTrainedTokenizerBase",
     vocab_size: int | None,
     progress: Progress | None,
+    date: dt.date,
     *,
     train: bool,
 ) -> Dataset:
@@ -170,7 +179,7 @@ def _dataset(
     for index, settings in enumerate(sources):
         key = f"data.{'train' if train else 'eval'}.{index}"
         source = Source(settings, held_out=not train)
-        encoder = Encoder(tokenizer, config.data.supervise, source.form)
+        encoder = Encoder(tokenizer, config.data.supervise, source.form, date)
         tokens = _tokens(config, source, encoder, progress)
         if not len(tokens):
             what = "selects no row" if settings.split is not None else "holds no row"
@@ -183,7 +192,7 @@ def _dataset(
             raise ConfigError(f"{key}: no row of {settings.path} can be trained on: {_reasons(source, tokens, pieces)}")
         parts.append(Part(source, tokens, pieces, _sequences(config, pieces, index, train=train), rows))
         rows += len(tokens)
-    return Dataset(parts, config.data.seq_len, packing=config.data.packing)
+    return Dataset(parts, config.data.seq_len, packing=config.data.packing, date=date)
 
 
 def _tokens(config: Config, source: Source, encoder: Encoder, progress: Progress | None) -> Tokens:

@@ -3,10 +3,12 @@
 Every checkpoint holds these fingerprints. Paths alone would let a run go on with a file that is another one by now.
 """
 
+import datetime as dt
 import hashlib
 import json
 import platform
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import SourceConfig
@@ -36,6 +38,16 @@ def of_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
         tokenizer(_PROBE, add_special_tokens=True)["input_ids"],
     ]
     return {"tokens": _sha256(vocabulary), "template": _sha256(tokenizer.chat_template)}
+
+
+def date_of(checkpoint: Path | None) -> dt.date | None:
+    """The day that chat templates were given in the run that a checkpoint belongs to; None where it does not say."""
+    from megatrain.checkpoint.checkpoint import Checkpoint
+
+    if checkpoint is None:
+        return None
+    date = Checkpoint.open(checkpoint).state().state.get("run", {}).get("date")
+    return None if date is None else dt.date.fromisoformat(date)
 
 
 def changed_sources(

@@ -2,7 +2,7 @@
 
 from megatrain.data.rows import Remark
 
-_UNUSED = ("column", "message key", "reasoning", "calls", "tools", "marked", "system")
+_UNUSED = ("column", "message key", "reasoning", "calls", "tools", "argument", "marked", "system")
 """Kinds that mean that a part of a row is left out; `data.unused: error` refuses them."""
 
 
@@ -25,6 +25,8 @@ def describe(remark: Remark, count: int, rows: int, example: str) -> str:
         return f"turns with tool calls that the chat template does not render are not learnt ({of})"
     if kind == "tools":
         return f"the chat template does not render tools ({of})"
+    if kind == "argument":
+        return f"the chat template does not read {name} ({of})"
     if kind == "system":
         return f"the column {name!r} is not used, since a prompt is not put into a chat template ({of})"
     if kind == "marked":

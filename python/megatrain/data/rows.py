@@ -42,6 +42,8 @@ class Row:
     """How many of the messages are the prompt, and not learnt unless everything is."""
     tools: tuple[Any, ...] | None = None
     """Tool descriptions for the chat template."""
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else the chat template is given: `documents`, and what the row has as `chat_template_kwargs`."""
     skip: str = ""
     """Why the row is left out; empty: it is not."""
     remarks: tuple[Remark, ...] = ()
@@ -51,7 +53,16 @@ class Row:
 
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _NAMES = ("text", "messages", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
-          "chosen", "rejected", "label")  # fmt: skip
+          "chosen", "rejected", "label", "documents")  # fmt: skip
+
+
+_ARGUMENTS = "chat_template_kwargs"
+_TAKEN = frozenset(
+    "messages conversation conversations tools documents chat_template add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "strftime_now".split()
+)
+"""Arguments of `apply_chat_template` that a row does not set."""
 
 
 class RowParser:
@@ -274,8 +285,30 @@ class _Reader:
             marks=tuple(marks),
             prompt_turns=prompt_turns,
             tools=tools,
+            template_arguments=self._template_arguments(),
         )
         return self.labelled(row)
+
+    def _template_arguments(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, as TRL names them, and the documents of templates for retrieval."""
+        found: dict[str, Any] = {}
+        if self._value.get(_ARGUMENTS) is not None:
+            self.used.add(_ARGUMENTS)
+            place = f"{self.where}: {_ARGUMENTS}"
+            given = chat.decoded(self._value[_ARGUMENTS], place)
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{place} is {brief(given)}; expected an object")
+            for key in given:
+                if not isinstance(key, str) or key in _TAKEN:
+                    raise ConfigError(f"{place} has the key {key!r}, which is given by the row itself; leave it out")
+            found |= given
+        if self.has("documents"):
+            place = f"{self.where}: {self.names['documents']}"
+            documents = chat.decoded(self.value("documents"), place)
+            if not isinstance(documents, list) or not all(isinstance(document, Mapping) for document in documents):
+                raise ConfigError(f"{place} is {brief(documents)}; expected a list of objects with title and text")
+            found["documents"] = documents
+        return found
 
     def labelled(self, row: Row) -> Row:
         """Leaves out an answer that is labelled as a bad one, as rows for KTO are."""

@@ -1,7 +1,9 @@
-"""What a chat template reads, found in its syntax tree without rendering anything."""
+"""What a chat template reads, found in its syntax tree without rendering anything, and the date that it is given."""
 
 import dataclasses
+import datetime as dt
 import functools
+import json
 
 from megatrain.errors import ConfigError
 
@@ -14,6 +16,11 @@ class TemplateFacts:
     """Whether it marks what the assistant says itself, with `{% generation %}`."""
     names: frozenset[str]
     """Variables, attributes and string keys that occur in it: what is not among them it cannot read."""
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether what it renders may depend on the day."""
+        return "strftime_now" in self.names
 
 
 @functools.lru_cache(maxsize=16)
@@ -49,3 +56,33 @@ def template_facts(template: str) -> TemplateFacts:
     names |= {node.attr for node in tree.find_all(nodes.Getattr)}
     names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     return TemplateFacts(Generation.found, frozenset(names))
+
+
+_DIRECTIVES = "aAbBcdjmpxyYHIMSUWwDeFhT"
+"""Of `strftime`."""
+_UNPADDED = "dmjHIMSUW"
+"""Those that also occur as `%-d`."""
+
+
+def with_date(template: str, date: dt.date) -> str:
+    """The template with a `strftime_now` of its own that formats midnight of `date` instead of the present.
+
+    transformers gives templates the present and no way to change it, so that what a row is rendered as depends on the
+    day: a run that goes on the day after would train on other tokens. A macro of a template hides the function of
+    that name, and leaves everything else to transformers.
+    """
+    if not template_facts(template).reads_clock:
+        return template
+    moment = dt.datetime.combine(date, dt.time())
+    spellings = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _UNPADDED]
+    values = {spelling: moment.strftime(spelling) for spelling in spellings}
+    # "%%" is a percent sign, and no part of a directive.
+    pairs = json.dumps([["%%", "\0"], *values.items(), ["\0", "%"]])
+    macro = (
+        "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
+        f"{{%- for directive, value in {pairs} -%}}"
+        "{%- set made.text = made.text.replace(directive, value) -%}{%- endfor -%}{{- made.text -}}"
+        # The line break is not rendered: it is the first after a block.
+        "{%- endmacro %}\n"
+    )
+    return macro + template

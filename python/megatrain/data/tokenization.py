@@ -6,6 +6,7 @@ Tokenizing runs in the tokenizer library's own threads; no process is forked.
 
 import contextlib
 import dataclasses
+import datetime as dt
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from megatrain.data.file_formats import OVERLAP
 from megatrain.data.messages import REASONING, Message
 from megatrain.data.readers import Source
 from megatrain.data.rows import Remark, Row
-from megatrain.data.template_facts import TemplateFacts, template_facts
+from megatrain.data.template_facts import TemplateFacts, template_facts, with_date
 from megatrain.errors import ConfigError
 from megatrain.system.hardware import usable_cpus
 
@@ -68,8 +69,10 @@ class Encoder:
         tokenizer: "PreTrainedTokenizerBase",
         supervise: Literal["assistant", "last", "all"] = "assistant",
         form: str = "auto",
+        date: dt.date | None = None,
     ) -> None:
-        """`form`: what a row is, as the source's `format` says.
+        """`form`: what a row is, as the source's `format` says. `date`: the day that templates which ask for the
+        present are given; None: today.
 
         Raises ConfigError for a tokenizer or a chat template that cannot be used.
         """
@@ -90,9 +93,9 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+        self._spelled = frozenset(tokenizer.convert_ids_to_tokens(sorted(self._special)))
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
-        self._template = _template(tokenizer)
-        self._facts = template_facts(self._template) if self._template else TemplateFacts(False, frozenset())
+        self._templates = _templates(tokenizer, date or dt.date.today())
         self._stock = threading.Lock()
 
     def fingerprint(self) -> str:
@@ -102,7 +105,7 @@ class Encoder:
 
         parts = [
             self._state,
-            self._template,
+            {name: template.text for name, template in self._templates.items()},
             self._supervise,
             self._form,
             self._prefix,
@@ -203,7 +206,11 @@ class Encoder:
         return ids if ids[-len(self._suffix) :] == self._suffix else [*ids, *self._suffix]
 
     def _as_chat(self, row: Row) -> bool:
-        return row.kind == "chat" or (self._form == "auto" and self._template is not None)
+        return row.kind == "chat" or (self._form == "auto" and bool(self._templates))
+
+    def _template(self, row: Row) -> "_Template":
+        """The template that the stock call takes for a row: of several, `tool_use` where it has tools."""
+        return self._templates["tool_use" if row.tools and "tool_use" in self._templates else "default"]
 
     def _rendered(self, row: Row, where: str) -> "_Rendered | None":
         """The text of a row and what of it is supervised; None where the template marks that itself."""
@@ -211,12 +218,13 @@ class Encoder:
             start, stop = len(row.text), len(row.text) + len(row.completion)
             unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
             return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
-        if self._template is None:
+        if not self._templates:
             raise ConfigError(
                 f"{where} is a conversation and the tokenizer has no chat template; set model.chat_template to a file"
             )
         messages, wanted, muted = self._turns(row)
-        if self._supervise != "all" and self._facts.marks_generation:
+        facts = self._template(row).facts
+        if self._supervise != "all" and facts.marks_generation:
             return None
         try:
             text = self._render(messages, row)
@@ -226,17 +234,17 @@ class Encoder:
         def render(changed: Sequence[Message], *, prompt: bool = False) -> str:
             return self._render(changed, row, prompt=prompt)
 
-        names = self._facts.names
+        names = facts.names
         remarks = self._unrendered(row, messages, text)
         if self._supervise == "all":
             assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            left_out = list(assistant_turns(render, messages, text, muted, names, where).values())
+            left_out = list(assistant_turns(render, messages, text, muted, names, self._spelled, where).values())
             try:
-                found = assistant_turns(render, messages, text, assistants, names, where)
+                found = assistant_turns(render, messages, text, assistants, names, self._spelled, where)
             except ConfigError:
                 found = {}  # only a row that is too long needs them
             return _Rendered(text, [Turn(0, len(text), len(text))], left_out, list(found.values()), remarks)
-        turns = assistant_turns(render, messages, text, wanted, names, where)
+        turns = assistant_turns(render, messages, text, wanted, names, self._spelled, where)
         for index in wanted:
             if index not in turns:
                 remarks = (*remarks, ("calls" if messages[index].get("tool_calls") else "no turn", ""))
@@ -254,7 +262,7 @@ class Encoder:
 
     def _unrendered(self, row: Row, messages: Sequence[Message], text: str) -> tuple[Remark, ...]:
         """What of a conversation is not in its rendering."""
-        names = self._facts.names
+        names = self._template(row).facts.names
         found: set[Remark] = set()
         for message in messages:
             reasoning = message.get("reasoning_content")
@@ -269,14 +277,41 @@ class Encoder:
                 found.add(("calls", ""))
         if row.tools and "tools" not in names:
             found.add(("tools", ""))
+        found |= {("argument", key) for key in row.template_arguments if key not in names}
         return tuple(sorted(found))
 
     def _render(self, messages: Sequence[Message], row: Row, *, prompt: bool = False) -> str:
         text = self._tokenizer.apply_chat_template(
-            list(messages), tools=_tools(row), tokenize=False, add_generation_prompt=prompt
+            list(messages),
+            tools=_tools(row),
+            chat_template=self._template(row).text,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **row.template_arguments,
         )
         assert isinstance(text, str)
         return text
+
+    def _render_marked(self, messages: Sequence[Message], row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it are the parts that the template marks with `{% generation %}`.
+
+        The stock call returns a mask of tokens, which is wrong where a part ends with the first token or with a blank
+        that the tokenizer drops (https://github.com/huggingface/transformers/issues/47325).
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **row.template_arguments}
+        with self._stock:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                tools=_tools(row),
+                chat_template=self._template(row).text,
+                return_assistant_tokens_mask=True,
+                **arguments,
+            )
+        (text,), (marked,) = rendered
+        assert text == self._render(messages, row)
+        return text, marked
 
     def _spans(self, row: Row, found: "_Rendered", encoding: "Encoding") -> Encoded:
         ids = encoding.ids
@@ -315,19 +350,14 @@ class Encoder:
         messages, wanted, _ = self._turns(row)
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         try:
-            with self._stock:
-                out: Any = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=_tools(row),
-                    tokenize=True,
-                    return_dict=True,
-                    return_assistant_tokens_mask=True,
-                )
-                text = self._render(messages, row)
+            text, marked = self._render_marked(messages, row)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
-        ids = np.array(out["input_ids"], dtype=np.int32)
-        mask = np.array(out["assistant_masks"], dtype=np.uint8)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        spans = [Turn(start, stop, stop) for start, stop in marked if stop > start]
+        mask, _, _ = supervised_tokens(ids, offsets[:, 0], offsets[:, 1], spans, text, self._special)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
         if not runs and any(messages[index]["content"] for index in wanted):
@@ -496,12 +526,24 @@ def _tools(row: Row) -> list[Any] | None:
     return list(row.tools) if row.tools else None
 
 
-def _template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    if not tokenizer.chat_template:
-        return None
-    template = tokenizer.get_chat_template()
-    assert isinstance(template, str)
-    return template
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Template:
+    text: str
+    """With the date put in."""
+    facts: TemplateFacts
+
+
+def _templates(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> dict[str, _Template]:
+    """The tokenizer's templates by name; one without a name is called `default`. Raises ConfigError where there are
+    several and none is the default."""
+    own: Any = tokenizer.chat_template or {}
+    texts: dict[str, str] = {"default": own} if isinstance(own, str) else own
+    if texts and "default" not in texts:
+        raise ConfigError(
+            f"the tokenizer has the chat templates {', '.join(sorted(texts))} and none called default; name one as "
+            "model.chat_template"
+        )
+    return {name: _Template(with_date(text, date), template_facts(text)) for name, text in texts.items()}
 
 
 def _affixes(backend: Any, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, TokenizerTraining
+from megatrain.config.loading import is_template_name
 from megatrain.config.paths import chat_template, check_tokenizer
 from megatrain.data import cache
 from megatrain.data.readers import Source
@@ -53,10 +54,22 @@ def build_tokenizer(config: Config, checkpoint: Path | None = None) -> "PreTrain
         revision = model.revision if key == "model.path" else None
         tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=model.trust_remote_code, key=key)
     if model.chat_template is not None:
-        tokenizer.chat_template = chat_template(model.chat_template)
+        tokenizer.chat_template = _template(tokenizer, model.chat_template)
     if checkpoint is not None:
         _check_same(config, tokenizer, checkpoint)
     return tokenizer
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
+    """The template that `model.chat_template` is or names."""
+    if not is_template_name(setting):
+        return chat_template(setting)
+    own: Any = tokenizer.chat_template or {}
+    named: dict[str, str] = {"default": own} if isinstance(own, str) else own
+    if setting not in named:
+        have = f"the tokenizer has {', '.join(sorted(named))}" if named else "the tokenizer has none"
+        raise ConfigError(f"model.chat_template: there is no file and no template of the name {setting!r}; {have}")
+    return named[setting]
 
 
 def load_tokenizer(

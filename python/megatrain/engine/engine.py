@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatrain.checkpoint import export
 from megatrain.checkpoint.save import PendingCheckpoint
+from megatrain.config.constraints import refuse_unrepeatable
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.checkpoints import Checkpoints
@@ -250,6 +251,7 @@ class Engine:
         *,
         loss_fn: LossFn | None = None,
         normalizer: float | None = None,
+        check: bool = False,
     ) -> StepOutput:
         """One optimizer step over micro-batches: dicts of integer tensors (batch, seq) `input_ids`, `labels` (-100 is
         not supervised; shifted inside) and `attention_mask` or `position_ids`. Another key is refused, except with
@@ -258,12 +260,19 @@ class Engine:
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` gives another sum. Returns when loss and norm are known; updates may still run.
+        With `check` forward and backward run twice from the same weights and random state, the second time one
+        operation at a time, and gradients and losses are compared bit for bit before the update: about twice the time
+        of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
+        `deterministic`. Raises EngineBroken with unit, tensor and both norms where they differ; nothing was updated.
+
         Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
         """
         self._usable()
+        if check:
+            refuse_unrepeatable(self.update, self.device.type, self.deterministic, "check")
         if self._passes.num_waiting:
             raise ConfigError("forward_backward was called without optimizer_step; call that before step")
-        out = self._passes.train(self._prepared(micro_batches, loss_fn), loss_fn, normalizer, apply=True)
+        out = self._passes.train(self._prepared(micro_batches, loss_fn), loss_fn, normalizer, apply=True, check=check)
         assert isinstance(out, StepOutput)
         return out
 

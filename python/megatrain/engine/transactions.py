@@ -8,6 +8,7 @@ is always finished first.
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain import _core
-from megatrain.engine import numerics
+from megatrain.engine import numerics, repeat_check
 from megatrain.engine.default_device import on_cpu, on_present_default
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
@@ -116,17 +117,24 @@ class Passes:
         )
 
     def train(
-        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, *, apply: bool
+        self,
+        prepared: StepInputs,
+        loss_fn: LossFn | None,
+        normalizer: float | None,
+        *,
+        apply: bool,
+        check: bool = False,
     ) -> StepOutput | float:
-        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss."""
+        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss. With `check`
+        forward and backward run twice and are compared; see `repeat_check.py`."""
         self._refuse_loss(loss_fn)
         if loss_fn is not None:
             loss_fn = on_present_default(loss_fn)
         with on_cpu():
-            return self._train_prepared(prepared, loss_fn, normalizer, apply)
+            return self._train_prepared(prepared, loss_fn, normalizer, apply, check)
 
     def _train_prepared(
-        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, apply: bool
+        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, apply: bool, check: bool
     ) -> StepOutput | float:
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
@@ -152,7 +160,7 @@ class Passes:
         )
 
         def body() -> StepOutput | float:
-            run = self._train(core, prepared, options)
+            run = self._train_twice(core, prepared, options) if check else self._train(core, prepared, options)
             loss = sum(torch.stack([t for t in run.losses if t is not None]).tolist()) / divisor
             aux_loss = None
             if run.aux_loss is not None and self._router is not None:
@@ -249,8 +257,42 @@ class Passes:
         """Micro-batches whose gradients wait."""
         return self.waiting.micro_batches if self.waiting is not None else 0
 
+    def _train_twice(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
+        """The second of two gradient passes that agree bit for bit. Raises EngineBroken where they do not; the engine
+        is broken then, since nothing that it computes can be trusted."""
+        decoder = self._preparer.decoder
+        found = []
+        try:
+            for synchronous in (False, True):
+                run = self._train(core, prepared, options, synchronous=synchronous)
+                began = time.perf_counter()
+                found.append(repeat_check.record(decoder, core, run, self.guard.check))
+                if not synchronous:
+                    core.abandon()
+        except BaseException:
+            self._abandon(core)
+            raise
+        difference = repeat_check.difference(decoder, *found)
+        if difference:
+            self._abandon(core)
+            self.guard.broken = (
+                f"two gradient passes of step {self.num_steps + 1} do not agree bit for bit: {difference}. Nothing was "
+                "updated. This is a race of ours or faulty memory: plan.synchronous: true avoids the first, a memory "
+                "test finds the second"
+            )
+            raise EngineBroken(self.guard.broken)
+        log.info(
+            "step %d: two gradient passes agree bit for bit in all %d trained tensors (reading them took %.3g s twice)",
+            self.num_steps + 1,
+            len(found[0].gradients),
+            time.perf_counter() - began,
+        )
+        return run
+
     @torch.inference_mode(False)
-    def _train(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
+    def _train(
+        self, core: _core.Engine, prepared: StepInputs, options: LossOptions, *, synchronous: bool = False
+    ) -> Pass:
         self._tell_of_math(prepared)
         run = self._pass(prepared, options, training=True)
         immediate = self.immediate
@@ -265,6 +307,7 @@ class Passes:
                     idle=idle,
                     accumulate=self.num_waiting > 0,
                     rows=run.looked_up() if immediate else None,
+                    synchronous=synchronous,
                 )
                 run.run(core, _refuse_nonfinite if immediate else None, self.guard.check)
             except BaseException:

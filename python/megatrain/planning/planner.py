@@ -210,6 +210,9 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
 
 def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
     """The engine's `plan`: what the configuration asks for, and how many optimizer threads leave room for the rest."""
+    if config.train.check_every is not None:
+        train = config.train
+        constraints.refuse_unrepeatable(train.update, device, train.deterministic, "train.check_every", "train.")
     if config.plan.compile and device == "cpu":
         raise ConfigError("plan.compile is for CUDA, and this is the CPU, which runs layers as they are; leave it null")
     # Two processors stay with the launching thread and autograd's; on the CPU torch's own threads compute meanwhile.

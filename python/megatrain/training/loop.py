@@ -195,7 +195,8 @@ class TrainingLoop:
         self.doing = f"step {step}"
         lr = self.schedule.lr(step, self.config.train.lr)
         self.engine.set_lr(lr)
-        out = self.engine.step(prepared)
+        every = self.config.train.check_every
+        out = self.engine.step(prepared, check=every is not None and step % every == 0)
         seconds = self.throughput.add(batch.num_tokens)
         position.step = step
         position.tokens += batch.num_tokens
@@ -470,7 +471,11 @@ def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
         name: [fingerprint.of_source(part.source) for part in dataset.parts] if dataset is not None else []
         for name, dataset in (("train", planned.train), ("eval", planned.held_out))
     }
-    return {"data": sources, "tokenizer": fingerprint.of_tokenizer(planned.tokenizer)}
+    return {
+        "data": sources,
+        "tokenizer": fingerprint.of_tokenizer(planned.tokenizer),
+        "date": planned.train.date.isoformat(),
+    }
 
 
 def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> tuple[float | None, int]:

@@ -41,6 +41,7 @@ def lines(report: "Forecast") -> list[str]:
         _time(report),
         *_run(report),
         *_given_up(report),
+        *_checks(report),
         *(f"to change: {advice}" for advice in _advice(report)),
     ]
 
@@ -165,6 +166,15 @@ def _data_bytes(config: Config) -> int | None:
 
 def _given_up(report: "Forecast") -> list[str]:
     return [f"train.update: {report.update} gives up: {report.given_up}"] if report.given_up is not None else []
+
+
+def _checks(report: "Forecast") -> list[str]:
+    """What `train.check_every` costs: forward and backward once more, and one operation at a time."""
+    every = report.config.train.check_every
+    if every is None:
+        return []
+    cost = f"about {_seconds(report.expected_step_s)} more, and longer where copies or updates are hidden now"
+    return [f"train.check_every: one step in {every} takes {cost}: {100 / every:.2g} % of the run or more"]
 
 
 def _advice(report: "Forecast") -> list[str]:

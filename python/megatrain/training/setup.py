@@ -19,7 +19,7 @@ from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
 from megatrain.config.validation import check_schedule_length
-from megatrain.data import Dataset, Loader, prepare
+from megatrain.data import Dataset, Loader, fingerprint, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
@@ -204,6 +204,7 @@ def prepare_run(
         tokenizer,
         vocab_size=decoder.num_embeddings,
         progress=(lambda what, rows: progress(f"tokenizing {what}", rows, 0)) if progress else None,
+        date=fingerprint.date_of(resume),
     )
     rows = most_rows(config, train, held_out)
     if rows != nominal:

@@ -2,12 +2,21 @@
 use std::io::Error as SystemError;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
 
 /// What the system hands out.
 pub const PAGE: usize = 4096;
+
+static MAPPED: AtomicU64 = AtomicU64::new(0);
+
+/// How often this process has mapped host memory for spans, those of the simulated device included. A step maps none.
+#[must_use]
+pub fn mappings_made() -> u64 {
+    MAPPED.load(Ordering::Relaxed)
+}
 
 #[derive(Debug)]
 struct Mapping {
@@ -47,6 +56,7 @@ impl Mapping {
         if base == libc::MAP_FAILED {
             return Err(Error::HostMemory { call: "mmap", bytes: len, source: SystemError::last_os_error() });
         }
+        MAPPED.fetch_add(1, Ordering::Relaxed);
         let base = base.cast::<u8>();
         // What was reserved to reach the alignment is given back on either side.
         let head = base.addr().next_multiple_of(align) - base.addr();

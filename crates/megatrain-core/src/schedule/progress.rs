@@ -48,6 +48,19 @@ pub(crate) struct Progress<T> {
     next_number: u64,
     /// Uploads that have been taken and are not over.
     uploads: usize,
+    /// Operations that are over, of all passes so far.
+    completed: u64,
+}
+
+/// Where one lane stands, for a report.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct LaneProgress {
+    /// Operations that have been taken and are not over.
+    pub(crate) running: Vec<Op>,
+    /// The one that follows them in the lane's order.
+    pub(crate) next: Option<Op>,
+    /// What `next` depends on and is not over, or not issued where that is enough.
+    pub(crate) waits_for: Vec<Op>,
 }
 
 /// Where a ready operation stands: the pass for which it is wanted and its priority number there, then its own pass
@@ -71,7 +84,7 @@ const UPLOADS: usize = 2;
 
 impl<T> Default for Progress<T> {
     fn default() -> Self {
-        Self { passes: VecDeque::new(), ready: Default::default(), next_number: 0, uploads: 0 }
+        Self { passes: VecDeque::new(), ready: Default::default(), next_number: 0, uploads: 0, completed: 0 }
     }
 }
 
@@ -237,6 +250,7 @@ impl<T: Clone> Progress<T> {
         pass.under_way -= 1;
         let upload = pass.schedule.ops[id.op as usize].lane == Lane::Upload;
         self.uploads -= usize::from(upload);
+        self.completed += 1;
         if before != Status::Issued {
             self.release(id, Edge::Issued);
         }
@@ -278,6 +292,42 @@ impl<T: Clone> Progress<T> {
     /// Operations of one pass that have been taken and are not over.
     pub(crate) fn under_way_of(&self, pass: u64) -> usize {
         self.find(pass).map_or(0, |p| p.under_way)
+    }
+
+    /// Operations that are over, of all passes so far.
+    pub(crate) fn completed(&self) -> u64 {
+        self.completed
+    }
+
+    /// Where a lane stands.
+    pub(crate) fn lane(&self, lane: Lane) -> LaneProgress {
+        let mut found = LaneProgress::default();
+        let mut next: Option<(Rank, usize)> = None;
+        for (index, pass) in self.passes.iter().enumerate() {
+            for op in pass.schedule.ops.iter().filter(|op| op.lane == lane) {
+                match pass.status[op.id as usize] {
+                    Status::Taken | Status::Issued => found.running.push(op.clone()),
+                    Status::Waiting | Status::Ready => {
+                        let rank = Rank::of(pass.number, op);
+                        if next.is_none_or(|(least, _)| rank < least) {
+                            next = Some((rank, index));
+                        }
+                    }
+                    Status::Complete => {}
+                }
+            }
+        }
+        let Some((rank, index)) = next else { return found };
+        let op = &self.passes[index].schedule.ops[rank.op as usize];
+        for dep in &op.deps {
+            let from = if dep.prior { index.checked_sub(1) } else { Some(index) };
+            let Some(pass) = from.and_then(|index| self.passes.get(index)) else { continue };
+            if !pass.meets(dep.op, dep.edge) {
+                found.waits_for.push(pass.schedule.ops[dep.op as usize].clone());
+            }
+        }
+        found.next = Some(op.clone());
+        found
     }
 
     /// Passes that are alive.
@@ -388,6 +438,22 @@ mod tests {
         progress.complete(first);
         assert_eq!(progress.take(Lane::Host), Some(id(0, 2)));
         assert_eq!(progress.under_way(), 2);
+    }
+
+    #[test]
+    fn a_lane_names_what_it_does_and_what_its_next_operation_waits_for() {
+        let mut progress = Progress::<u8>::default();
+        let waits: &[(u32, Edge, bool)] = &[(0, Edge::Complete, false)];
+        progress.begin(schedule(&[(Lane::Upload, 0, &[]), (Lane::Host, 0, waits)]));
+        let ids = |ops: &[Op]| ops.iter().map(|op| op.id).collect::<Vec<_>>();
+        let idle = progress.lane(Lane::Upload);
+        assert_eq!((ids(&idle.running), idle.next.map(|op| op.id)), (vec![], Some(0)));
+        let upload = progress.take(Lane::Upload).unwrap();
+        assert_eq!(ids(&progress.lane(Lane::Upload).running), [0]);
+        let host = progress.lane(Lane::Host);
+        assert_eq!((host.next.map(|op| op.id), ids(&host.waits_for), progress.completed()), (Some(1), vec![0], 0));
+        progress.complete(upload);
+        assert_eq!((ids(&progress.lane(Lane::Host).waits_for), progress.completed()), (vec![], 1));
     }
 
     #[test]

@@ -89,10 +89,8 @@ impl Shared {
         let Some(&index) = current.computes.get(current.finished) else { return Ok(Poll::Ready(None)) };
         let (id, shape) = (Id { pass: current.number, op: index }, current.shape);
         let asked = Instant::now();
-        let synchronous = self.options.synchronous;
-        let waited = self.wait_until(core, deadline, |core| {
-            (core.progress.op_is_ready(id) && core.may_take(synchronous)).then_some(())
-        });
+        let waited =
+            self.wait_until(core, deadline, |core| (core.progress.op_is_ready(id) && core.may_take()).then_some(()));
         let mut core = match waited? {
             Poll::Pending => {
                 self.lock().counters.waited(asked.elapsed());

@@ -74,6 +74,7 @@ impl Shared {
         } else if begin.pass == Pass::Train {
             core.accumulated = false;
         }
+        core.synchronous = self.options.synchronous || begin.synchronous;
         core.resident.clone_from(&prepared.leaves);
         let number = core.progress.begin(Arc::clone(&prepared.schedule));
         if let Some(saving) = core.saving.as_mut().filter(|_| shape.writes) {

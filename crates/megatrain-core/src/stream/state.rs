@@ -78,6 +78,8 @@ pub(super) struct EngineState {
     /// The save that has been begun, until somebody has heard how it ended.
     pub(super) saving: Option<Saving>,
     pub(super) counters: Counters,
+    /// Whether one operation runs at a time.
+    pub(super) synchronous: bool,
 }
 
 pub(super) struct Shared {
@@ -143,7 +145,7 @@ impl Shared {
             options: options.clone(),
             trace,
             trace_origin,
-            core: Mutex::new(EngineState::default()),
+            core: Mutex::new(EngineState { synchronous: options.synchronous, ..EngineState::default() }),
             changed: Condvar::new(),
             schedules: Mutex::new(ScheduleCache::new(KEPT_BYTES)),
         })
@@ -257,8 +259,8 @@ impl EngineState {
     }
 
     /// Whether a lane may take an operation now: with one at a time, only when nothing is under way.
-    pub(super) fn may_take(&self, synchronous: bool) -> bool {
-        !synchronous || self.progress.under_way() == 0
+    pub(super) fn may_take(&self) -> bool {
+        !self.synchronous || self.progress.under_way() == 0
     }
 
     /// Whether nothing is under way and nothing can begin but what the caller computes or decides.

@@ -57,7 +57,7 @@ fn issue(shared: &Shared, lane: Lane) {
         if core.check().is_err() {
             return;
         }
-        let taken = if core.may_take(shared.options.synchronous) { core.progress.take(lane) } else { None };
+        let taken = if core.may_take() { core.progress.take(lane) } else { None };
         let Some(id) = taken else {
             core = shared.wait(core);
             continue;
@@ -111,11 +111,12 @@ fn complete(shared: &Shared, stream: Stream) {
             if core.check().is_err() {
                 return;
             }
+            let one_by_one = one_by_one || core.synchronous;
             let queue = &mut core.awaited[stream.index()];
             if queue.is_empty() {
                 core = shared.wait(core);
             } else {
-                let len = if one_by_one || shared.options.synchronous { 1 } else { queue.len() };
+                let len = if one_by_one { 1 } else { queue.len() };
                 break queue.drain(..len).collect();
             }
         };

@@ -180,7 +180,7 @@ impl Toy {
         let groups = (self.request.update == UpdateMode::Immediate && pass == Pass::Train).then(|| GROUPS.to_vec());
         let told = self.rows.clone().filter(|_| self.tell && pass == Pass::Train);
         let rows = told.map(|rows| Rows { tensor: 0, rows });
-        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows, accumulate };
+        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows, accumulate, synchronous: false };
         engine.begin(&begin, FOREVER).map(ready)
     }
 

@@ -140,7 +140,7 @@ def test_a_parameter_frozen_from_now_on_keeps_its_weights(tmp_path: Path) -> Non
     ("other", "words"),
     [
         ({"vocab_size": 97}, "has shape"),
-        ({"num_hidden_layers": 2}, "no place for"),
+        ({"num_hidden_layers": 2}, "no tensor for"),
         ({"num_hidden_layers": 4}, "lacks model.layers.3"),
         ({"precision": "fp32"}, "trained in bf16 and this run is fp32"),
     ],

@@ -9,9 +9,9 @@
                                                          source, and what the trainer adds
         manifest.json                                    size and CRC32 per 64 MiB of every file, written last
 
-`docs/checkpoints.md` documents the format. A checkpoint is complete when its manifest verifies. It is written beside
-its place and renamed, so an interrupted save never looks like one, and an earlier one is untouched until the new one is
-on disk. Names and shapes are all it says about the model: it loads under any plan, into any placement.
+`docs/checkpoints.md` documents the format. A checkpoint is complete when its manifest verifies. It is written under
+a temporary name and renamed, so an interrupted save never looks complete, and an earlier checkpoint is untouched until
+the new one is on disk. It says nothing about placement, so it loads under any plan.
 """
 
 import json
@@ -41,8 +41,8 @@ _SHARD = re.compile(r"(model|residual|exp_avg|exp_avg_sq)(-\d{5}-of-\d{5})?\.saf
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest is whole and whose files have the sizes that it says. Only read, never changed: a run
-    may be training in the folder."""
+    """A checkpoint whose manifest is valid and whose files have the sizes it lists. Never modified through this class:
+    a run may be training in the folder."""
 
     folder: Path
     step: int
@@ -63,7 +63,7 @@ class Checkpoint:
         return cls(folder, found.step, found.precision, found.files)
 
     def problems(self) -> list[str]:
-        """What is wrong with the contents of its files, one sentence per file; reads all of them."""
+        """One sentence per file whose contents do not match the manifest. Reads all files."""
         found = (
             safetensors_io.check_sums(self.folder / name, sums.nbytes, sums.crc32) for name, sums in self.files.items()
         )
@@ -121,7 +121,7 @@ class Checkpoint:
                     raise self._damaged(f"its {stem} of {name} is {entry.dtype} of shape {list(entry.shape)}")
         for name in trained:
             if name not in model or model[name].dtype != PRECISIONS[self.precision]:
-                raise self._damaged(f"its {name} was trained in {self.precision} and is not stored so")
+                raise self._damaged(f"its {name} was trained in {self.precision} and is stored in another type")
         return planes
 
     def types(self) -> dict[str, torch.dtype]:
@@ -156,8 +156,7 @@ def _stem(name: str) -> str | None:
 
 
 def verify(folder: str | Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, one sentence per file; empty when it is complete. Reads every
-    byte."""
+    """One sentence per problem of a checkpoint; empty when it is complete and undamaged. Reads every byte."""
     try:
         return Checkpoint.open(Path(folder)).problems()
     except CheckpointError as error:
@@ -165,8 +164,8 @@ def verify(folder: str | Path) -> list[str]:
 
 
 def latest_complete(run: str | Path, damaged: set[Path] | None = None) -> Path | None:
-    """The newest checkpoint of a run that is complete by its manifest and sizes; None when there is none. Others are
-    skipped with a line in the log and added to `damaged`; those that are in it already are not opened."""
+    """The newest checkpoint of a run that is complete by its manifest and file sizes, or None. Incomplete ones are
+    skipped with a warning and added to `damaged`; those already in `damaged` are not opened."""
     damaged = set() if damaged is None else damaged
     for folder in reversed(list_checkpoints(run)):
         if folder in damaged:
@@ -180,8 +179,8 @@ def latest_complete(run: str | Path, damaged: set[Path] | None = None) -> Path |
 
 
 def choose(run: str | Path, which: str) -> Path:
-    """The complete checkpoint of a run that `which` names: a step's number, or `last`. Raises ConfigError for another
-    word, CheckpointError when it does not exist or is not complete."""
+    """The complete checkpoint that `which` names: the number of a step, or `last`. Raises ConfigError for anything
+    else, CheckpointError when that checkpoint does not exist or is not complete."""
     if which.isascii() and which.isdecimal() and len(which) < 19:
         return Checkpoint.open(step_folder(run, int(which))).folder
     if which != "last":

@@ -171,7 +171,7 @@ def _types(decoder: Decoder, dtype: DtypeName) -> dict[str, torch.dtype]:
     target = _target(dtype, decoder.precision)
     model = decoder.model
     if target != PRECISIONS[decoder.precision] and target.itemsize == 2:
-        # What the class builds in fp32 of its own accord does not show in a model that is fp32 anyway.
+        # Which tensors the class itself builds in fp32 cannot be seen in a model that is fp32 anyway.
         try:
             model = build_without_storage(copy.deepcopy(decoder.config), target)
         except ConfigError as error:

@@ -22,7 +22,7 @@ from megatrain.weights.types import Core, Decoder, Stored, TensorRef
 log = logging.getLogger(__name__)
 
 _PIECE = 4 << 20
-"""Elements of a tensor that are in memory at a time."""
+"""Elements of a tensor that are held in memory at a time."""
 
 
 def load(
@@ -84,7 +84,7 @@ def _check(checkpoint: Checkpoint, decoder: Decoder, restore: "_Restore") -> Non
         problems.append(f"it was trained in {checkpoint.precision} and this run is {decoder.precision}")
     for names, what in (
         (decoder.tensors.keys() - entries.keys(), "it lacks"),
-        (entries.keys() - decoder.tensors.keys(), "the model has no place for its"),
+        (entries.keys() - decoder.tensors.keys(), "the model has no tensor for its"),
     ):
         if names:
             shown = ", ".join(sorted(names)[:5])

@@ -54,7 +54,7 @@ def begin_save(
 
     A checkpoint at `folder` is replaced once the new one is complete; anything else there is refused by ConfigError.
     Where `folder` is a symbolic link, its target is written. Raises StorageError with the bytes needed and free when
-    the disk is too full, CheckpointError for a state that is not JSON; nothing is left behind then.
+    the disk is too full, CheckpointError for a state that is not JSON; nothing is left on disk then.
     """
     folder = Path(folder)
     if not is_count(step, 0):
@@ -68,7 +68,7 @@ def begin_save(
     for moment in MOMENTS:
         planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
     try:
-        # As it is now, whatever becomes of it before the end.
+        # a copy: the caller may change it before the save ends
         state = json.loads(json_bytes(dict(state)))
     except TypeError as error:
         raise CheckpointError(f"the state to save is not JSON: {error}") from error
@@ -121,9 +121,9 @@ class PendingCheckpoint:
     ) -> None:
         self.folder, self.step = folder, step
         self.over = False
-        """Whether it was finished, successfully or not, or cancelled."""
+        """Whether it has ended: completed, failed or cancelled."""
         self.on_complete: Callable[[], None] | None = None
-        """Called once it is in its place, by the thread that put it there."""
+        """Called once, after the folder has its final name, by the thread that renamed it."""
         self._failure: Exception | None = None
         self._ending = threading.Lock()
         self._decoder, self._core = engine.decoder, engine.core
@@ -132,15 +132,15 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` will return, or raise, without waiting for anything large. Raises EngineBroken."""
+        """Whether `finish` will return or raise without waiting for large files. Raises EngineBroken."""
         try:
             return self.over or self._core.save_progress()[1]
         except ValueError:  # another thread has taken the core's answer already, and completes the save
             return True
 
     def finish(self) -> None:
-        """Waits for the files, completes the folder and puts it in its place; of several callers, one does so. Raises
-        StorageError in each of them when the disk failed; nothing is left behind then, nor after an interrupt."""
+        """Waits for the files, completes the folder and renames it to its final name; of several callers, one does so.
+        Raises StorageError in all of them when the disk failed. Nothing is left then, nor after an interrupt."""
         with self._ending:
             if self.over:
                 if self._failure is not None:
@@ -177,7 +177,7 @@ class PendingCheckpoint:
             manifest.write(self._temporary, self.step, decoder.precision, crc32)
 
     def cancel(self) -> None:
-        """Cancels it and removes what was written, unless it is over."""
+        """Cancels the save and removes what was written, unless it has ended already."""
         with self._ending:
             if self.over:
                 return
@@ -188,9 +188,8 @@ class PendingCheckpoint:
 
 
 def _refuse_other(folder: Path) -> None:
-    """Raises ConfigError when there is something at `folder` that is neither a checkpoint nor a part of one in a
-    run."""
+    """Raises ConfigError when `folder` exists and is neither a checkpoint, nor a run's checkpoint folder, nor empty."""
     if not folder.exists() or is_step_folder(folder) or (folder / manifest.NAME).is_file():
         return
     if not folder.is_dir() or any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists already and is no checkpoint; name another folder, or remove it first")
+        raise ConfigError(f"{folder} exists already and is not a checkpoint; name another folder, or remove it first")

@@ -113,7 +113,7 @@ def _charts(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
         ("Learning rate", [curve("lr", "lr", "#b8860b")]),
         ("Tokens per second", [curve("tokens/s", "tokens_per_s", "#2f6f9f")]),
         (
-            "Seconds a lane was busy in a step",
+            "Seconds per step that each lane was busy",
             [
                 Series(
                     lane,

@@ -114,8 +114,8 @@ def _check_file(file: str, config: SourceConfig) -> None:
         raise ConfigError(f"{file}: files of kind {suffix} cannot be read; {advice}")
     if suffix not in SUFFIXES and config.format != "text":
         raise ConfigError(
-            f"{file}: the suffix is none of {', '.join(SUFFIXES)} (also compressed: {', '.join(COMPRESSED)}); to read "
-            "it as a document write format: text"
+            f"{file}: the suffix is not one of {', '.join(SUFFIXES)} (also compressed: {', '.join(COMPRESSED)}); to "
+            "read it as a document write format: text"
         )
     if not os.access(file, os.R_OK):
         raise ConfigError(f"{file} cannot be read: permission denied")

@@ -1,4 +1,4 @@
-"""Orders that depend on nothing but their key: the same on every machine and in every version of every library."""
+"""Random orders that depend only on their key: the same on every machine and with every library version."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _START = 0x6D65676174726169
 
 
 def order(count: int, *key: int) -> np.ndarray:
-    """(count,) int64: a permutation of range(count), drawn by `key`."""
+    """(count,) int64: the permutation of range(count) that `key` determines."""
     state = _START
     for part in key:
         state = draw(state ^ draw(part))

@@ -125,7 +125,7 @@ class EmbedTemplate:
         grad: Tensor,  # of the hidden states
         of_features: Sequence[Tensor],  # a gradient for each of the features that `forward` returned
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the rows of each embedding call (flat, a row each), and of `others`."""
+        """Gradients of each embedding call (one row per token, flattened), and of `others`."""
         if self.decoder.probe.plain_embedding and not micro.images:
             return [grad.reshape(-1, grad.shape[-1])], [None] * len(self.others)
         rows: list[Tensor] = []

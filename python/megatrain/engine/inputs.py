@@ -59,15 +59,15 @@ class MicroBatch:
     counted: Tensor | None
     """(batch * seq, 1), fp32: 0 for padding, which a router's auxiliary loss leaves out; None: every token counts."""
     record: Record | None
-    """None: that of the shape, which the recorder's cache holds."""
+    """None: the record of its shape, from the recorder's cache."""
     document_buckets: DocumentBuckets | None
     """The documents of packed rows, for layers that cannot keep them apart; None: all can."""
     lookups: list[Tensor]
-    """An embedding call each: rows looked up, counted among the distinct rows of the step (flat, int64)."""
+    """Per embedding call: the rows looked up, as indices into the step's distinct rows (flat, int64)."""
     batch: dict[str, Any]
-    """What the caller gave."""
+    """The micro-batch as the caller passed it."""
     images: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What the model takes beside the tokens, by its own names; empty without an image."""
+    """Model inputs other than tokens, by the model's names; empty without an image."""
 
     @property
     def recorded(self) -> Record:
@@ -82,7 +82,7 @@ class StepInputs:
     """The micro-batches of one step, checked and recorded."""
 
     micro_batches: list[MicroBatch]
-    """Those with a supervised token (all of them, where a loss function of the caller's decides)."""
+    """Those with a supervised token; all of them with a `loss_fn`."""
     num_tokens: int
     """Supervised tokens of all."""
     tables: dict[int, tuple[Tensor, int]]
@@ -213,9 +213,9 @@ class InputPreprocessor:
         return tensor if tensor.is_cuda else tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
 
     def end_copies(self) -> None:
-        """To be called when all copies of a pass's beginning are queued: lets the card compute something behind them.
+        """To be called when all copies at the beginning of a pass are queued: queues a small kernel after them.
 
-        On an H100 whatever was queued behind these copies after uploads had begun, an event included, ran only once the
+        On an H100 whatever was queued after these copies once uploads had begun, an event included, ran only once the
         uploads paused, which at 3B and 32k tokens was 60 ms later: it seems to be queued where the last copy was, on
         the engine that the uploads then keep busy. That a kernel between them ends this has not been measured yet."""
         if self._device.type == "cuda":
@@ -372,7 +372,7 @@ class InputPreprocessor:
         if images:
             raise ConfigError(
                 f"{where}: images in packed rows, but layers.{min(layers)} is given each document as a row of its own, "
-                "whose images are not told apart; put one document in each row (data.packing: false)"
+                "where images cannot be assigned to documents; put one document in each row (data.packing: false)"
             )
         if bool((positions[begins] != 0).any()):
             raise ConfigError(
@@ -465,7 +465,7 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
         tensor = tensor.clone() if tensor.is_inference() else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
-    # a mask of true and false is one of integers; token ids are none
+    # a boolean mask counts as one of integers; boolean token ids do not
     number = (tensor.dtype == torch.bool and name.endswith("mask")) or tensor.dtype in _INTEGERS
     if tensor.ndim != 2 or not number or 0 in tensor.shape:
         raise ConfigError(

@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 0.5
-"""How long an interrupt waits for work that gives way, before it leaves it to end by itself."""
+"""How long an interrupt waits for work that was asked to stop, before it is raised while the work still runs."""
 
 _EXIT_S = 5.0
 """How long the end of the process waits for such work."""
 
 _LOOK_S = 0.1
-"""How long a thread waits before it looks for itself whether the work has ended: an interrupt may have fallen between
-the end and the word that passes it on."""
+"""How often a waiting thread checks by itself whether the work has ended: an interrupt may have come between the end of
+the work and its notification."""
 
 
 class GivenUp(BaseException):
-    """Work gave way to an interrupt. Raised on the shield's thread and seen by nobody else."""
+    """Work stopped because of an interrupt. Raised on the guard's thread and caught there."""
 
 
 class InterruptGuard:
-    """A thread for the work of one engine, and what an interrupt has left on it."""
+    """A thread for the work of one engine, and the work that still runs there after an interrupt."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,12 +72,12 @@ class InterruptGuard:
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="megatrain-step", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
-        _SHIELDS.add(self)
+        _GUARDS.add(self)
 
     def run(self, body: Callable[[], T], *, finish: bool) -> T:
-        """What `body` returns. An interrupt meanwhile is raised when the work has ended. With `finish` that is its
-        proper end, and a second interrupt is raised at once and leaves the engine broken; without, the work is asked to
-        give way (`check`), and after half a second the interrupt is raised while the work is still about to. Raises
+        """What `body` returns. An interrupt that comes meanwhile is raised when the work has ended. With `finish` the
+        work is completed first; a second interrupt is raised at once and leaves the engine broken. Without, the work is
+        asked to stop (`check`), and after half a second the interrupt is raised even if it still runs. Raises
         ConfigError when other work is under way."""
         self.settle()
         body = self._alone(body)
@@ -112,13 +112,14 @@ class InterruptGuard:
             raise EngineBroken("the engine was closed by another thread while it computed") from None
 
     def check(self) -> None:
-        """For the work: raises GivenUp when it shall end here."""
+        """Called by the work: raises GivenUp when it has been asked to stop."""
         job = self._job
         if job is not None and job.given_up:
             raise GivenUp
 
     def settle(self) -> None:
-        """Waits for what an interrupt left running. Raises EngineBroken when it cannot be trusted, and in a fork."""
+        """Waits for work that still runs after an interrupt. Raises EngineBroken when it cannot be trusted, and in a
+        fork."""
         job = self._job
         if self.is_forked:
             raise EngineBroken(
@@ -140,14 +141,14 @@ class InterruptGuard:
         return os.getpid() != self._process
 
     def leave(self, seconds: float | None = None) -> None:
-        """Waits for what still runs, whatever has become of it; it ends before its next operation."""
+        """Asks work that still runs to stop before its next operation, and waits for it."""
         job = self._job
         if job is not None and threading.current_thread() is not self._thread:
             job.given_up = True
             job.wait(seconds)
 
     def _alone(self, body: Callable[[], T]) -> Callable[[], T]:
-        """`body` with nothing else of the engine's beside it."""
+        """`body`, which runs only while no other work of this engine does."""
 
         def run() -> T:
             if not self._busy.acquire(blocking=False):
@@ -267,13 +268,13 @@ class _Job:
         return self._answer
 
 
-_SHIELDS: "weakref.WeakSet[InterruptGuard]" = weakref.WeakSet()
+_GUARDS: "weakref.WeakSet[InterruptGuard]" = weakref.WeakSet()
 
 
 @atexit.register
 def _at_exit() -> None:
-    """What computes must not be inside torch any more when the interpreter takes it down."""
-    for guard in list(_SHIELDS):
+    """No thread may be inside torch when the interpreter shuts it down."""
+    for guard in list(_GUARDS):
         guard.leave(_EXIT_S)
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
+"""An engine's arguments, checked before anything is opened, allocated or moved."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def check(
     seed: Any,
     precisions: Iterable[str],
 ) -> None:
-    """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
+    """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
     if grad_precision not in precisions:
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
@@ -65,7 +65,7 @@ def check(
 
 
 def mapping(name: str, given: Any) -> None:
-    """Raises ConfigError for what is neither a dict nor left out."""
+    """Raises ConfigError unless `given` is a mapping or None."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
 
@@ -85,7 +85,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def _size(name: str, given: Any) -> int:
-    """Bytes of a size. Raises ConfigError for what is none."""
+    """Bytes of a size. Raises ConfigError for anything that is not a size."""
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise ConfigError(f"{name} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
     try:
@@ -105,7 +105,7 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
 
 
 def refuse_wrapper(model: Any) -> None:
-    """Raises ConfigError for a module that wraps a whole transformers model: what it saves has the wrapper's names."""
+    """Raises ConfigError for a module that wraps a whole transformers model: its tensors have the wrapper's names."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -129,7 +129,7 @@ def model_path(given: Any) -> str:
 
 
 def folder(given: Any) -> Path:
-    """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
+    """A folder's path. Raises ConfigError for anything else, or for a path that no file system can have."""
     try:
         path = Path(given)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -25,7 +25,7 @@ def open_pretrained(
     progress: ProgressFn | Literal["auto"] | None,
 ) -> tuple[Decoder, Callable[[Decoder, Any], None], Path]:
     """The model, what fills a core with its weights, and the folder of its files, which are checked now. `progress`:
-    what is told how far the reading is; `auto`: a line on standard error where that is a terminal; None: nothing.
+    what is report how far the reading is; `auto`: a line on standard error where that is a terminal; None: nothing.
     Raises ConfigError."""
     if progress not in ("auto", None) and not callable(progress):
         raise ConfigError(f"progress must be auto, None or a function of (what, done, total), not {progress!r}")
@@ -42,12 +42,12 @@ def open_pretrained(
     matching.match(weights, decoder)
 
     def load(decoder: Decoder, core: Any) -> None:
-        told = on_a_terminal() if progress == "auto" else progress
+        report = on_a_terminal() if progress == "auto" else progress
         loader.load(
             weights,
             decoder,
             core,
-            progress=None if told is None else lambda done, total: told("reading weights", done, total),
+            progress=None if report is None else lambda done, total: report("reading weights", done, total),
         )
 
     return decoder, load, files.folder

@@ -75,8 +75,8 @@ class StepTemplates:
 
 
 class Held(Generic[T]):
-    """What one operation of a pass leaves for a later one. The schedule puts them in order, so that asking for what is
-    not there is a bug of ours."""
+    """A value that one operation of a pass leaves for a later one. The schedule orders them, so a missing value is a
+    bug of ours."""
 
     __slots__ = ("_value",)
 
@@ -125,7 +125,7 @@ class Pass:
         if templates.casts is not None:
             templates.casts.clear()
         count = len(prepared.micro_batches)
-        # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
+        # Now, before the core sends any weights: a copy of a few kilobytes would wait for every load that is queued.
         with_batch = options.loss_fn is not None
         moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
         moved[: templates.group] = map(preparer.with_record, moved[: templates.group])
@@ -136,7 +136,8 @@ class Pass:
         self._hidden: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._grad: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        """Of each micro-batch, what is added behind a unit on the way forward, and its gradient on the way back."""
+        """Per micro-batch: the features added after a unit in the forward pass, then their gradients in the backward
+        pass."""
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits

@@ -1,9 +1,8 @@
 """Passes over a model's units, and the gradients that wait for their update: where each begins and ends.
 
-Every pass and every verdict runs in an `InterruptGuard`, so that an interrupt finds the state of a finished step: just
-in time, the step that it meets is dropped, or finished where its verdict has been asked for; with immediate updates it
-is always finished first.
-"""
+Every pass and every `apply` runs in an `InterruptGuard`, so that an interrupt leaves the state of a finished step. Just
+in time, the interrupted step is dropped, or finished if `apply` was already called; with immediate updates it is always
+finished first."""
 
 import contextlib
 import dataclasses
@@ -46,7 +45,7 @@ class StepOutput:
     skipped: bool = False
     """Whether nothing was updated."""
     clip: float = 1.0
-    """What the gradients were multiplied with."""
+    """The factor that clipping multiplied the gradients by."""
     reason: str = ""
     """Why nothing was updated."""
     aux_loss: float | None = None
@@ -65,11 +64,11 @@ class Waiting:
     seen: bool = False
     """Whether a micro-batch had an image."""
     normalizer: float | None = None
-    """What the sum was divided by; None: by the supervised tokens of the one pass."""
+    """What the sum was divided by; None: the supervised tokens of the one pass."""
 
 
 class Passes:
-    """Forward, backward and verdict of one engine."""
+    """Forward, backward and update of one engine."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class Passes:
         """Optimizer steps done."""
 
     def check(self) -> None:
-        """Raises EngineBroken, with the cause, after a close and once something has failed. Waits for a step that an
-        interrupt has left behind."""
+        """Raises EngineBroken, with the cause, after a close and once something has failed. First waits for a step that
+        still runs after an interrupt."""
         self.guard.settle()
         self._runtime.check()
 
@@ -125,7 +124,7 @@ class Passes:
         apply: bool,
         check: bool = False,
     ) -> StepOutput | float:
-        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss. With `check`
+        """Forward and backward, and the loss. With `apply` also the update, and the step's result instead. With `check`
         forward and backward run twice and are compared; see `repeat_check.py`."""
         self._refuse_loss(loss_fn)
         if loss_fn is not None:
@@ -180,7 +179,7 @@ class Passes:
         return self._run(body, finish=self.immediate)
 
     def _refuse_loss(self, loss_fn: LossFn | None) -> None:
-        """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
+        """Raises ConfigError for a loss function that cannot be called, or that makes a setting meaningless."""
         if loss_fn is None:
             return
         if not callable(loss_fn):
@@ -192,7 +191,7 @@ class Passes:
                 )
 
     def _refuse_other(self, normalizer: float | None) -> None:
-        """Raises ConfigError where gradients wait that were divided by something else; they wait on."""
+        """Raises ConfigError where the gradients of earlier calls were divided by something else; they are kept."""
         before = self.waiting
         if before is None or not before.micro_batches or (before.normalizer == normalizer and normalizer is not None):
             return
@@ -208,11 +207,11 @@ class Passes:
         )
 
     def apply(self) -> StepOutput:
-        """The verdict over the gradients that wait."""
+        """Clips and applies the gradients that wait, or skips the step when one is not finite."""
         return self._run(self._apply, finish=self.immediate)
 
     def discard(self) -> None:
-        """Drops the gradients that wait: their weights have been replaced."""
+        """Drops the gradients that wait, because the weights they belong to have been replaced."""
         if self.num_waiting and self.immediate:
             self.apply()  # has happened already, but for its report
         elif self.num_waiting:
@@ -225,7 +224,7 @@ class Passes:
         collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,
         largest: tuple[int, int] = (0, 0),
     ) -> Pass:
-        """A pass without backward, with what it found. `largest`: (batch, seq) of what is to be evaluated after it."""
+        """A pass without backward, and its results. `largest`: (batch, seq) of the batches to evaluate after it."""
         core = self._runtime.ready(prepared, not self.num_waiting, largest)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
 
@@ -249,7 +248,7 @@ class Passes:
         try:
             return self.guard.run(body, finish=finish)
         except ValueError:
-            self._runtime.check()  # the core's own word for an engine that another thread has closed meanwhile
+            self._runtime.check()  # raises a better error if another thread has closed the engine meanwhile
             raise
 
     @property
@@ -293,7 +292,7 @@ class Passes:
     def _train(
         self, core: _core.Engine, prepared: StepInputs, options: LossOptions, *, synchronous: bool = False
     ) -> Pass:
-        self._tell_of_math(prepared)
+        self._warn_about_math(prepared)
         run = self._pass(prepared, options, training=True)
         immediate = self.immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
@@ -316,8 +315,8 @@ class Passes:
                 raise
         return run
 
-    def _tell_of_math(self, prepared: StepInputs) -> None:
-        """Says once where a deterministic run on a card does not have the attention that it asks for."""
+    def _warn_about_math(self, prepared: StepInputs) -> None:
+        """Warns once when a deterministic run on a card cannot use the attention kernel that it asks for."""
         if self._math_reported or not self._deterministic or self._runtime.device.type != "cuda":
             return
         reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))

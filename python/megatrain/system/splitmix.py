@@ -1,5 +1,5 @@
 """The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
-64 well mixed bits from any 64 bits, the same on every machine and in every version of every library."""
+64 well-mixed bits from any 64 bits, the same on every machine and with every library version."""
 
 from typing import TypeVar
 

@@ -117,7 +117,7 @@ class _Quantised(Protocol):
         """The source's tensors that it is made from; the first holds the values."""
 
     def read(self, start: int, count: int, buffer: Tensor) -> Tensor:
-        """As `Weights.read`; the result lies in `buffer`."""
+        """As `Weights.read`; the result is a view of `buffer`."""
 
 
 class Dequantised:

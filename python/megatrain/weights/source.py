@@ -171,7 +171,7 @@ class FileWeights:
         return str(self._shards[name].path)
 
     def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:
-        """See `Weights.read`; the result lies in `buffer`."""
+        """See `Weights.read`; the result is a view of `buffer`."""
         entry, path = self.entries[name], self._shards[name].path
         size = entry.dtype.itemsize
         view = buffer[: count * size]

@@ -323,7 +323,7 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
         ({"train": {"max_grad_norm": 0}}, r"train\.max_grad_norm is 0\.0; .*For no clipping write null"),
         ({"data": {"seq_len": 1}}, r"data\.seq_len is 1; it must be at least 2"),
         ({"data": {"train": [{"path": "a", "weight": 0}]}}, r"weight of .*a is 0\.0; it must be above 0"),
-        ({"data": {"train": [{"path": "a", "split": 1.5}]}}, r"split of .*a is 1\.5; between 0 and 1"),
+        ({"data": {"train": [{"path": "a", "split": 1.5}]}}, r"split of .*a is 1\.5; it must be between 0 and 1"),
         ({"data": {"train": [{"path": "a", "fields": {"txt": "b"}}]}}, r"fields of .*: 'txt' is not one of text"),
         ({"plan": {"slots": 0}}, r"plan\.slots is 0; it must be at least 1"),
         ({"plan": {"group": 0}}, r"plan\.group is 0; it must be at least 1"),

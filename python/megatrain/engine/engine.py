@@ -85,6 +85,7 @@ class Engine:
         - `memory`: limits in bytes or as text, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: values to use instead of the planner's own, such as {"slots": 3}. `loss_workspace` is the most that a
           `loss_fn` allocates on the device; give it when the loss is not a cross-entropy over all logits.
+          `more_workspace` adds bytes that torch was found to need beyond the planned ones.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -437,6 +438,11 @@ class Engine:
         """Where the last step's time went."""
         raw = json.loads(self.core.stats())
         return Stats(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the engine's lanes stand: `completed` operations so far, and for each of `lanes` what it runs, what is
+        next and what that waits for. From any thread, at any time; waits for nothing."""
+        return self._runtime.lanes()
 
     def drain(self) -> None:
         """Waits for pending updates."""

@@ -167,7 +167,7 @@ def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: d
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, r"model\.config: .*\(30\).*heads \(4\)"),
         ({"model_type": "llama", "hidden_size": "many"}, r"model\.config: .*'hidden_size' expected int"),
         ({"model_type": "phi3", "vocab_size": 64}, "phi3 cannot be built: Padding_idx"),
-        ({"model_type": "clip"}, "clip is no causal language model"),
+        ({"model_type": "clip"}, "clip is not a causal language model"),
         (
             {"model_type": "musicgen"},
             "encoder-decoder|musicgen: .*text_encoder",

@@ -184,7 +184,7 @@ def choose(run: str | Path, which: str) -> Path:
     if which.isascii() and which.isdecimal() and len(which) < 19:
         return Checkpoint.open(step_folder(run, int(which))).folder
     if which != "last":
-        raise ConfigError(f"the step asked for is {which!r}; it is a number or last")
+        raise ConfigError(f"step is {which!r}; it must be a number or last")
     newest = latest_complete(run)
     if newest is None:
         raise CheckpointError(f"{run} holds no complete checkpoint; train first, or name another run")

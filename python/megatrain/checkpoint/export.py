@@ -175,7 +175,7 @@ def _types(decoder: Decoder, dtype: DtypeName) -> dict[str, torch.dtype]:
         try:
             model = build_without_storage(copy.deepcopy(decoder.config), target)
         except ConfigError as error:
-            log.debug("the types that %s keeps are unknown: %s", type(model).__name__, error)
+            log.debug("the types in which %s keeps its tensors are unknown: %s", type(model).__name__, error)
     return _chosen_types(
         {name: ref.dtype for name, ref in decoder.tensors.items()},
         {name for name, ref in decoder.tensors.items() if ref.role == "trainable"},
@@ -223,7 +223,8 @@ class _LibraryModel:
             return build_without_storage(load_config(self._folder), self._dtype)
         except ConfigError as error:
             log.warning(
-                "the model's code cannot be loaded, so what transformers stores otherwise is unknown: %s", error
+                "the model's code cannot be loaded, so it is unknown what transformers stores in another type: %s",
+                error,
             )
             return None
 

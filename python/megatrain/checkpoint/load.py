@@ -66,7 +66,7 @@ def load(
     for ref in new:
         _clear_moments(core, ref)
     if new:
-        log.info("trained from here on, with moments that start at zero: %s", format_names([ref.name for ref in new]))
+        log.info("trained from now on, with moments that start at zero: %s", format_names([ref.name for ref in new]))
     for ref in decoder.tensors.values():
         if ref.role == "trainable":
             core.set_step_count(ref.unit, ref.tensor, counts.get(ref.name, 0))

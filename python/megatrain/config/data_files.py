@@ -312,7 +312,7 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
         raise ConfigError(f"{where}: num_samples is not supported; write a fraction as the source's split")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt"):
-        raise ConfigError(f"{where}: formatting is {formatting!r}; there are alpaca and sharegpt")
+        raise ConfigError(f"{where}: formatting is {formatting!r}; it must be alpaca or sharegpt")
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
     fields: dict[str, str] = {}
     if formatting == "alpaca":

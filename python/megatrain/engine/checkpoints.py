@@ -50,7 +50,7 @@ class Checkpoints:
         if passes.num_waiting and passes.immediate:
             raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
         if self._pending is not None and not self._pending.over:
-            raise ConfigError(f"{self._pending.folder} is still being written; finish it, or give it up, first")
+            raise ConfigError(f"{self._pending.folder} is still being written; call its finish or cancel first")
         arguments.mapping("state", state)
         own = {"step": passes.num_steps, "lr": self._optimizer.lr, "numerics": passes.numerics()}
         self._pending = begin_save(

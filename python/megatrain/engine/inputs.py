@@ -240,7 +240,7 @@ class InputPreprocessor:
         for key, value in batch.items():
             if key not in known and key not in PLACEHOLDERS and value is not None and not more_keys:
                 raise ConfigError(
-                    f"{where} has {key!r}, which is not read ({suggest(key, known)}); only a loss_fn, given the "
+                    f"{where} has {key!r}, which is not used ({suggest(key, known)}); only a loss_fn, given the "
                     "whole dict, may read more"
                 )
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)

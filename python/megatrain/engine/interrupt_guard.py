@@ -95,7 +95,9 @@ class InterruptGuard:
             try:
                 if not job.withdraw():
                     if finish:
-                        log.warning("interrupted: finishing the step first; once more leaves the engine unusable")
+                        log.warning(
+                            "interrupted: finishing the step first; a second interrupt leaves the engine unusable"
+                        )
                     job.wait(None if finish else _GRACE_S)
             except BaseException:
                 if finish:
@@ -124,7 +126,7 @@ class InterruptGuard:
         if self.is_forked:
             raise EngineBroken(
                 f"this engine belongs to process {self._process}, of which this one is a fork without its threads; "
-                "make the engine after the fork, or start such processes with spawn"
+                "create the engine after the fork, or start such processes with spawn"
             )
         if self.broken:
             raise EngineBroken(self.broken)
@@ -154,7 +156,7 @@ class InterruptGuard:
             if not self._busy.acquire(blocking=False):
                 raise ConfigError(
                     "another pass of this engine is under way (in another thread, or this call came from its loss_fn); "
-                    "one ends before the next one begins"
+                    "wait for its end"
                 )
             try:
                 return body()

@@ -111,7 +111,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
     if getattr(output, "shape", None) != hidden.shape:
-        raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
+        raise ConfigError(f"{type(module).__name__} does not return hidden states of the shape it receives")
     kept = turn.staged_bytes
     if first in decoder.mixing_layers:
         kept = per_document.kept_bytes(kept, hidden.numel() * hidden.element_size())

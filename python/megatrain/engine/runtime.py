@@ -235,7 +235,7 @@ class Runtime:
             self._core.check()
         elif self._emptied:
             raise EngineBroken(
-                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+                "creating the engine was interrupted after the model's weights were moved into it; load the model again"
             )
 
     def close(self) -> None:

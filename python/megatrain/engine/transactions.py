@@ -187,7 +187,7 @@ class Passes:
         for name, value in (("label_smoothing", self._label_smoothing), ("z_loss", self._z_loss)):
             if value:
                 raise ConfigError(
-                    f"{name} is {value} and shapes the built-in loss only; with loss_fn create the engine without it"
+                    f"{name} is {value} and applies to the built-in loss only; for loss_fn create the engine without"
                 )
 
     def _refuse_other(self, normalizer: float | None) -> None:

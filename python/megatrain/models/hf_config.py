@@ -60,7 +60,7 @@ def check(config: Any) -> None:
     kind = config.model_type
     refuse_kind(config, kind)
     if not getattr(config, "auto_map", None) and not _has_class(config):
-        raise ConfigError(f"{kind} is no causal language model: the installed transformers has none of this kind")
+        raise ConfigError(f"{kind} is not a causal language model in the installed transformers")
     if getattr(text_config(config), "num_attention_heads", None) is None:
         raise ConfigError(
             f"{kind} has no attention heads; models whose layers all carry a state from token to token are not "

@@ -177,7 +177,7 @@ class SystemProbe:
             free, _ = torch.cuda.mem_get_info(card)
             unused = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
         except RuntimeError as error:  # not even a context has room, or the card is in exclusive use
-            log.warning("cuda:%d does not say what is free: %s", card, first_line(error))
+            log.warning("cannot ask cuda:%d for its free memory: %s", card, first_line(error))
             return 0
         return int(free) + int(unused)
 

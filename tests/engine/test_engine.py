@@ -129,6 +129,58 @@ def test_the_learning_rate_of_groups_keeps_its_ratio() -> None:
         optimizer.set_lr(-1.0)
 
 
+def test_groups_can_be_set_between_steps_and_train_as_if_the_engine_had_been_made_with_them() -> None:
+    data = batches(2)
+    grouped = megatrain.AdamW(lr=3e-4, weight_decay=0.1, groups=[{"params": "*norm*", "weight_decay": 0.0, "lr": 1e-3}])
+    made_with_them = engine(build(), optimizer=grouped, micro_batch=(2, 32), micro_batches=2)
+    changed = engine(build(), micro_batch=(2, 32), micro_batches=2)
+    changed.set_optimizer(megatrain.AdamW(lr=3e-4, weight_decay=0.1, groups=[grouped_as_dict(grouped)]))
+    made_with_them.step(data)
+    changed.step(data)
+    assert_unchanged(changed, weights(made_with_them))
+    # and again with other groups, which are finer than those of the step before
+    first = "model.layers.1.mlp.up_proj.weight"
+    still = {name: value.clone() for name, value in weights(changed).items()}
+    changed.set_optimizer(megatrain.AdamW(lr=0.0, weight_decay=0.0, groups=[{"params": first, "lr": 1e-3}]))
+    changed.step(data)
+    moved = {name for name, value in weights(changed).items() if not torch.equal(value, still[name])}
+    assert moved == {first}
+    assert changed.optimizer_state("model.norm.weight")["step"] == 2
+    with pytest.raises(ConfigError, match="matches no trained parameter"):
+        changed.set_optimizer(megatrain.AdamW(groups=[{"params": "*nothing*"}]))
+    with pytest.raises(ConfigError, match=r"must be a megatrain\.AdamW, not dict"):
+        changed.set_optimizer({"lr": 1.0})  # type: ignore[arg-type]
+    assert changed.optimizer.groups[1].params == (first,)
+
+
+def grouped_as_dict(optimizer: megatrain.AdamW) -> dict[str, Any]:
+    """The settings of an optimizer's first group of its own."""
+    group = optimizer.groups[1]
+    return {"params": group.params, "lr": group.lr, "weight_decay": group.weight_decay}
+
+
+def test_the_norm_of_gradients_is_known_before_they_are_applied() -> None:
+    data = batches(2)
+    halves, whole = engine(build()), engine(build(), max_grad_norm=None)
+    with pytest.raises(ConfigError, match="grad_norm was called without forward_backward"):
+        halves.grad_norm()
+    before = {name: value.clone() for name, value in weights(halves).items()}
+    halves.forward_backward(data)
+    norm = halves.grad_norm()
+    assert_unchanged(halves, before)
+    assert norm > 0.5
+    halves.set_max_grad_norm(None)
+    out = halves.optimizer_step()
+    assert (out.grad_norm, out.clip) == (norm, 1.0)
+    assert whole.step(data).grad_norm == norm
+    assert_unchanged(halves, weights(whole))
+    with pytest.raises(ConfigError, match="max_grad_norm must be positive"):
+        halves.set_max_grad_norm(-1.0)
+    immediate = engine(build(), update="immediate", max_grad_norm=None)
+    with pytest.raises(ConfigError, match="immediate cannot clip"):
+        immediate.set_max_grad_norm(1.0)
+
+
 def test_an_all_ones_mask_and_counting_positions_change_no_bit() -> None:
     model, (batch,) = build(), batches(1)
     plain, said = engine(model), engine(model)

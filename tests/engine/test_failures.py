@@ -119,10 +119,15 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "forward_backward": lambda: ours.forward_backward(data),
         "optimizer_step": ours.optimizer_step,
         "num_steps": lambda: ours.num_steps,
+        "grad_norm": ours.grad_norm,
         "set_lr": lambda: ours.set_lr(1e-3),
+        "set_optimizer": lambda: ours.set_optimizer(ours.optimizer),
+        "zero_grad": ours.zero_grad,
+        "set_max_grad_norm": lambda: ours.set_max_grad_norm(1.0),
         "evaluate": lambda: ours.evaluate(data),
         "logprobs": lambda: ours.logprobs(data),
         "logits": lambda: ours.logits(data[0]["input_ids"][:1]),
+        "all_logits": lambda: ours.all_logits(data[0]),
         "state_dict": ours.state_dict,
         "weight": lambda: ours.weight(name),
         "optimizer_state": lambda: ours.optimizer_state(name),
@@ -149,7 +154,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
 def broken_in_native_code(ours: megatrain.Engine) -> str:
     """An immediate engine, abandoned after some units were updated."""
     core = ours.core
-    core.begin("train", 1, groups=ours.optimizer.core_groups())
+    core.begin("train", 1, groups=ours._runtime.core_groups(False)[0])
     while (op := core.next()) is not None and op.phase != "embed_backward":
         core.finish(op)
     core.drain()

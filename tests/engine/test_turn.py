@@ -62,7 +62,7 @@ def test_rows_updated_early_do_not_show(kind: str, tied: bool, precision: str, m
 
 def test_rows_are_refused_that_cannot_have_been_looked_up() -> None:
     ours = engine(model("llama", False), update="immediate", max_grad_norm=None, plan={"state_on_device": 0})
-    groups = ours.optimizer.core_groups()
+    groups, _ = ours._runtime.core_groups(False)
     for rows, words in (([5, 5], "ascending"), ([-1], "negative"), ([1 << 40], "looked up")):
         with pytest.raises(ValueError, match=words):
             ours.core.begin("train", 1, 0, groups=groups, rows=(0, torch.tensor(rows)))

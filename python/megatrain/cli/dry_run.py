@@ -81,11 +81,11 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
     """Prints the data sets in numbers, and rows of one of them token by token."""
     from megatrain.cli import tables
     from megatrain.data import inspection, prepare
-    from megatrain.system.terminal import on_a_terminal
+    from megatrain.system.terminal import progress_line
     from megatrain.training.setup import vocabulary_size
 
     tokenizer, date = _tokenizer(config)
-    moving = on_a_terminal()
+    moving = progress_line()
     train, evaluated = prepare(
         config,
         tokenizer,

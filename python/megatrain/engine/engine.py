@@ -25,7 +25,7 @@ from megatrain.engine.default_device import on_cpu
 from megatrain.engine.embed_head import LossFn
 from megatrain.engine.evaluation import Evaluation
 from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
-from megatrain.engine.optimizer import AdamW
+from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
@@ -84,8 +84,8 @@ class Engine:
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: limits in bytes or as text, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: values to use instead of the planner's own, such as {"slots": 3}. `loss_workspace` is the most that a
-          `loss_fn` allocates on the device; give it when the loss is not a cross-entropy over all logits.
-          `more_workspace` adds bytes that torch was found to need beyond the planned ones.
+          `loss_fn` allocates on the device beside `head.logprobs`; give it when the loss is not a cross-entropy of all
+          logits at once. `more_workspace` adds bytes that torch was found to need beyond the planned ones.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -110,9 +110,8 @@ class Engine:
             seed=seed,
             precisions=PRECISIONS,
         )
-        if optimizer is not None and not isinstance(optimizer, AdamW):
-            raise ConfigError(f"optimizer must be a megatrain.AdamW, not {type(optimizer).__name__}")
         self.optimizer = optimizer if optimizer is not None else AdamW()
+        check_adamw(self.optimizer)
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
@@ -128,7 +127,6 @@ class Engine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
             arguments.check_length(micro_batch, self.decoder.max_positions)
-            self.optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
             self._runtime = Runtime(
                 self.decoder,
                 self.optimizer,
@@ -202,9 +200,9 @@ class Engine:
         files are checked now, and read directly into the store once it is allocated.
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code from the model's folder. `progress(what, done,
-        total)` is called with the bytes read so far; `auto` shows a line on standard error if that is a terminal, None
-        shows nothing. `tokenizer_dir` defaults to the model's folder. Everything else is as for the constructor, errors
-        included.
+        total)` is called with the bytes read so far; `auto` shows a line on a terminal's standard error or below a
+        notebook's cell, None shows nothing. `tokenizer_dir` defaults to the model's folder. Everything else is as for
+        the constructor, errors included.
         """
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(
@@ -262,10 +260,12 @@ class Engine:
 
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
-        `loss_fn(hidden, head, batch)` returns another sum to use instead. Returns when loss and norm are known; updates
-        may still run. With `check` forward and backward run twice from the same weights and random state, the second
-        time one operation at a time, and gradients and losses are compared bit for bit before the update: about twice
-        the time of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
+        `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
+        `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).
+        Returns when loss and norm are known; updates may still run.
+        With `check` forward and backward run twice from the same weights and random state, the second time one
+        operation at a time, and gradients and losses are compared bit for bit before the update: about twice the time
+        of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
         `deterministic`. Raises EngineBroken with unit, tensor and both norms where they differ; nothing was updated.
 
         Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
@@ -330,10 +330,38 @@ class Engine:
         self._usable()
         return self._passes.num_steps
 
+    def grad_norm(self) -> float:
+        """Norm, before clipping, of the gradients that `forward_backward` has formed and `optimizer_step` has not
+        applied yet; waits for them. Raises ConfigError where there are none."""
+        self._usable()
+        if self._passes.waiting is None:
+            raise ConfigError("grad_norm was called without forward_backward; call that first")
+        return self._runtime.core.gradient_norm() if self._passes.num_waiting else 0.0
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that `forward_backward` has formed and `optimizer_step` has not applied yet, if there are
+        any. With `update: immediate` they have been applied already."""
+        self._usable()
+        self._passes.discard()
+
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of the next updates. Groups with a rate of their own keep their ratio to it."""
         self._usable()
         self.optimizer.set_lr(lr)
+
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """AdamW's settings of the next updates, with groups that may be others than before. Moments and counts of
+        updates stay. Raises ConfigError for groups that do not fit the model; nothing has changed then."""
+        self._usable()
+        check_adamw(optimizer)
+        self._runtime.set_optimizer(optimizer)
+        self.optimizer = optimizer
+
+    def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
+        """Global norm that gradients of the next updates are scaled down to; None does not clip."""
+        self._usable()
+        arguments.check_max_grad_norm(max_grad_norm, self.update)
+        self._passes.max_grad_norm = max_grad_norm
 
     # ----------------------------------------------------------------------------------- without training
 
@@ -358,6 +386,13 @@ class Engine:
         """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length). Updates nothing."""
         self._usable()
         return self._evaluation.logits(input_ids)
+
+    @on_cpu()
+    def all_logits(self, batch: Batch) -> Tensor:
+        """Logits (batch, seq, V) of every token of a batch, fp32 on the CPU, computed a few rows at a time: for metrics
+        that need the whole distribution. Updates nothing."""
+        self._usable()
+        return self._evaluation.all_logits(batch)
 
     # ------------------------------------------------------------------------------------- reading, saving
 

@@ -6,14 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.engine.embed_head import HeadTemplate
 from megatrain.engine.inputs import Batch, InputPreprocessor, check_list_of_batches, largest_shape
+from megatrain.engine.loss import default_chunk
 from megatrain.engine.runtime import Runtime
 from megatrain.engine.transactions import Passes
 from megatrain.errors import ConfigError
 
 
 class Evaluation:
-    """What an engine computes of batches with its present weights; see `Engine.evaluate`, `logprobs` and `logits`."""
+    """What an engine computes of batches with its present weights; see `Engine.evaluate` and the methods after it."""
 
     def __init__(self, runtime: Runtime, preparer: InputPreprocessor, passes: Passes) -> None:
         self._runtime, self._preparer, self._passes = runtime, preparer, passes
@@ -54,3 +56,17 @@ class Evaluation:
         run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
         assert run.collected[0] is not None
         return run.collected[0].float().cpu()
+
+    def all_logits(self, batch: Batch) -> Tensor:
+        """Logits (batch, seq, V) of every token, fp32 on the CPU, computed a few rows at a time."""
+        prepared = self._preparer.prepare([batch], need_labels=False, keep_empty=True)
+
+        def collect(head: HeadTemplate, hidden: Tensor) -> Tensor:
+            rows = default_chunk(self._preparer.decoder.vocab_size, self._runtime.device.type)
+            flat = head.tail(hidden).flatten(0, 1)
+            found = [head.logits(part.unsqueeze(0))[0].float().cpu() for part in torch.split(flat, rows)]
+            return torch.cat(found).view(*hidden.shape[:2], -1)
+
+        run = self._passes.evaluate(prepared, collect)
+        assert run.collected[0] is not None
+        return run.collected[0]

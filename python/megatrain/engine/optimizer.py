@@ -94,9 +94,10 @@ class AdamW:
         """Group of each trained parameter. Raises ConfigError for a pattern that means none, or two groups for one."""
         assigned: dict[str, int] = {}
         names = list(names)
+        known = set(names)
         for index, group in enumerate(self.groups[1:], 1):
             for pattern in group.params:
-                hits = [n for n in names if match(pattern, n)]
+                hits = [pattern] if pattern in known else [n for n in names if match(pattern, n)]
                 if not hits:
                     raise ConfigError(f"optimizer.groups[{index - 1}]: {pattern!r} matches no trained parameter")
                 for name in hits:
@@ -104,6 +105,12 @@ class AdamW:
                         first = assigned[name] - 1
                         raise ConfigError(f"optimizer.groups: {name} is in group {first} and in group {index - 1}")
         return {name: assigned.get(name, 0) for name in names}
+
+
+def check_adamw(optimizer: Any) -> None:
+    """Raises ConfigError for what is no `AdamW`, such as one of torch's."""
+    if not isinstance(optimizer, AdamW):
+        raise ConfigError(f"optimizer must be a megatrain.AdamW, not {type(optimizer).__name__}")
 
 
 def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> Group:

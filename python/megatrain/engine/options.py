@@ -62,6 +62,11 @@ def check(
         raise ConfigError(f"plan.more_workspace must be a whole number of bytes and not negative, not {more!r}")
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
+    check_max_grad_norm(max_grad_norm, update)
+
+
+def check_max_grad_norm(max_grad_norm: Any, update: str) -> None:
+    """Raises ConfigError for a norm that cannot be clipped to, or not with these updates."""
     if max_grad_norm is not None and not positive(max_grad_norm):
         raise ConfigError(f"max_grad_norm must be positive and finite, or None, not {max_grad_norm!r}")
     constraints.refuse_clipped_immediate(update, max_grad_norm)

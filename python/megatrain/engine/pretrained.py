@@ -7,7 +7,7 @@ from typing import Any, Literal
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.hf_config import load_config
-from megatrain.system.terminal import on_a_terminal
+from megatrain.system.terminal import progress_line
 from megatrain.weights import loader, matching, source
 
 ProgressFn = Callable[[str, int, int], None]
@@ -25,7 +25,7 @@ def open_pretrained(
     progress: ProgressFn | Literal["auto"] | None,
 ) -> tuple[Decoder, Callable[[Decoder, Any], None], Path]:
     """The model, what fills a core with its weights, and the folder of its files, which are checked now. `progress`:
-    what is report how far the reading is; `auto`: a line on standard error where that is a terminal; None: nothing.
+    called with how far the reading is; `auto`: a line on a terminal or in a notebook; None: nothing.
     Raises ConfigError."""
     if progress not in ("auto", None) and not callable(progress):
         raise ConfigError(f"progress must be auto, None or a function of (what, done, total), not {progress!r}")
@@ -42,7 +42,7 @@ def open_pretrained(
     matching.match(weights, decoder)
 
     def load(decoder: Decoder, core: Any) -> None:
-        report = on_a_terminal() if progress == "auto" else progress
+        report = progress_line() if progress == "auto" else progress
         loader.load(
             weights,
             decoder,

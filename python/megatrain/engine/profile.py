@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory
+from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
@@ -168,7 +170,6 @@ def plan_request(
     update: str,
     budget: dict[str, int],  # bytes: device, host
     device: str,  # cuda or cpu
-    optimizer: AdamW | None = None,
     requests: dict[str, Any] | None = None,  # numbers that the planner shall not derive
     rates: dict[str, float] | None = None,  # measured rates of the machine
     loss_chunk: int | None = None,
@@ -188,7 +189,7 @@ def plan_request(
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
-    groups = _groups(decoder, optimizer or AdamW())
+    numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
@@ -205,7 +206,7 @@ def plan_request(
                         "shape": list(t.shape),
                         "dtype": CORE_DTYPES[t.dtype],
                         "role": t.role,
-                        "group": groups.get(t.name, 0),
+                        "group": numbers.get(t.name, 0),
                     }
                     for t in unit.tensors
                 ],
@@ -274,21 +275,23 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
     ]
 
 
-def core_groups(decoder: Decoder, optimizer: AdamW, seen: bool) -> tuple[list[CoreGroup], list[int]]:
-    """Groups as the core takes them, and which are idle. What sees images has the same settings once more: in a step
-    without an image (not `seen`) it has no gradient, so torch leaves it as it is."""
-    groups = optimizer.core_groups()
-    if decoder.vision_spec is None:
-        return groups, []
-    return groups * 2, [] if seen else [*range(len(groups), 2 * len(groups))]
+def core_groups(
+    decoder: Decoder,
+    optimizer: AdamW,
+    assigned: Mapping[str, int],  # what `optimizer.assign` returned
+    seen: bool,  # whether a micro-batch had an image
+) -> tuple[list[CoreGroup], list[int]]:
+    """Groups as the core takes them, and which are idle. To the core every trained tensor is a group of its own, so
+    that settings can be grouped otherwise at any time. A part that processes images has no gradient in a step without
+    one, and torch leaves such a parameter as it is."""
+    settings, names = optimizer.core_groups(), _trained(decoder)
+    idle = [] if seen else [number for number, name in enumerate(names) if decoder.is_vision(name)]
+    return [settings[assigned[name]] for name in names], idle
 
 
-def _groups(decoder: Decoder, optimizer: AdamW) -> dict[str, int]:
-    """The number, among those of `core_groups`, of each trained tensor's group."""
-    groups = optimizer.assign(t.name for t in decoder.tensors.values() if t.role == "trainable")
-    if decoder.vision_spec is None:
-        return groups
-    return {name: n + len(optimizer.groups) * decoder.is_vision(name) for name, n in groups.items()}
+def _trained(decoder: Decoder) -> list[str]:
+    """Names of the trained tensors; a place in this list is the number of a group of the core."""
+    return [t.name for t in decoder.tensors.values() if t.role == "trainable"]
 
 
 FRAGMENTATION = 0.05
@@ -315,7 +318,8 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 
 def loss_fn_bytes(decoder: Decoder, tokens: int) -> int:
     """Device memory of a loss function of the caller's that forms the logits of a whole micro-batch and their
-    cross-entropy, backward included. What it needs more is for the caller to declare (`loss_workspace`)."""
+    cross-entropy, backward included. One that needs more, or less since it uses `head.logprobs`, is for the caller to
+    declare (`loss_workspace`)."""
     size = decoder.dtype.itemsize
     # logits, their fp32 copy, log-probabilities and the gradients of both: never more than this at one time
     per_logit = size + 12
@@ -351,8 +355,10 @@ def _workspace(
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
-    if loss_fn:
-        loss = max(loss, (loss_fn_bytes(decoder, tokens) if loss_fn is True else loss_fn) + 3 * hidden)
+    if loss_fn is not False:
+        chunked = logprobs_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
+        custom = max(loss_fn_bytes(decoder, tokens), chunked) if loss_fn is True else loss_fn + chunked
+        loss = max(loss, custom + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0

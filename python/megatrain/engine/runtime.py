@@ -15,6 +15,7 @@ from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
+from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
@@ -76,7 +77,8 @@ class Runtime:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
-        self._decoder, self._optimizer = decoder, optimizer
+        self._decoder = decoder
+        self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
         self._update = update
         self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
@@ -142,16 +144,20 @@ class Runtime:
             budget=machine.budget(self.device.type, **self._limits),
             device=self.device.type,
             card_bytes=machine.gpu.total_bytes if machine.gpu is not None else None,
-            optimizer=self._optimizer,
             requests=self.settings,
             rates=self._rates,
             loss_chunk=self.settings.get("loss_chunk"),
             loss_fn=self._loss_fn,
         )
 
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
+        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._optimizer = optimizer
+
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, seen)
+        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -213,8 +219,9 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
-                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
+                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
+                "engine is created"
             )
             refusal.items = error.items
             raise refusal from None
@@ -258,6 +265,7 @@ class Runtime:
         self.check()
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
+        base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
             planned = _core.plan(request)
@@ -269,12 +277,21 @@ class Runtime:
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
+            if self.device.type == "cpu":
+                templates.heap = HeapLimit(base, sum(json.loads(planned)["totals"].values()))
         except BaseException:
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
+
+    def _bytes_beside_the_plan(self) -> int:
+        """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
+        a model, which move into the core."""
+        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        before = sum(self._plan["totals"].values()) if self._core is not None else 0
+        return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
@@ -345,6 +362,7 @@ class Runtime:
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
+            heap=None,
         )
 
     def _layer_templates(

@@ -84,7 +84,7 @@ class Passes:
         router: RouterLoss | None,
     ) -> None:
         self._runtime, self._preparer = runtime, preparer
-        self._max_grad_norm, self.immediate = max_grad_norm, immediate
+        self.max_grad_norm, self.immediate = max_grad_norm, immediate
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
@@ -332,7 +332,7 @@ class Passes:
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
         groups, idle = self._runtime.core_groups(waiting.seen)
-        outcome = self._runtime.core.apply(groups, self._max_grad_norm, idle)
+        outcome = self._runtime.core.apply(groups, self.max_grad_norm, idle)
         self.waiting = None
         self.num_steps += 1
         return StepOutput(

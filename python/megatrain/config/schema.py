@@ -98,8 +98,8 @@ class SourceConfig:
 
     path: str
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
-    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, or
-    `python:stdlib`."""
+    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, a data set of
+    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), or `python:stdlib`."""
     format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
@@ -119,10 +119,10 @@ class SourceConfig:
         if not 0 < self.weight < math.inf:
             raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
         if isinstance(self.split, float) and not 0 < self.split < 1:
-            raise ConfigError(f"split of {self.path} is {self.split}; a fraction lies between 0 and 1")
+            raise ConfigError(f"split of {self.path} is {self.split}; it must be between 0 and 1")
         for name in self.fields:
             if name not in _FIELDS:
-                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(_FIELDS)}")
+                raise ConfigError(f"fields of {self.path}: {name!r} is not one of {', '.join(_FIELDS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

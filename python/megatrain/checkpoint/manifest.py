@@ -16,11 +16,11 @@ from typing import Any
 
 from megatrain.checkpoint.hf_folder import json_bytes
 from megatrain.errors import CheckpointError
-from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, is_regular, sync_folder, write_file
+from megatrain.models.types import PRECISIONS
+from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, is_regular, write_file
 from megatrain.units import is_count
 
 NAME = "manifest.json"
-PRECISIONS = ("bf16", "fp32")
 
 _FORMAT = "megatrain checkpoint"
 _VERSION = 1
@@ -61,8 +61,6 @@ def write(folder: Path, step: int, precision: str, known: Mapping[str, list[int]
             name = path.relative_to(folder).as_posix()
             crc32 = known[name] if name in known else crc_per_chunk(path.read_bytes())
             files[name] = {"bytes": path.stat().st_size, "crc32": crc32}
-    # the entries of the other files reach the disk before the one that says that they are there
-    sync_folder(folder)
     manifest = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -158,7 +156,7 @@ class State:
     layout: Any
     """See `hf_layout.read_layout`; None in a checkpoint that does not say."""
     state: Mapping[str, Any]
-    """What was given to `checkpoint.save`."""
+    """What was given to `begin_save`."""
 
 
 def state_bytes(state: State, step: int) -> bytes:

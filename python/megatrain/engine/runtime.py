@@ -15,6 +15,7 @@ from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
+from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
@@ -25,6 +26,7 @@ from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitL
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
+from megatrain.names import suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
@@ -74,7 +76,7 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder = decoder
         self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
@@ -89,7 +91,7 @@ class Runtime:
         self._rates = dict(rates or {})
         declared = self.settings.get("loss_workspace")
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
-        """Whether a loss function of the caller's is planned for, and with how many bytes if that was declared."""
+        """Whether the plan includes a `loss_fn`, and with how many bytes if those were declared."""
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
@@ -103,9 +105,9 @@ class Runtime:
         self._plan: dict[str, Any] = {}
         self._closed = False
         self.undefined = ""
-        """Why the state is no state of training, where a load was cut off."""
+        """Why the weights belong to no single training step, after a load was interrupted."""
         self._emptied = False
-        """Whether values were taken out of the model; they are gone when setting up fails after that."""
+        """Whether values were moved out of the model; they are lost when setting up fails after that."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -126,12 +128,12 @@ class Runtime:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan in force."""
+        """The current plan."""
         assert self.core is not None  # which makes it
         return self._plan
 
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
-        """What the planner is asked; see `request.plan_request`."""
+        """The planner's input; see `profile.plan_request`."""
         machine = self._machine()
         return plan_request(
             self._decoder,
@@ -240,11 +242,11 @@ class Runtime:
             self._core.check()
         elif self._emptied:
             raise EngineBroken(
-                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+                "creating the engine was interrupted after the model's weights were moved into it; load the model again"
             )
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
@@ -263,6 +265,7 @@ class Runtime:
         self.check()
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
+        base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
             planned = _core.plan(request)
@@ -274,12 +277,21 @@ class Runtime:
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
+            if self.device.type == "cpu":
+                templates.heap = HeapLimit(base, sum(json.loads(planned)["totals"].values()))
         except BaseException:
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
+
+    def _bytes_beside_the_plan(self) -> int:
+        """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
+        a model, which move into the core."""
+        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        before = sum(self._plan["totals"].values()) if self._core is not None else 0
+        return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
@@ -297,7 +309,7 @@ class Runtime:
         return hardware.read().with_free_memory(self.device.index)
 
     def _fill(self, core: _core.Engine) -> None:
-        """Puts the model's values into the store, each tensor given up as soon as it is there."""
+        """Moves the model's values into the store; each tensor is freed as soon as it was copied."""
         decoder = self._decoder
         values = decoder.values
         if self._load is not None:
@@ -350,6 +362,7 @@ class Runtime:
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
+            heap=None,
         )
 
     def _layer_templates(

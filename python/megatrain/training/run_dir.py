@@ -22,7 +22,7 @@ from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
 from megatrain.config import Config
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
+from megatrain.system.atomic import make_folders, recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log = logging.getLogger("megatrain")
@@ -122,7 +122,7 @@ class RunFolder:
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folders(path)
             self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(

@@ -21,9 +21,6 @@ mod build;
 mod check;
 mod hazards;
 mod inputs;
-#[cfg(all(test, loom))]
-#[expect(unsafe_code, reason = "cells whose accesses loom checks")]
-mod interleavings;
 pub(crate) mod progress;
 mod slots;
 

@@ -17,7 +17,6 @@ use crate::schedule::{Kind, Lane, Op, Pass, Shape};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
-#[non_exhaustive]
 pub enum Phase {
     Embed,
     Forward,

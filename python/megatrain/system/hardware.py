@@ -82,6 +82,8 @@ class Machine:
     name: str = ""
     described: bool = False
     """Whether this came from a description rather than from the machine itself."""
+    assumed: str = ""
+    """What a preset assumes beside its card, in words; empty for every other machine."""
 
     @property
     def gpu(self) -> Gpu | None:

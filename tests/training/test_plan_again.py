@@ -86,6 +86,27 @@ def test_a_second_failure_ends_the_run_with_its_last_step_on_the_disk(
     assert (status["state"], status["step"]) == ("failed", 2)
 
 
+def test_an_evaluation_that_runs_out_of_memory_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = settings(tmp_path, output={"dir": str(tmp_path / "plain")}, eval={"every": 2, "at_start": False})
+    wanted = fit(plain)
+    score, failed = Pass._loss, []
+
+    def failing(self: Pass, op: Any) -> None:
+        score(self, op)
+        if not self._training and not failed:
+            failed.append(op)
+            raise torch.OutOfMemoryError(WORDS)
+
+    monkeypatch.setattr(Pass, "_loss", failing)
+    found = fit(settings(tmp_path, eval={"every": 2, "at_start": False}))
+    assert len(failed) == 1
+    assert (found.eval_loss, found.best_step) == (wanted.eval_loss, wanted.best_step)
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    evaluated = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
+    assert records[2]["eval_loss_before"] == evaluated[1]["eval_loss"]
+
+
 def test_immediate_updates_that_cannot_be_taken_back_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

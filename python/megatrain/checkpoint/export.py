@@ -288,6 +288,6 @@ def _check_layout(layout: str) -> None:
 
 
 def _target(dtype: DtypeName, precision: str) -> torch.dtype:
-    if dtype != "auto" and dtype not in PRECISIONS:
+    if dtype != "auto" and dtype not in tuple(PRECISIONS):
         raise ConfigError(f"dtype must be auto, {' or '.join(PRECISIONS)}, not {dtype!r}")
     return PRECISIONS[precision if dtype == "auto" else dtype]

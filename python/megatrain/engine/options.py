@@ -35,7 +35,7 @@ def check(
 ) -> None:
     """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
-    if grad_precision not in precisions:
+    if grad_precision not in tuple(precisions):
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")

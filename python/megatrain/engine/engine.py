@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@arguments.known_keywords
 class Engine:
     """A model in training. Not thread-safe, except `prepare`."""
 
-    @arguments.known_keywords
     def __init__(
         self,
         model: "nn.Module | Decoder",
@@ -164,7 +164,6 @@ class Engine:
         )
 
     @classmethod
-    @arguments.known_keywords
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.engine.options import known_keywords
 from megatrain.errors import MegatrainError, StorageError
 from megatrain.training import out_of_memory
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
@@ -31,6 +32,7 @@ log = logging.getLogger("megatrain")
 __all__ = ["Result", "Trainer"]
 
 
+@known_keywords
 class Trainer:
     """One run. `config` is a path, a mapping or a Config. Raises ConfigError, DoesNotFit, CheckpointError or
     StorageError while it loads, and RunStopped when the run has to end itself."""

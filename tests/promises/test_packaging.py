@@ -86,6 +86,7 @@ def test_the_source_archive_builds_once_unpacked(tmp_path: Path) -> None:
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "python").rglob("*.py*") if path.suffix != ".pyc"}
     wanted |= {str(path.relative_to(ROOT)) for path in CRATES.glob("*/build.rs")}
     wanted |= {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md", "python/megatrain/py.typed"}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.*")}
     assert wanted <= names, sorted(wanted - names)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     run("cargo", "check", "--locked", "-p", "megatrain-py", cwd=unpacked, CARGO_TARGET_DIR=str(tmp_path / "target"))

@@ -44,7 +44,7 @@ from megatrain.weights.types import Core, Decoder, TensorRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|residual|exp_avg|exp_avg_sq)(-\d{5}-of-\d{5})?\.safetensors")

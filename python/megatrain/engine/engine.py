@@ -44,7 +44,7 @@ from megatrain.models.types import PRECISIONS, TensorRef
 if TYPE_CHECKING:
     from megatrain import _core
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @arguments.known_keywords

@@ -27,7 +27,7 @@ import torch
 
 from megatrain.errors import ConfigError, EngineBroken
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

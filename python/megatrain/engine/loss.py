@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.engine.matmul import TILE_ROWS, add_matmul, mixed_matmul
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 IGNORE = -100
 """Target of a row that is not supervised, as in Hugging Face."""

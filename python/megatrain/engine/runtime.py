@@ -32,7 +32,7 @@ from megatrain.weights import initialize
 if TYPE_CHECKING:
     from megatrain.engine.state_dict import Plane
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""

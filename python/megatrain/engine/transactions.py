@@ -27,7 +27,7 @@ from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 from megatrain.models.moe import RouterLoss
 from megatrain.models.support import refuse_global_hooks
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

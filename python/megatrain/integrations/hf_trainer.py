@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _NOT_FOR_THE_ENGINE = (
     "cu_seq_lens_k",

@@ -20,7 +20,7 @@ from typing import Any
 from megatrain.system import atomic
 from megatrain.units import parse_size
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain.engine.inputs import StepInputs
     from megatrain.training.setup import RunComponents
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 _ROWS_SHOWN = 16
 """Most row ids in one line of the log; metrics.jsonl has all of them."""

@@ -13,7 +13,7 @@ from megatrain.training.metrics import StepRecord, dumps, duration
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 Mode = Literal["bar", "notebook", "lines", "json", "none"]
 

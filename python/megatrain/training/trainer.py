@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from megatrain.training.setup import RunComponents
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 __all__ = ["Result", "Trainer"]
 

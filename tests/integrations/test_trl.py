@@ -130,7 +130,7 @@ def test_packed_documents_never_see_each_other(tmp_path: Path) -> None:
     run = sft(SFTOnEngine, build(vocab_size=len(tokenizer())), tmp_path, texts(), packing=True)
     batch = next(iter(run.get_train_dataloader()))
     assert batch["input_ids"].shape[0] == 1
-    cuts = [*batch["cu_seq_lens_q"].tolist()]
+    cuts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["position_ids"].shape[1]]
     assert len(cuts) > 3
     alone = [
         run.engine.evaluate([{"input_ids": batch["input_ids"][:, a:b], "labels": batch["labels"][:, a:b]}])

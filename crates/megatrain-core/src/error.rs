@@ -4,6 +4,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::disk::DiskError;
+
+mod disk;
+
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -151,16 +155,14 @@ pub enum Error {
         reason: String,
     },
     /// A file could not be written.
-    #[error("{path} cannot be written: {source} ({needed} bytes were needed, {free} are free)", path = path.display())]
+    #[error("{path} cannot be written: {source} ({} failed; {needed} bytes were needed, {free} are free)", error.action(), path = error.path.display(), source = error.source)]
     Storage {
-        /// The file.
-        path: PathBuf,
         /// Bytes that it takes, with all others that were to be written beside it.
         needed: u64,
         /// Bytes free on its disk.
         free: u64,
-        /// The system's error.
-        source: std::io::Error,
+        /// The call that failed.
+        error: DiskError,
     },
     /// A thread of the optimizer's pool failed.
     #[error("an optimizer thread failed: {0}")]

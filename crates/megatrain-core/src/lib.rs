@@ -5,7 +5,7 @@
 //! uses only those listed before it (`tests/layers.rs`), so the list is also a reading order:
 //!
 //! 1. [`error`], [`layout`]: what can go wrong; the offset of each tensor in its unit's flat planes.
-//! 2. [`host`]: mapped memory and the optimizer's threads.
+//! 2. [`disk`], [`host`]: files; mapped memory and the optimizer's threads.
 //! 3. [`adamw`]: AdamW, the gradient norm and clipping over slices, bit-equal on every instruction set.
 //! 4. [`device`]: what the engine asks of a device; the simulated one runs everything without a GPU, in adversarial order.
 //! 5. [`store`]: the planes of every unit in registered host memory, and files of them.
@@ -34,6 +34,7 @@ compile_error!("megatrain-core compiles for 64-bit little-endian Linux; this tar
 
 pub mod adamw;
 pub mod device;
+pub mod disk;
 pub mod error;
 pub mod estimate;
 pub mod host;

@@ -14,7 +14,6 @@ use crate::host::span::{HostSpan, PAGE};
 use crate::layout::{Dtype, Precision, UnitLayout};
 
 pub mod arena;
-#[expect(unsafe_code, reason = "files: free space, flags, advice to the kernel")]
 pub(crate) mod file;
 mod planes;
 

@@ -27,6 +27,7 @@ pub use self::schedules::CachedSchedules;
 use self::state::Shared;
 pub use self::stats::Stats;
 use crate::device::{Device, DeviceMemory};
+use crate::disk::{Disk, RealDisk};
 use crate::error::{Item, Result};
 use crate::host::Process;
 use crate::layout::UnitLayout;
@@ -141,7 +142,21 @@ impl Engine {
     /// # Errors
     /// [`crate::Error`] when the plan was made for another request, and the errors of allocation.
     pub fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
-        let shared = Arc::new(Shared::new(device, request, plan, options)?);
+        Self::with_disk(device, Arc::new(RealDisk), request, plan, options)
+    }
+
+    /// [`Engine::new`] with its files on another disk than the system's.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_disk(
+        device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared::new(device, disk, request, plan, options)?);
         let engine =
             Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 /// Bottom to top.
-const LAYERS: [&str; 13] = [
+const LAYERS: [&str; 14] = [
     "error",
     "layout",
     "trace",
+    "disk",
     "host",
     "adamw",
     "device",

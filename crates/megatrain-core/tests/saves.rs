@@ -3,6 +3,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use megatrain_core::device::sim::{FailedCall, Faults, SimDevice};
+use megatrain_core::disk::{Disk, Fault, FaultKind, SimDisk};
 use megatrain_core::error::Error;
 use megatrain_core::layout::{Precision, Role};
 use megatrain_core::plan::{Activation, Count, Place, Request, UpdateMode, plan};
@@ -345,4 +346,104 @@ fn files_that_are_not_the_models_are_refused() {
         assert!(error.contains(words), "{error}");
     }
     assert!(engine.save_progress().is_err());
+}
+
+// ---------------------------------------------------------------------------------------------- power cuts and bad disks
+
+const ENOSPC: i32 = 28;
+const EIO: i32 = 5;
+
+/// An engine after one step whose files go to a disk in memory.
+fn on_sim_disk(seed: u64) -> (Engine, Toy, SimDisk) {
+    let (disk, device, request) = (SimDisk::default(), queueing(seed), request(3, 2));
+    disk.create_folder(Path::new("/save")).unwrap();
+    disk.sync_folder(Path::new("/")).unwrap();
+    let (engine_disk, plan) = (Arc::new(disk.clone()), plan(&request).unwrap());
+    let engine = Engine::with_disk(Arc::new(device.clone()), engine_disk, &request, &plan, &options()).unwrap();
+    let toy = Toy::new(device, request);
+    toy.fill(&engine).unwrap();
+    toy.step(&engine, 0, None).unwrap();
+    engine.drain(FOREVER).map(ready).unwrap();
+    (engine, toy, disk)
+}
+
+/// Saves with a fault of one call of the disk; the outcome, and that call's name.
+fn save_with(engine: &Engine, disk: &SimDisk, fault: Option<Fault>) -> (Result<Saved, Error>, String) {
+    disk.arm(fault.into_iter().collect());
+    engine.begin_save(files(engine, Path::new("/save")), CHUNK, 12_345).unwrap();
+    let outcome = engine.finish_save(FOREVER).map(ready);
+    (outcome, fault.map_or(String::new(), |fault| disk.calls()[fault.call as usize].clone()))
+}
+
+/// Whether every state that a power cut leaves now has each file, with the bytes that its checksums are of.
+fn is_safe(disk: &SimDisk, saved: &Saved) -> bool {
+    let sums = |bytes: &[u8]| bytes.chunks(CHUNK as usize).map(crc32fast::hash).collect::<Vec<_>>();
+    let whole = |state: &megatrain_core::disk::CrashState| {
+        saved.sums.iter().all(|(path, wanted)| state.file(path).is_some_and(|bytes| sums(bytes) == *wanted))
+    };
+    disk.sync_folder(Path::new("/save")).unwrap();
+    disk.crash_states().iter().all(whole)
+}
+
+fn clear(disk: &SimDisk) {
+    disk.arm(Vec::new());
+    for path in disk.contents().entries.into_keys().filter(|path| path.parent() == Some(Path::new("/save"))) {
+        disk.remove(&path).unwrap();
+    }
+}
+
+#[test]
+fn files_are_whole_after_a_power_cut_and_each_write_and_flush_is_needed_for_that() {
+    let (engine, _toy, disk) = on_sim_disk(10);
+    let (saved, _) = save_with(&engine, &disk, None);
+    assert!(is_safe(&disk, &saved.unwrap()));
+    let calls = disk.calls().len() as u64 - 1; // less the flush of the folder, which is the caller's
+    let mut left_out = Vec::new();
+    for call in 0..calls {
+        clear(&disk);
+        let (saved, name) = save_with(&engine, &disk, Some(Fault { call, kind: FaultKind::LeftOut }));
+        if !name.starts_with("create") {
+            assert!(!is_safe(&disk, &saved.unwrap()), "nobody notices that this is left out: {name}");
+            left_out.push(name.split(' ').next().unwrap().to_owned());
+        }
+    }
+    left_out.sort();
+    left_out.dedup();
+    assert_eq!(left_out, ["set", "sync", "write"]);
+}
+
+#[test]
+fn a_call_that_fails_is_named_and_the_next_save_is_whole() {
+    let (engine, toy, disk) = on_sim_disk(11);
+    let contents = |disk: &SimDisk| disk.contents().entries;
+    save_with(&engine, &disk, None).0.unwrap();
+    let (wanted, calls) = (contents(&disk), disk.calls().len() as u64);
+    assert!(calls > 20, "{calls}");
+    for call in 0..calls {
+        for kind in [FaultKind::Error(ENOSPC), FaultKind::Error(EIO), FaultKind::PowerCut] {
+            clear(&disk);
+            let (outcome, name) = save_with(&engine, &disk, Some(Fault { call, kind }));
+            let error = outcome.unwrap_err();
+            let (action, path) = name.split_at(name.find(" /").unwrap());
+            assert!(matches!(&error, Error::Storage { needed: 12_345, .. }), "{error}");
+            let said = error.to_string();
+            let words = if kind == FaultKind::Error(ENOSPC) { "No space left" } else { "Input/output error" };
+            assert!(said.contains(words) && said.contains("12345 bytes were needed"), "{said}");
+            if kind != FaultKind::PowerCut {
+                assert!(said.starts_with(path.trim_start()) && said.contains(action), "{name}: {said}");
+            }
+        }
+        clear(&disk);
+        let (short, name) = save_with(&engine, &disk, Some(Fault { call, kind: FaultKind::Short }));
+        assert!(short.is_ok() && contents(&disk) == wanted, "{name}");
+        clear(&disk);
+        let (flipped, name) = save_with(&engine, &disk, Some(Fault { call, kind: FaultKind::FlipBit }));
+        let (flipped, noticed) = (flipped.unwrap(), name.starts_with("write"));
+        let padding = contents(&disk) == wanted; // the bit was in what fills up the last block
+        assert_eq!(is_safe(&disk, &flipped), !noticed || padding, "{name}");
+    }
+    clear(&disk);
+    toy.step(&engine, 1, None).unwrap();
+    let (saved, _) = save_with(&engine, &disk, None);
+    assert!(is_safe(&disk, &saved.unwrap()));
 }

@@ -91,10 +91,11 @@ def _guarded(args: argparse.Namespace) -> int:
 
 def _unexpected(args: argparse.Namespace, error: Exception) -> int:
     """The exit code of an exception that is not megatrain's own: the disk's, memory's, a path's, or a bug of ours."""
+    from megatrain.system.out_of_memory import is_out_of_memory
     from megatrain.training import out_of_memory
     from megatrain.training.run_dir import DISK_ERRORS
 
-    if out_of_memory.is_out_of_memory(error):
+    if is_out_of_memory(error):
         return _refuse(args, out_of_memory.explain(error, "this command"), BROKEN)
     if isinstance(error, OSError) and error.errno in (*DISK_ERRORS, *_PATH_ERRORS):
         full = error.errno in DISK_ERRORS

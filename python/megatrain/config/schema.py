@@ -435,6 +435,9 @@ class OutputConfig:
     """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
     log_every: int = 1
     """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead."""
+    report_stall: Duration | None = dataclasses.field(default_factory=lambda: Duration(1800.0))
+    """Wall time without any progress after which `log.txt` and `status.json` say what every thread does and waits for;
+    the run is left as it is. Default: 30min; null: never."""
     tensorboard: bool = False
     """Whether metrics are written for TensorBoard too. Not supported yet."""
 

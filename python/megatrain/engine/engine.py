@@ -91,7 +91,8 @@ class Engine:
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
-          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits.
+          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits, and
+          `more_workspace` bytes that torch was found to need beyond what is planned for it.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -528,6 +529,11 @@ class Engine:
         """Where the last step's time went."""
         raw = json.loads(self.core.stats())
         return Stats(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the engine's lanes stand: `completed` operations so far, and for each of `lanes` what it runs, what is
+        next and what that waits for. From any thread, at any time; waits for nothing."""
+        return self._runtime.lanes()
 
     def drain(self) -> None:
         """Waits for pending updates."""

@@ -60,6 +60,9 @@ def check(
     workspace = (plan or {}).get("loss_workspace")
     if workspace is not None:
         _size("plan.loss_workspace", workspace)
+    more = (plan or {}).get("more_workspace")
+    if more is not None and not is_count(more, 0):
+        raise ConfigError(f"plan.more_workspace must be a whole number of bytes and not negative, not {more!r}")
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     check_max_grad_norm(max_grad_norm, update)

@@ -217,6 +217,8 @@ def plan_request(
             }
         )
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
+    workspace = _workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn)
+    more = (requests or {}).get("more_workspace") or 0  # measured, where the bounds were exceeded
     return {
         "units": units,
         "tied": decoder.tied,
@@ -224,7 +226,7 @@ def plan_request(
         "grad_precision": grad_precision,
         "update": update,
         "micro_batches": micro_batches,
-        **_workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn),
+        **{what: size + more for what, size in workspace.items()},
         "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
         "budget": dict(budget),

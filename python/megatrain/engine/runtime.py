@@ -44,7 +44,7 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -203,7 +203,7 @@ class Runtime:
         try:
             planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
             if _placement(planned) == _placement(self._plan):
-                self._plan = planned
+                self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
             elif not between_passes:
                 raise ConfigError(
                     "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
@@ -222,6 +222,12 @@ class Runtime:
             )
             refusal.items = error.items
             raise refusal from None
+
+    def lanes(self) -> dict[str, Any]:
+        """Where the core's lanes stand; no lanes where there is no core."""
+        core = self._core
+        found: dict[str, Any] = json.loads(core.lanes()) if core is not None else {"completed": 0, "lanes": []}
+        return found
 
     def check(self) -> None:
         """Raises EngineBroken when nothing can be asked any more, with the cause."""
@@ -342,6 +348,7 @@ class Runtime:
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
+            torch_bytes=_torch_bytes(plan),
         )
 
     def _layer_templates(
@@ -358,6 +365,11 @@ class Runtime:
                 made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
             templates.append(made[key])
         return templates
+
+
+def _torch_bytes(plan: dict[str, Any]) -> int:
+    """What a plan allows torch to allocate."""
+    return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
 
 
 def _placement(plan: dict[str, Any]) -> dict[str, Any]:

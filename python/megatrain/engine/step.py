@@ -12,6 +12,7 @@ from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
+from megatrain.engine.out_of_memory import OutOfMemory
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
 from megatrain.errors import ConfigError
@@ -19,6 +20,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.state_changes import StateSnapshot, refusal
 from megatrain.models.vision import add_features, feature_grad
 from megatrain.names import format_names
+from megatrain.system.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ class StepTemplates:
     """What layers draw random numbers from."""
     group: int
     """Micro-batches that pass through a unit before the next one is loaded."""
+    torch_bytes: int
+    """What the plan allows torch to allocate on the device."""
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off everywhere."""
@@ -143,12 +147,26 @@ class Pass:
         with torch.no_grad():  # templates switch gradients on where a graph is wanted
             while (op := core.next()) is not None:
                 check()
-                self._phases[op.phase](op)
+                self._compute(op)
                 if on_loss is not None and op.phase == "loss":
                     loss = self.losses[op.micro_batch]
                     assert loss is not None
                     on_loss(loss)
                 core.finish(op)
+
+    def _compute(self, op: ComputeOp) -> None:
+        """One operation. Raises OutOfMemory for whatever says that memory ran out."""
+        try:
+            self._phases[op.phase](op)
+        except Exception as error:
+            if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
+                raise
+            templates = self._templates
+            device = templates.weights.device
+            in_use = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            name = f"{op.phase.replace('_', ' ')} of {templates.decoder.units[op.unit].name}"
+            operation = f"{name}, micro-batch {op.micro_batch}"
+            raise OutOfMemory(operation, templates.torch_bytes, in_use, error) from error
 
     def _embed(self, op: ComputeOp) -> None:
         m = op.micro_batch

@@ -60,7 +60,9 @@ class RunPlan:
     plan: dict[str, Any]
     """As the core made it."""
     options: dict[str, Any]
-    """`plan` of the engine: numbers asked for, switches, threads."""
+    """`plan` of the engine: numbers asked for, switches, threads, and `correction`."""
+    correction: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `safer` has added after an earlier part of the run had run out of memory."""
 
     def engine_options(self) -> dict[str, Any]:
         """Keywords for `Engine`."""
@@ -159,6 +161,7 @@ def plan_run(
     machine: Machine,
     rows: int,  # most sequences of a step
     saved: dict[str, Any] | None = None,  # the numerics key that a resumed run was computed under
+    correction: dict[str, Any] | None = None,  # see `safer`; what the configuration asks for comes first
 ) -> RunPlan:
     """Decides the micro-batches by what fits on the machine when nothing else runs on it, and makes the plan for what
     is free now. Raises DoesNotFit with the sum."""
@@ -169,8 +172,9 @@ def plan_run(
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
         kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
         options = {key: value for key, value in kept.items() if value is not None} | options
-    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
     nominal = _Planner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
+    options = (correction or {}) | options
+    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
     size = first = _first_split(config, device, rows, saved, nominal)
     while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
         size = -(-size // 2)
@@ -194,7 +198,34 @@ def plan_run(
         request=request,
         plan=plan,
         options=options,
+        correction=dict(correction or {}),
     )
+
+
+def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
+    """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
+    plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
+    of micro-batches, unless the configuration asks for others. The split of a step stays, and so does the numerics
+    key. None where no such plan needs less."""
+    size, _ = run_plan.micro_batch
+    more = run_plan.correction.get("more_workspace", 0) + shortfall
+    planned = run_plan.plan["totals"]["device"] - run_plan.correction.get("more_workspace", 0)
+    best: tuple[int, dict[str, Any]] = (0, {})
+    for change in ({}, {"activation": "recompute"}, {"activation": "recompute", "group": 1}, {"group": 1}):
+        if any(getattr(config.plan, key) is not None for key in change):
+            continue
+        correction = run_plan.correction | {"more_workspace": more} | change
+        planner = _Planner(
+            config, decoder, run_plan.device, run_plan.machine, run_plan.rates, run_plan.options | correction
+        )
+        with contextlib.suppress(DoesNotFit, ConfigError):
+            _, plan = planner.fit(size, run_plan.micro_batches)
+            freed = planned - (plan["totals"]["device"] - more)
+            if freed > best[0]:
+                best = freed, correction
+            if freed >= max(1, shortfall):
+                break
+    return best[1] or None
 
 
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:

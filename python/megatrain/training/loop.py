@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
 from megatrain.system.atomic import storage_error
+from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
 from megatrain.training.lr_schedule import Schedule
@@ -24,6 +25,7 @@ from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
 from megatrain.training.spikes import SpikeDetector
 from megatrain.training.stop import RunStopped, Stop
+from megatrain.training.watchdog import Stall, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -94,8 +96,10 @@ class TrainingLoop:
         """Of the last step of an earlier part of the run."""
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
-        self.doing = "the first evaluation"
+        self.state, self.doing = "training", "the first evaluation"
         self.new_best = False
+        self.retried = False
+        """Whether this part of the run follows one that ran out of memory, which happens once."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
         self.loss_spikes, self.norm_spikes = SpikeDetector(), SpikeDetector()
@@ -104,7 +108,7 @@ class TrainingLoop:
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
-        position = self.position
+        position, watched = self.position, self._watched()
         if position.step >= self.total:
             log.info("all %d steps are done already", self.total)
         try:
@@ -129,6 +133,7 @@ class TrainingLoop:
                     "%s cut off the evaluation after the last step; the same command makes up for it", self.stop.reason
                 )
             self._finish_saves()
+            watched.close()  # an export is one long write
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
@@ -136,17 +141,62 @@ class TrainingLoop:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 path = Path(error.filename) if isinstance(error.filename, str) else self.folder.path
                 sentence = f"{self.doing}: {storage_error(error, path)}"
-            elif out_of_memory.is_out_of_memory(error):
+            elif is_out_of_memory(error):
                 sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan)
+                if (correction := self._safer_plan(error)) is not None:
+                    raise out_of_memory.PlanAgain(correction, sentence, self.planned.run_plan.micro_batch) from None
             else:
                 raise
             raise RunStopped(f"{sentence}; {self._last_good()}") from error
         finally:
+            watched.close()
             self.display.end()
             with contextlib.suppress(MegatrainError):
                 self._write_pending()
         self._status("stopped" if stopped else "done")
         return self._result(stopped, exported)
+
+    def _safer_plan(self, error: Exception) -> dict[str, Any] | None:
+        """What to change in the plan under which `error` ran out of memory, with the last finished step on the disk;
+        None where nothing would help, or that has been tried."""
+        shortfall = getattr(error, "shortfall", None)
+        if self.retried or shortfall is None:
+            return None
+        from megatrain.planning import planner
+
+        out_of_memory.release(error)
+        decoder, run_plan = self.planned.model_setup.decoder, self.planned.run_plan
+        correction = planner.safer(self.config, decoder, run_plan, shortfall)
+        if correction is not None:
+            self._write_pending()
+            try:
+                self._finish_saves()
+            except MegatrainError:  # a broken engine has nothing to go on with, and a full disk no room for it
+                return None
+        return correction
+
+    def _watched(self) -> contextlib.ExitStack:
+        """Reports a stall of the run until it is closed (`output.report_stall`)."""
+        watched, limit = contextlib.ExitStack(), self.config.output.report_stall
+        if limit is not None:
+            watchdog = Watchdog(
+                limit.seconds,
+                mark=lambda: (self.engine.lanes()["completed"], self.position.step, self.doing),
+                doing=lambda: self.doing,
+                lanes=lambda: list(self.engine.lanes()["lanes"]),
+                report=self._report_stall,
+            )
+            watched.callback(watchdog.close)
+        return watched
+
+    def _report_stall(self, stall: Stall | None) -> None:
+        """From the watchdog's thread: `status.json` keeps its state, and has the stall while it lasts."""
+        if stall is None:
+            log.warning("%s goes on", self.doing)
+        else:
+            log.warning("%s", stall.text())
+        stalled = {} if stall is None else {"stalled": dataclasses.asdict(stall)}
+        self.folder.write_status(self.state, **self.facts(), **stalled)
 
     def _result(self, stopped: str, exported: Path | None) -> Result:
         position, folder = self.position, self.folder
@@ -329,6 +379,7 @@ class TrainingLoop:
     def _evaluate(self, loader: "Loader", step: int) -> bool:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
+        position.owed_eval = True  # also where it fails
         loss = None if self.stop.requested else self._held_out_loss(loader, step)
         position.owed_eval = loss is None
         if loss is None:
@@ -441,6 +492,7 @@ class TrainingLoop:
         return last_good_checkpoint(self.folder)
 
     def _status(self, state: str) -> None:
+        self.state = state
         self.folder.write_status(state, **self.facts())
 
     def facts(self) -> dict[str, Any]:

@@ -1,45 +1,44 @@
-"""Out-of-memory errors of torch and of the interpreter, in words that say what to change.
+"""What a run says and does when memory runs out: words that say what to change, and a safer plan.
 
 What torch allocates is planned from measured sizes of a layer's activations, so it can be exceeded: by a sequence
 longer than any that was measured, by another program on the card, by fragmentation. The user can act on that; it is no
 defect to report.
 """
 
-import re
 import sys
-from typing import TYPE_CHECKING
+import traceback
+from typing import TYPE_CHECKING, Any
 
 from megatrain.system.hardware import format_bytes
-from megatrain.units import parse_size
+from megatrain.system.out_of_memory import wanted_bytes
 
 if TYPE_CHECKING:
     from megatrain.planning.planner import RunPlan
 
-_MESSAGES = (
-    "out of memory",  # "CUDA out of memory", and the driver's "CUDA error: out of memory"
-    "can't allocate memory",  # torch's DefaultCPUAllocator
-    "not enough memory: you tried to allocate",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))")
 
+class PlanAgain(Exception):
+    """A step ran out of memory, every step before it is on the disk, and a safer plan may fit."""
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out. Does not import torch."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+    def __init__(self, correction: dict[str, Any], explanation: str, micro_batch: tuple[int, int]) -> None:
+        super().__init__(explanation)
+        self.correction = correction
+        """See `planner.safer`."""
+        self.micro_batch = micro_batch
+        """The split of a step, which has to stay for the numbers to."""
+
+    def changes(self) -> str:
+        """What is changed, in words."""
+        asked = {key: value for key, value in self.correction.items() if key != "more_workspace"}
+        room = f"{format_bytes(self.correction['more_workspace'])} more for torch"
+        return ", ".join([room, *(f"plan.{key}: {value}" for key, value in asked.items())])
 
 
 def explain(error: BaseException, phase: str, run_plan: "RunPlan | None" = None) -> str:
     """One sentence for an error of `is_out_of_memory`: the phase, the bytes wanted and planned, and what to change."""
-    wanted = wanted_bytes(error)
+    wanted = getattr(error, "wanted", None) or wanted_bytes(error)
     device = run_plan is not None and run_plan.device == "cuda"
-    what = f"{phase}: out of {'device ' if device else ''}memory"
+    operation = getattr(error, "operation", "")  # of an error of the engine's
+    what = f"{phase}: {operation}{': ' * bool(operation)}out of {'device ' if device else ''}memory"
     facts = [f"an allocation of {format_bytes(wanted)} failed"] if wanted is not None else []
     if run_plan is None:
         return f"{what} ({_joined(facts, error)}). Use a smaller batch or a shorter sequence, or free memory"
@@ -58,12 +57,14 @@ def explain(error: BaseException, phase: str, run_plan: "RunPlan | None" = None)
     return f"{what} ({_joined(facts, error)}). To go on, {', '.join(changes)}"
 
 
-def wanted_bytes(error: BaseException) -> int | None:
-    """Bytes of the allocation that failed, where the message says; None where it does not."""
-    match = _WANTED.search(str(error))
-    if match is None:
-        return None
-    return parse_size(match[1].replace("bytes", "B"))
+def release(error: BaseException) -> None:
+    """Lets go of what the frames of an error and of its causes refer to: activations, most of all."""
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in seen:
+        seen.append(one)
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
 
 
 def _joined(facts: list[str], error: BaseException) -> str:

@@ -50,6 +50,9 @@ _LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
 _REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
 """What a run replaces in its folder."""
 
+_CORRECTION = "corrected"
+"""The key of `plan.json` for what was changed after memory had run out."""
+
 _LONGEST_REASON = 1000
 """Characters of a reason in `status.json`: the file stays within one block of the disk (see `_overwrite`)."""
 
@@ -177,9 +180,15 @@ class RunFolder:
         """Writes the effective configuration, every default spelled out. Raises StorageError."""
         write_whole(self.path / CONFIG, _HEADER + text)
 
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        """Writes the plan in force. Raises StorageError."""
-        write_whole(self.path / PLAN, json.dumps(plan, indent=1) + "\n")
+    def write_plan(self, plan: dict[str, Any], correction: dict[str, Any] | None = None) -> None:
+        """Writes the plan in force, with what was changed in it after memory had run out (`planner.safer`): the run is
+        planned so from then on. Raises StorageError."""
+        written = plan | ({_CORRECTION: correction} if correction else {})
+        write_whole(self.path / PLAN, json.dumps(written, indent=1) + "\n")
+
+    def correct_plan(self, correction: dict[str, Any]) -> None:
+        """Notes in `plan.json` what the next plan has to change. Raises StorageError."""
+        self.write_plan(_read_plan(self.path), correction)
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows
@@ -199,7 +208,7 @@ class RunFolder:
 
     def facts(self) -> dict[str, Any]:
         """What `status.json` says besides the present state: steps, losses, newest checkpoint."""
-        passing = ("state", "pid", "updated", "reason")
+        passing = ("state", "pid", "updated", "reason", "stalled")
         return {name: value for name, value in read_status(self.path).items() if name not in passing}
 
     def begin_metrics(self, step: int) -> MetricsFile:
@@ -292,6 +301,21 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl`, without a last line that a kill cut in half. Empty when there is no file."""
     path = run / METRICS
     return [record for _, record in _lines(path)] if path.exists() else []
+
+
+def read_correction(run: Path) -> dict[str, Any]:
+    """What an earlier part of the run had to change in its plan after memory had run out; empty where nothing."""
+    found = _read_plan(run).get(_CORRECTION)
+    return found if isinstance(found, dict) else {}
+
+
+def _read_plan(run: Path) -> dict[str, Any]:
+    """`plan.json`, or an empty mapping."""
+    try:
+        found = json.loads((run / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_status(run: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from megatrain.planning import planner
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
+from megatrain.training.run_dir import read_correction
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
 from megatrain.weights.loader import load
@@ -193,8 +194,15 @@ def prepare_run(
     keep_threads(model_setup, numerics)
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
+    correction = read_correction(folder) if folder is not None else None
     run_plan = planner.plan_run(
-        config, decoder, device=model_setup.device, machine=machine, rows=nominal, saved=numerics
+        config,
+        decoder,
+        device=model_setup.device,
+        machine=machine,
+        rows=nominal,
+        saved=numerics,
+        correction=correction,
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
@@ -209,7 +217,13 @@ def prepare_run(
     rows = most_rows(config, train, held_out)
     if rows != nominal:
         run_plan = planner.plan_run(
-            config, decoder, device=model_setup.device, machine=machine, rows=rows, saved=numerics
+            config,
+            decoder,
+            device=model_setup.device,
+            machine=machine,
+            rows=rows,
+            saved=numerics,
+            correction=correction,
         )
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
     planned = PlannedRun(

@@ -8,12 +8,15 @@ where a stop is safe.
 """
 
 import contextlib
+import dataclasses
+import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.engine.options import known_keywords
-from megatrain.errors import MegatrainError, StorageError
+from megatrain.errors import DoesNotFit, MegatrainError, StorageError
+from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
 from megatrain.training.progress import Display, default_mode
@@ -61,33 +64,62 @@ class Trainer:
             folder.close()
 
     def _fit(self, folder: RunFolder) -> Result:
+        try:
+            return self._part(folder, None)
+        except out_of_memory.PlanAgain as again:
+            before = again.with_traceback(None)
+            before.__context__ = None  # which refers to what ran out of memory
+        gc.collect()
+        log.warning("%s. Planning again, once, with %s", before, before.changes())
+        folder.correct_plan(before.correction)
+        return self._part(folder, before)
+
+    def _part(self, folder: RunFolder, before: out_of_memory.PlanAgain | None) -> Result:
+        """The run from its newest checkpoint; `before` is why it is begun again."""
         with contextlib.ExitStack() as stack:
             try:
                 with self.stop.interruptible():
                     folder.write_status("loading", **folder.facts())
                     origin, parts = resolve_resume(
-                        self.config, folder.path, lambda origin: self._assemble(folder, origin)
+                        self._resumable(before), folder.path, lambda origin: self._assemble(folder, origin)
                     )
                     stack.callback(parts.close)
-            except (MegatrainError, KeyboardInterrupt):
-                folder.withdraw()
-                raise
+                    if before is not None and parts.planned.run_plan.micro_batch != before.micro_batch:
+                        raise DoesNotFit(f"micro-batches of {before.micro_batch[0]} rows do not fit")
+            except (MegatrainError, KeyboardInterrupt) as error:
+                if before is None:
+                    folder.withdraw()
+                    raise
+                state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                folder.write_status(state, **folder.facts(), reason=_reason(error))
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise RunStopped(f"{before}; no other plan: {error}; {last_good_checkpoint(folder)}") from error
             except BaseException as error:
                 folder.write_status("failed", **folder.facts(), reason=_reason(error))
-                if out_of_memory.is_out_of_memory(error):
+                if is_out_of_memory(error):
                     raise RunStopped(out_of_memory.explain(error, "loading")) from error
                 raise
             facts = folder.facts
             try:
                 loop = self._begin(folder, parts, origin)
+                loop.retried = before is not None
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)
                 self.stop.on_abandon = lambda reason: folder.write_status("killed", **loop.facts(), reason=reason)
                 return loop.train()
+            except out_of_memory.PlanAgain:
+                raise
             except BaseException as error:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 folder.write_status(state, **facts(), reason=_reason(error))
                 raise
+
+    def _resumable(self, before: out_of_memory.PlanAgain | None) -> Config:
+        """The configuration, under which a run that is begun again finds what this process has written."""
+        if before is None or self.config.output.resume != "never":
+            return self.config
+        return dataclasses.replace(self.config, output=dataclasses.replace(self.config.output, resume="auto"))
 
     def _begin(self, folder: RunFolder, parts: "RunComponents", origin: ResumePoint | None) -> TrainingLoop:
         """Writes what the folder holds of a run before its first step. Raises RunStopped when the disk has no room."""
@@ -96,7 +128,7 @@ class Trainer:
         try:
             with self.stop.interruptible():
                 folder.write_config(config.to_yaml())
-                folder.write_plan(parts.engine.plan)
+                folder.write_plan(parts.engine.plan, parts.planned.run_plan.correction)
                 self._log_plan(parts, None if origin is None else origin.numerics)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:

@@ -287,7 +287,7 @@ impl Shared {
             let mut writer = match open.take() {
                 Some(writer) => writer,
                 None => {
-                    let mut writer = Writer::create(&file.path, save.needed, save.chunk_bytes)?;
+                    let mut writer = Writer::create(&self.disk, &file.path, save.needed, save.chunk_bytes)?;
                     let header = |start: u64, out: &mut [u8]| {
                         let start = usize::try_from(start).expect("inside the header");
                         out.copy_from_slice(&file.header[start..start + out.len()]);

@@ -13,6 +13,7 @@ use super::workers::guarded;
 use super::{Group, Options};
 use crate::adamw::Isa;
 use crate::device::{Device, Event, Stream};
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::host::{Affinity, Pool};
 use crate::optimizer::Adamw;
@@ -84,6 +85,7 @@ pub(super) struct EngineState {
 
 pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
+    pub(super) disk: Arc<dyn Disk>,
     pub(super) plan: Plan,
     pub(super) placement: Placement,
     pub(super) inputs: ScheduleInputs,
@@ -114,7 +116,13 @@ impl Deadline {
 }
 
 impl Shared {
-    pub(super) fn new(device: Arc<dyn Device>, request: &Request, plan: &Plan, options: &Options) -> Result<Self> {
+    pub(super) fn new(
+        device: Arc<dyn Device>,
+        disk: Arc<dyn Disk>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+    ) -> Result<Self> {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
@@ -134,6 +142,7 @@ impl Shared {
         let trace = Trace::new(options.trace);
         Ok(Self {
             device,
+            disk,
             plan: plan.clone(),
             placement,
             inputs,

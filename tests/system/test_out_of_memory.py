@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.training.out_of_memory import is_out_of_memory, wanted_bytes
+from megatrain.system.out_of_memory import is_out_of_memory, wanted_bytes
 
 
 @pytest.mark.parametrize(

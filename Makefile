@@ -13,7 +13,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench docs help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ test-examples: $(VENV)/.development ## both examples to their end, the second wi
 test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
 	cargo test -p megatrain-cuda --locked
 	for script in tests/gpu/*.py; do $(PYTHON) $$script || exit 1; done
+
+wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
+	$(PYTHON) -m pip install --quiet ziglang
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m maturin build --release --locked --zig --compatibility manylinux_2_34
 
 bench: ## optimizer kernels and copies
 	cargo bench --workspace --locked

@@ -114,6 +114,11 @@ def test_the_native_module_needs_no_newer_c_library_than_the_readme_says() -> No
     assert newest <= GLIBC, f"glibc {dotted(newest)} is needed; the README promises {dotted(GLIBC)}"
 
 
+def test_wheels_are_built_for_the_c_library_that_the_readme_says() -> None:
+    tag = "_".join(map(str, GLIBC))
+    assert f"--compatibility manylinux_{tag}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 def test_the_installed_package_is_typed_and_has_its_command() -> None:
     package = Path(_core.__file__).parent
     assert (package / "py.typed").is_file()

@@ -159,6 +159,35 @@ def grouped_as_dict(optimizer: megatrain.AdamW) -> dict[str, Any]:
     return {"params": group.params, "lr": group.lr, "weight_decay": group.weight_decay}
 
 
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma2", "phi"])
+def test_accuracy_and_perplexity_are_those_of_stocks_logits(kind: str) -> None:
+    changes = {"tied": {"tie_word_embeddings": True}, "gemma2": {"head_dim": 16, "attn_implementation": "eager"}}.get(
+        kind, {}
+    )
+    model = build("llama" if kind == "tied" else kind, **changes)
+    # likely tokens are often the next ones, so that the share is neither 0 nor 1
+    data = batches(3, padded=True)
+    with torch.no_grad():
+        for batch in data:
+            likely = model(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits.argmax(-1)
+            take = torch.rand(likely[:, :-1].shape, generator=torch.Generator().manual_seed(1)) < 0.4
+            take &= batch["labels"][:, 1:] != -100
+            batch["labels"][:, 1:] = torch.where(take, likely[:, :-1], batch["labels"][:, 1:])
+        right = tokens = 0
+        for batch in data:
+            wanted = batch["labels"][:, 1:]
+            logits = model(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits[:, :-1]
+            right += int(((logits.argmax(-1) == wanted) & (wanted != -100)).sum())
+            tokens += int((wanted != -100).sum())
+    ours = engine(model, plan={"loss_chunk": 24})
+    found = ours.evaluate_metrics(data)
+    assert 0.3 < right / tokens < 0.6
+    assert (found.accuracy, found.num_tokens) == (right / tokens, tokens)
+    assert found.loss == ours.evaluate(data)
+    assert found.perplexity == pytest.approx(float(torch.tensor(found.loss).exp()), rel=1e-5)
+    assert megatrain.EvalOutput(loss=1e9, accuracy=0.0, num_tokens=1).perplexity == float("inf")
+
+
 def test_the_norm_of_gradients_is_known_before_they_are_applied() -> None:
     data = batches(2)
     halves, whole = engine(build()), engine(build(), max_grad_norm=None)

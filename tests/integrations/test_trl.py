@@ -122,6 +122,8 @@ def test_a_run_is_that_of_torch(tmp_path: Path, rows: Any, changes: dict[str, An
     assert len(logged(ours, "loss")) == 20
     assert len(logged(ours, "eval_loss")) == 2
     assert logged(ours, "num_tokens") == logged(stock, "num_tokens")
+    for key in ("eval_mean_token_accuracy", "eval_num_tokens"):
+        assert logged(ours, key) == pytest.approx(logged(stock, key), abs=1e-6)
     assert logged(ours, "loss")[-1] < logged(ours, "loss")[0]
 
 

@@ -36,7 +36,7 @@ from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
-from megatrain.engine.transactions import Passes, StepOutput
+from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
@@ -362,18 +362,23 @@ class Engine:
 
         As many batches pass through the model at a time as a step was planned for; one, where nothing was planned yet.
         """
+        return self.evaluate_metrics(batches).loss
+
+    def evaluate_metrics(self, batches: Sequence[Batch]) -> EvalOutput:
+        """As `evaluate`, with perplexity and the share of supervised tokens that the model finds the likeliest."""
         self._usable()
-        total, tokens = 0.0, 0
+        total, correct, tokens = 0.0, 0, 0
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
         for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
             run = self._passes.evaluate(prepared, largest=largest_shape(batches))
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
+            correct += sum(torch.stack([t for t in run.correct if t is not None]).tolist())
             tokens += prepared.num_tokens
         if not tokens:
             raise ConfigError("no batch has a supervised token, so there is no loss to take the mean of")
-        return total / tokens
+        return EvalOutput(loss=total / tokens, accuracy=correct / tokens, num_tokens=tokens)
 
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1) fp32 on the CPU: log-probability of each next token by `labels` (or by
@@ -607,4 +612,4 @@ class Engine:
         self._runtime.check()
 
 
-__all__ = ["Engine", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]
+__all__ = ["Engine", "EvalOutput", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]

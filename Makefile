@@ -3,7 +3,9 @@
 #   VENV    the environment they make and use (default .venv)
 #   PY      the interpreter that makes it (default python3; 3.10 or newer)
 #   JOBS    processes that share the Python tests (default one a processor)
+#   MINUTES how long test-fuzz goes on (default 120)
 #   SUPPORTED  options of tests/check_supported.py, such as --short
+MINUTES ?= 120
 VENV ?= .venv
 PY ?= python3
 JOBS ?= auto
@@ -13,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -57,6 +59,12 @@ test-examples: $(VENV)/.development ## both examples to their end, the second wi
 test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance, then parity with resident training
 	cargo test -p megatrain-cuda --locked
 	for script in tests/gpu/*.py; do $(PYTHON) $$script || exit 1; done
+
+test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (120): CI runs the first ten
+	OMP_NUM_THREADS=1 $(PYTHON) tests/check_fuzz.py --minutes $(MINUTES)
+
+test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts
+	OMP_NUM_THREADS=1 $(PYTHON) tests/check_soak.py
 
 wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
 	$(PYTHON) -m pip install --quiet ziglang

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import StepOutput as StepOutput
     from megatrain.engine.optimizer import AdamW as AdamW
     from megatrain.models.decoder import Decoder as Decoder
+    from megatrain.training.callbacks import Callback as Callback
     from megatrain.training.trainer import Trainer as Trainer
 
 _LAZY = {
     "AdamW": "engine.optimizer",
+    "Callback": "training.callbacks",
     "Config": "config",
     "Decoder": "models.decoder",
     "Engine": "engine.engine",
@@ -42,6 +44,7 @@ _LAZY = {
 
 __all__ = [
     "AdamW",
+    "Callback",
     "CheckpointError",
     "Config",
     "ConfigError",

@@ -2,10 +2,6 @@
 
 import errno
 import logging
-import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +16,11 @@ from megatrain.errors import CheckpointError, ConfigError, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.training.run_dir import read_metrics
 from megatrain.training.stop import Stop
+from support import faulty_disk
 from support.fake_core import llama
 from support.resume import OPTIMIZER, PLACEMENTS, batches, same, started, state
 from support.runs import settings
 from support.trainer import At, assert_bit_equal, fit, losses
-
-SOURCE = Path(__file__).parents[1] / "support" / "faulty_disk.c"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -211,103 +206,6 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
 # ------------------------------------------------------------------------------------------- H15, H21, H33: a bad disk
 
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc, to build the faulty disk, is not installed")
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that stands between a process and its disk."""
-    library = tmp_path_factory.mktemp("disk") / "faulty_disk.so"
-    options = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-O2"]
-    subprocess.run(["gcc", *options, "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    return library
-
-
-def program(disk: Path, folder: Path, body: str) -> str:
-    """Runs statements in a process with the faulty disk; what they print."""
-    head = f"""
-        import ctypes, os, signal, sys, time
-        from pathlib import Path
-        import torch
-        torch.set_num_threads(1)
-        from megatrain.checkpoint import checkpoint
-        from megatrain.errors import StorageError
-        from support.resume import batches, same, started, state
-        folder = Path({str(folder)!r})
-        place = folder / "run" / "checkpoints"
-        disk = ctypes.CDLL(None)
-        disk.disk_operations.restype = ctypes.c_long
-
-        def arm(kill_after=-1, room=-1, delay=0, fsync=0):
-            disk.disk_arm(*map(ctypes.c_long, (kill_after, room, delay, fsync)))
-        """
-    paths = ":".join([str(Path(__file__).parents[1]), *sys.path])
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)],
-        env={"PYTHONPATH": paths, "PATH": "", "LD_PRELOAD": str(disk), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@needs_gcc
-def test_a_kill_at_twenty_points_of_a_save_beneath_a_step_leaves_a_complete_checkpoint(
-    disk: Path, tmp_path: Path
-) -> None:
-    body = """
-        from megatrain import Engine
-        from megatrain.models.decoder import Decoder
-        from support.fake_core import llama
-        decoder = Decoder.from_config(llama(), precision="bf16")  # once for all, before any thread
-
-        def child(kill_after):
-            process = os.fork()
-            if process:
-                return os.waitpid(process, 0)[1]
-            engine = Engine(decoder, device="cpu", micro_batch=(2, 12), micro_batches=1, plan={"threads": 1})
-            if not (place / "step-2").exists():
-                engine.save(place / "step-2", {"which": 2}, step=2)
-            engine.step(batches(0, 1))
-            arm(kill_after)
-            saving = engine.begin_save(place / "step-3", {"which": 3}, step=3)
-            engine.step(batches(1, 1))
-            saving.finish()
-            (folder / "operations").write_text(str(disk.disk_operations()))
-            os._exit(0)
-
-        def files(name):
-            return {path.name: path.read_bytes() for path in (place / name).iterdir()}
-
-        assert child(-1) == 0
-        total = int((folder / "operations").read_text())
-        second, third = files("step-2"), files("step-3")
-        import shutil
-        found = []
-        for n in range(0, total, max(1, total // 20)):
-            shutil.rmtree(place / "step-3", ignore_errors=True)
-            status = child(n)
-            assert os.WIFSIGNALED(status), (n, total, status)
-            assert files("step-2") == second
-            newest = checkpoint.latest_complete(folder / "run")
-            assert checkpoint.verify(newest) == []
-            if newest.name == "step-3":
-                assert files("step-3") == third
-            found.append(newest.name)
-        assert "step-2" in found, found
-        # what was left lying about is in nobody's way
-        shutil.rmtree(place / "step-3", ignore_errors=True)
-        assert child(-1) == 0
-        assert files("step-3") == third
-        print(len(found))
-        """
-    assert int(program(disk, tmp_path, body)) >= 20
-
-
-@needs_gcc
 @pytest.mark.parametrize("update", ["just_in_time", "immediate"])
 def test_a_disk_that_fails_beneath_a_step_leaves_the_earlier_checkpoint_and_the_engine(
     disk: Path, tmp_path: Path, update: str
@@ -336,7 +234,7 @@ def test_a_disk_that_fails_beneath_a_step_leaves_the_earlier_checkpoint_and_the_
         engine.save(place / "step-3", step=3)
         assert checkpoint.verify(place / "step-3") == []
         """
-    said = program(disk, tmp_path, body).splitlines()
+    said = faulty_disk.run(disk, tmp_path, body).splitlines()
     assert len(said) == 3
     for line, words in zip(said, ["No space left", "No space left", "Input/output error"], strict=True):
         assert words in line
@@ -344,7 +242,6 @@ def test_a_disk_that_fails_beneath_a_step_leaves_the_earlier_checkpoint_and_the_
         assert " bytes were needed, " in line
 
 
-@needs_gcc
 def test_a_run_whose_disk_fills_beneath_a_step_stops_and_names_the_last_good_checkpoint(
     disk: Path, tmp_path: Path
 ) -> None:
@@ -361,7 +258,7 @@ def test_a_run_whose_disk_fills_beneath_a_step_stops_and_names_the_last_good_che
         print(sorted(path.name for path in place.iterdir()), checkpoint.verify(place / "step-2"))
         print(fit(settings(folder, output=output)).step)
         """
-    first, second, third = program(disk, tmp_path, body).splitlines()
+    first, second, third = faulty_disk.run(disk, tmp_path, body).splitlines()
     assert "the checkpoint of step 4: " in first
     assert "No space left" in first
     assert first.endswith(f"the last good checkpoint is {tmp_path}/run/checkpoints/step-2")
@@ -369,7 +266,6 @@ def test_a_run_whose_disk_fills_beneath_a_step_stops_and_names_the_last_good_che
     assert third == "6"
 
 
-@needs_gcc
 def test_a_slow_disk_does_not_hold_up_the_next_step_and_an_interrupt_of_it_leaves_nothing(
     disk: Path, tmp_path: Path
 ) -> None:
@@ -407,7 +303,7 @@ def test_a_slow_disk_does_not_hold_up_the_next_step_and_an_interrupt_of_it_leave
         engine.save(place / "step-3", step=3)
         assert checkpoint.verify(place / "step-3") == []
         """
-    assert program(disk, tmp_path, body) == "True\n"
+    assert faulty_disk.run(disk, tmp_path, body) == "True\n"
 
 
 @pytest.mark.parametrize("every", [None, 100])

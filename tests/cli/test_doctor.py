@@ -56,6 +56,14 @@ def test_a_control_group_limit_is_shown_beside_the_machine() -> None:
     assert "64.00 GiB" in memory.value
 
 
+def test_little_shared_memory_is_named_with_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, status in ((64 << 20, "note"), (8 << 30, "ok"), (None, "ok")):
+        monkeypatch.setattr(hardware.SYSTEM_PROBE, "disk_free", lambda _, free=free: free)
+        shared = finding(doctor.examine(a_machine()), "shared memory")
+        assert shared.status == status
+        assert ("--shm-size" in shared.advice) == (status == "note")
+
+
 def test_a_missing_requirement_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else installed(name))

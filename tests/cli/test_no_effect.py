@@ -15,7 +15,6 @@ BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"},
 @pytest.mark.parametrize(
     ("section", "settings", "words"),
     [
-        ("output", {"dir": "run", "tensorboard": True}, "output.tensorboard is not supported yet"),
         ("train", {"schedule": {"name": "cosine", "decay": 0.5}}, "decay .0.5. has no effect on a cosine schedule"),
         ("train", {"schedule": {"name": "constant", "min_lr": 1e-6}}, "min_lr .1e-06. has no effect on a constant"),
         ("train", {"lr": 0, "groups": [{"params": ["*norm*"], "lr": 1e-3}]}, "train.lr is 0 and train.groups.0.lr"),

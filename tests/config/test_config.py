@@ -386,7 +386,6 @@ def test_a_value_out_of_range_is_named(sections, message):
             {"train": {"check_every": 10}, "device": "cuda"},
             r"train\.check_every compares .*train\.deterministic: true; set it",
         ),
-        ({"output": {"tensorboard": True}}, r"output\.tensorboard is not supported yet.*leave it false"),
         ({"model": {"path": "a", "config": {"model_type": "llama"}}}, r"model\.path and model\.config are both given"),
         ({"model": {"config": {"hidden_size": 4}}}, r"model\.config has no model_type"),
         ({"model": {"config": {"model_type": "llama"}, "revision": "x"}}, r"model\.revision has no effect"),

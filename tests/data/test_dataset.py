@@ -100,7 +100,7 @@ def test_fields_name_other_keys(tmp_path):
         (b'{"text": "a"}\n["b"]\n', r"a\.jsonl:2 holds a list; expected an object"),
         (b'{"body": "a"}\n', r"a\.jsonl:1 has the keys body; expected text, messages, prompt and completion, or"),
         (b'{"text": 3}\n', r"a\.jsonl:1: text is int 3; expected a string"),
-        (b'{"text": null}\n', r"a\.jsonl:1: text is NoneType None; expected a string"),
+        (b'{"text": null}\n', r"a\.jsonl:1: text is null; write a value"),
         (b'{"text": "\\ud800"}\n', r"a\.jsonl:1: text holds half a surrogate pair"),
         (b'{"messages": []}\n', r"a\.jsonl:1: messages is list \[\]; expected a list of messages"),
         (
@@ -272,6 +272,63 @@ def test_an_error_in_a_thread_names_its_row_and_leaves_no_cache(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.jsonl:301: the chat template refused this conversation: odd role"):
         make(tmp_path, {"train": str(path)}, tokenizer)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+# Long conversations
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """(settings, tokenizer) of a conversation of three exchanges of 20 tokens and more, and of one with a long
+    question first."""
+    ask, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "how are you?"}
+    path = write(
+        tmp_path / "talks.jsonl",
+        {"messages": [ask, answer] * 3},
+        {"messages": [{**ask, "content": "fox " * 90}, answer]},
+    )
+    return {"train": str(path)}, tiny_tokenizer(specials=("<|im_start|>", "<|im_end|>"), template=CHATML)
+
+
+@pytest.mark.parametrize("long_rows", ["split", "truncate"])
+def test_a_long_conversation_keeps_the_answers_that_fit_whole_and_that_is_said(tmp_path, talks, long_rows):
+    data, tokenizer = talks
+    (row,) = rows(data["train"])[:1]
+    whole = tokenizer.apply_chat_template(list(row.messages), tokenize=True, return_dict=True)["input_ids"]
+    exchange = len(whole) // 3
+    train, _ = make(tmp_path, data | {"long_rows": long_rows, "seq_len": 2 * exchange + 7}, tokenizer)
+    (part,) = train.parts
+    kept = part.tokens.tokens[part.pieces.start[0] :][: part.pieces.length[0]]
+    assert len(part.pieces) == 1
+    assert kept.tolist() == whole[: 2 * exchange - len(tokenizer("\n")["input_ids"])]
+    assert tokenizer.decode(kept).endswith("how are you?<|im_end|>")
+    notes = train.notes()
+    lost = len(tokenizer("how are you?<|im_end|>")["input_ids"])
+    assert any(
+        f"1 of 2 rows are cut off at {2 * exchange + 7} tokens and lose {lost} supervised" in note for note in notes
+    )
+    assert any("1 of 2 rows left out: longer than" in note and "no whole answer fits" in note for note in notes)
+    assert any("talks.jsonl:2" in note for note in notes)
+
+
+def test_long_conversations_are_left_out_or_refused_as_asked(tmp_path, talks):
+    data, tokenizer = talks
+    with pytest.raises(ConfigError, match=r"data\.train\.0: no row .* 2 of 2 rows: longer than 40 tokens"):
+        make(tmp_path, data | {"long_rows": "drop", "seq_len": 40}, tokenizer)
+    train, _ = make(tmp_path, data | {"long_rows": "drop", "seq_len": 100}, tokenizer)
+    assert [(reason, count) for reason, count, _ in train.dropped()] == [("longer than 100 tokens", 1)]
+    with pytest.raises(ConfigError, match=r"talks\.jsonl:2 has \d+ tokens, more than data\.seq_len \(100\)"):
+        make(tmp_path, data | {"long_rows": "error", "seq_len": 100}, tokenizer)
+
+
+def test_a_prompt_that_fills_the_sequence_is_not_parted_from_its_completion(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": "fox " * 90, "completion": "dog"}, {"prompt": "a", "completion": "dog"}
+    )
+    train, _ = make(tmp_path, {"train": str(path), "seq_len": 40})
+    (dropped,) = train.dropped()
+    assert dropped[0] == "longer than 40 tokens, and none of their first 40 tokens is supervised"
+    assert train.num_sequences == 1
 
 
 # Cache

@@ -45,6 +45,8 @@ def test_a_run_that_goes_on_meets_the_rows_it_would_have_met(tmp_path, packing, 
         with Loader(train, config, micro_batch=1) as loader:
             rest = [loader.batch(step).row_ids for step in range(stop, loader.num_steps)]
         assert [sorted(ids) for ids in whole[stop:]] == [sorted(ids) for ids in rest]
+        with Loader(train, config, micro_batch=2) as loader:
+            assert [loader.batch(step).row_ids for step in range(stop, loader.num_steps)] == whole[stop:]
 
 
 def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):

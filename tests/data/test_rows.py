@@ -129,6 +129,67 @@ def test_alpaca_rows_and_preference_pairs(tmp_path):
     assert (row.messages[-1]["content"], row.prompt_turns) == ("b", 1)
 
 
+def test_the_chosen_answer_of_each_form_of_preference_pair(tmp_path):
+    question, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    )
+    for number, pair in enumerate(
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": [question], "chosen": [good], "rejected": [bad]},
+            {"chosen": [question, good], "rejected": [question, bad]},
+            {"prompt": "a", "chosen": [question, good], "rejected": [question, bad]},
+            {"instruction": "a", "chosen": "b", "rejected": "c"},
+            {"conversations": [question], "chosen": good, "rejected": bad},
+        ]
+    ):
+        (row,) = read(tmp_path / f"{number}.jsonl", pair, format="preference")
+        assert (list(row.messages), row.prompt_turns) == ([question, good], 1)
+        assert ("column", "rejected") in row.remarks
+        with pytest.raises(ConfigError, match="preference pair"):
+            read(tmp_path / f"{number}.jsonl", pair)
+    (row,) = read(tmp_path / "text.jsonl", {"chosen": "Q: a A: bc", "rejected": "Q: a A: bd"}, format="preference")
+    assert (row.text, row.completion) == ("Q: a A:", " bc")
+    with pytest.raises(ConfigError, match="chosen is a whole conversation, and the prompt beside it is not in it"):
+        read(tmp_path / "x.jsonl", {"prompt": "z", "chosen": [question, good]}, format="preference")
+    # A whole conversation beside what it was chosen from is learnt, and that is named.
+    (row,) = read(tmp_path / "y.jsonl", {"messages": [question, good], "chosen": "b", "rejected": "c"})
+    assert {("column", "chosen"), ("column", "rejected")} <= set(row.remarks)
+
+
+def test_labels_of_numbers_count_where_the_column_is_named(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "good": label} for label in (0, 1, True, False)]
+    assert [bool(row.skip) for row in read(tmp_path / "a.jsonl", *rows, fields={"label": "good"})] == [1, 0, 0, 1]
+    (row,) = read(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b", "label": 0})
+    assert not row.skip
+    assert ("column", "label") in row.remarks
+
+
+def test_thinking_among_the_parts_of_a_content_is_reasoning(tmp_path):
+    parts = [{"type": "thinking", "thinking": "two and two"}, {"type": "text", "text": "how are you?"}]
+    rows = read(tmp_path / "a.jsonl", {"messages": [ASK, {"role": "assistant", "content": parts}]})
+    tokenizer, (encoded,) = encode(rows, THINKING)
+    assert learnt(tokenizer, encoded) == ["<think>\ntwo and two\n</think>\n\nhow are you?<|im_end|>"]
+    with pytest.raises(ConfigError, match=r"content\[0\] is of type 'file'; text and thinking can be read"):
+        read(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": [{"type": "file"}]}]})
+
+
+def test_a_list_for_each_key_is_a_list_of_messages(tmp_path):
+    talk = {"conversations": {"from": ["human", "gpt"], "value": ["hi", "ho"]}}
+    (row,) = read(tmp_path / "a.jsonl", talk)
+    assert [message["content"] for message in row.messages] == ["hi", "ho"]
+    with pytest.raises(ConfigError, match=r"conversations holds lists of different lengths \(1, 2\)"):
+        read(tmp_path / "a.jsonl", {"conversations": {"from": ["human", "gpt"], "value": ["hi"]}})
+
+
+def test_a_null_column_goes_for_nothing_beside_another(tmp_path):
+    nulls = dict.fromkeys(("messages", "prompt", "chosen", "tools", "label", "system"))
+    (row,) = read(tmp_path / "a.jsonl", {**nulls, "text": "hello"})
+    assert (row.kind, row.text, row.remarks) == ("text", "hello", (("rows", "text (text)"),))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: text is null; write a value, or take the row out"):
+        read(tmp_path / "a.jsonl", {"text": None})
+
+
 def test_of_a_prompt_of_messages_the_completion_alone_is_learnt(tmp_path):
     rows = read(tmp_path / "a.jsonl", {"prompt": [ASK, ANSWER, ASK], "completion": [{**ANSWER, "content": "paris"}]})
     tokenizer, (encoded,) = encode(rows)

@@ -1,41 +1,19 @@
 """What a loss function of the caller's allocates is in the plan, and refused where it does not fit."""
 
-import weakref
 from typing import Any
 
 import pytest
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatrain.engine import embed_head
 from megatrain.engine.profile import loss_fn_bytes
 from megatrain.errors import ConfigError, DoesNotFit
+from support.peak import Peak
 from support.reference import batches, build, engine
 
 SIZES = {"micro_batch": (4, 64), "micro_batches": 1}
 BATCH = {"rows": 4, "seq": 64}
-
-
-class Peak(TorchDispatchMode):
-    """Most bytes of new tensors that were alive at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in {*before, *self.alive}:
-                storage = value.untyped_storage()
-                self.alive[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return result
 
 
 def cross_entropy(hidden: Tensor, head: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -1,21 +1,20 @@
-"""Files and folders that appear whole or not at all: through links, on full disks, and flushed in the right order."""
+"""Files and folders that appear whole or not at all: through links and on full disks.
+
+What a power cut leaves of them is tried in `checkpoint/test_power_cuts.py`."""
 
 import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatrain.checkpoint import checkpoint
-from megatrain.checkpoint.export import export_checkpoint, save_pretrained
+from megatrain.checkpoint.export import save_pretrained
 from megatrain.errors import StorageError
 from megatrain.system import atomic
 from megatrain.system.atomic import published, remove, staged, write_whole
 from support.fake_core import engine
-from support.tiny_tokenizer import tiny_tokenizer
 
 # ---------------------------------------------------------------------------------------------------- symbolic links
 
@@ -114,141 +113,3 @@ def test_an_entry_that_another_process_published_first_is_kept(tmp_path: Path) -
     with pytest.raises(ZeroDivisionError), published(tmp_path / "cache" / "other"):
         raise ZeroDivisionError
     assert [path.name for path in entry.parent.iterdir()] == ["entry"]
-
-
-# ------------------------------------------------------------------------------------------- what reaches the disk when
-
-
-class Disk:
-    """Watches a process write, and tells at every rename and removal what a power cut would lose then."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.flushed: dict[str, Any] = {}
-        """Path to what was there when it was last flushed: a file's size and time, a folder's entries."""
-        self.lost: list[str] = []
-        self.renames: list[str] = []
-        self.pending: list[Path] = []
-        """Folders in which something was renamed since they were flushed."""
-        real = SimpleNamespace(fsync=os.fsync, rename=Path.rename, open=Path.open, rmtree=atomic.shutil.rmtree)
-
-        def fsync(file: int) -> None:
-            real.fsync(file)
-            path = Path(f"/proc/self/fd/{file}").readlink()
-            self.flushed[str(path)] = self.state(path)
-            self.pending = [folder for folder in self.pending if folder != path]
-
-        def rename(path: Path, target: Path) -> Path:
-            if self.pending and self.renames[-1] != f"{target.name} -> .old-{target.name}":
-                self.lost.append(f"{self.renames[-1]} is not flushed before {path.name} -> {target.name}")
-            if path.name.startswith(".tmp-"):
-                self.check(path)
-            moved = real.rename(path, target)
-            self.flushed = {name: what for name, what in self.flushed.items() if not name.startswith(str(path))}
-            self.pending.append(target.parent)
-            self.renames.append(f"{path.name} -> {target.name}")
-            return moved
-
-        def rmtree(path: Path, **options: Any) -> None:
-            if str(path).rpartition("/")[2].startswith(".old-") and Path(path).exists() and self.pending:
-                self.lost.append(f"{path} is removed before the rename that replaces it is flushed")
-            real.rmtree(path, **options)
-
-        def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if path.name == "manifest.json" and "w" in mode:  # whoever finds it believes that the rest is there
-                self.check(path.parent)
-            return real.open(path, mode, *args, **options)
-
-        patch.setattr(os, "fsync", fsync)
-        patch.setattr(Path, "open", opened)
-        patch.setattr(Path, "rename", rename)
-        patch.setattr(Path, "replace", rename)
-        patch.setattr(atomic.shutil, "rmtree", rmtree)
-
-    @staticmethod
-    def state(path: Path) -> Any:
-        if path.is_dir():
-            return sorted(entry.name for entry in path.iterdir())
-        return path.stat().st_size, path.stat().st_mtime_ns
-
-    def check(self, root: Path) -> None:
-        self.lost += [str(path) for path in [root, *root.rglob("*")] if self.flushed.get(str(path)) != self.state(path)]
-
-    def done(self) -> None:
-        """At the end: nothing is lost, and no rename waits for its folder to be flushed."""
-        assert not self.lost
-        assert not self.pending
-
-
-def save(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    for state in ({}, {"again": 1}):
-        checkpoint.save(folder / "step-1", engine("bf16", seed=1), state, step=1, tokenizer_dir=folder / "tokenizer")
-
-
-def export(folder: Path) -> None:
-    tokenizer = tiny_tokenizer(template="{{ messages }}")
-    source = engine("bf16", seed=1)
-    for _ in range(2):
-        save_pretrained(source.decoder, source.core, folder / "out", tokenizer=tokenizer, overwrite=True)
-
-
-def export_saved(folder: Path) -> None:
-    save(folder)
-    export_checkpoint(folder / "step-1", folder / "out")
-
-
-def publish(folder: Path) -> None:
-    with published(folder / "entry") as temporary:
-        (temporary / "inner").mkdir()
-        (temporary / "inner" / "file").write_text("text")
-
-
-def small_file(folder: Path) -> None:
-    write_whole(folder / "status.json", "{}")
-
-
-def recovered(folder: Path) -> None:
-    fill(folder / "target", "text")
-    os.rename(folder / "target", folder / ".old-target")  # noqa: PTH104 - unwatched, as by a process that was killed
-    atomic.recover(folder / "target")
-
-
-WRITERS = [save, export, export_saved, publish, small_file, recovered]
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_everything_is_flushed_before_it_is_renamed_and_the_rename_before_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
-) -> None:
-    disk = Disk(monkeypatch)
-    write(tmp_path)
-    disk.done()
-    assert disk.renames
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_every_flush_is_needed(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """Leaving out any one flush is noticed by the test above, so none is there in vain and none can be lost."""
-
-    def without(number: int | None, folder: Path) -> tuple[int, Disk]:
-        folder.mkdir()
-        calls = [0]
-        with pytest.MonkeyPatch.context() as patch:
-            disk = Disk(patch)
-            watched = os.fsync
-
-            def fsync(file: int) -> None:
-                calls[0] += 1
-                if calls[0] - 1 != number:
-                    watched(file)
-
-            patch.setattr(os, "fsync", fsync)
-            write(folder)
-        return calls[0], disk
-
-    total, disk = without(None, tmp_path / "all")
-    disk.done()
-    for number in range(total):
-        _, disk = without(number, tmp_path / str(number))
-        assert disk.lost or disk.pending, f"flush {number} of {total} is not needed"

@@ -1,5 +1,6 @@
 """Machine facts: what a process may use, under both control-group versions, and written descriptions."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class Fake(SystemProbe):
 
     def cuda_status(self) -> dict[str, Any]:
         return {"available": False, "reason": "libcuda.so.1 is not there", "devices": []}
+
+    def address_limits(self) -> list[tuple[str, int, int]]:
+        return []
 
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -102,6 +106,74 @@ def test_a_version_1_limit_of_a_parent_outside_the_container_counts(tmp_path: Pa
     }
     found = hardware.read(readers=Fake(tmp_path, files))
     assert found.memory_limit == 4 * GIB
+
+
+def test_a_limit_on_addresses_is_the_budget_and_what_is_mapped_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_AS: 8 * GIB, resource.RLIMIT_DATA: -1}
+    monkeypatch.setattr(hardware.resource, "getrlimit", lambda kind: (limits.get(kind, -1), -1))
+    files = {"proc/meminfo": MEMINFO, "proc/self/status": "Name:\tpython\nVmSize:\t 2097152 kB\nVmData:\t 5 kB\n"}
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    probe = SystemProbe(tmp_path)
+    assert probe.address_limits() == [("-v", 8 * GIB, 2 * GIB)]
+    found = hardware.read(readers=probe, gpus=False)
+    assert (found.memory_limit, found.memory_available) == (8 * GIB, 6 * GIB)
+    assert found.memory_source == "ulimit -v of this process"
+
+
+class Releasing(Fake):
+    """A machine where another process gives back 1 GiB per look at `seen`, until nothing of it is left."""
+
+    def __init__(self, root: Path, gib: list[int]) -> None:
+        super().__init__(root, {})
+        self.gib, self.looks = gib, 0
+
+    def sleep(self, seconds: float) -> None:
+        del seconds
+        self.looks += 1
+
+    def text(self, path: str) -> str | None:
+        if path != "/proc/meminfo":
+            return super().text(path)
+        available = self.gib[min(self.looks, len(self.gib) - 1)]
+        return f"MemTotal: {64 << 20} kB\nMemAvailable: {available << 20} kB\n"
+
+
+def test_memory_that_a_dying_process_gives_back_is_waited_for(tmp_path: Path) -> None:
+    probe = Releasing(tmp_path, [10, 20, 20, 30, 40, 40, 39, 40])
+    machine = hardware.read(readers=probe, gpus=False)
+    assert machine.memory_available == 10 * GIB
+    settled = hardware.settled(machine, probe)
+    assert settled is not None
+    assert settled.memory_available == 40 * GIB
+    assert probe.looks == 7  # the last three without a change
+
+
+def test_memory_that_does_not_become_more_is_not_waited_for(tmp_path: Path) -> None:
+    probe = Releasing(tmp_path, [10, 10, 9, 10])
+    assert hardware.settled(hardware.read(readers=probe, gpus=False), probe) is None
+    assert probe.looks == 3
+    described = hardware.from_description({"host": {"memory": "1GiB"}}, "a file")
+    assert hardware.settled(described, probe) is None
+
+
+def test_the_file_system_of_a_folder_that_is_not_there_yet_is_that_of_its_mount(tmp_path: Path) -> None:
+    mounts = (
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:5 / /dev rw - devtmpfs udev rw\n"
+        "3 2 0:6 / /dev/shm rw - tmpfs tmpfs rw\n4 1 0:7 / /mnt/run rw - ext4 /dev/sdb rw\n"
+        "5 1 0:8 / /mnt/run rw - xfs /dev/sdc rw\n"
+    )
+    probe = Fake(tmp_path, {"proc/self/mountinfo": mounts})
+    for path, kind in {
+        "/dev/shm/run/a": "tmpfs",
+        "/dev/shmem": "devtmpfs",
+        "/mnt/run": "xfs",
+        "/mnt/runs/b": "ext4",
+    }.items():
+        assert probe.file_system(Path(path)) == kind, path
 
 
 def test_auto_budgets_leave_head_room(tmp_path: Path) -> None:

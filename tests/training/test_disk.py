@@ -8,7 +8,8 @@ import pytest
 
 from megatrain.checkpoint import checkpoint
 from megatrain.cli import main
-from megatrain.system import atomic
+from megatrain.errors import StorageError
+from megatrain.system import atomic, hardware
 from megatrain.training.run_dir import RunFolder
 from support.runs import settings
 from support.trainer import fit
@@ -51,6 +52,53 @@ def test_a_folder_moved_aside_is_put_back_by_the_run_that_goes_on(tmp_path: Path
     config["train"]["steps"] = 3
     assert fit(config).step == 3
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-3"]
+
+
+class InMemory(hardware.SystemProbe):
+    """Where the run's folder is on a memory file system, and little memory is available."""
+
+    def __init__(self, available: int) -> None:
+        super().__init__()
+        self.available = available
+
+    def file_system(self, path: Path) -> str:
+        del path
+        return "tmpfs"
+
+    def text(self, path: str) -> str | None:
+        text = super().text(path)
+        return f"MemTotal: 67108864 kB\nMemAvailable: {self.available >> 10} kB\n" if path == "/proc/meminfo" else text
+
+
+def test_checkpoints_in_memory_count_beside_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, train={"steps": 2}, memory={"gpu": "100MiB", "host": "100MiB"})
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", InMemory(2 << 20))
+    with pytest.raises(StorageError, match=r"output\.dir .* is in host memory \(tmpfs\).*name a folder on a disk"):
+        fit(config)
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", InMemory(1 << 30))
+    assert fit(config).step == 2
+    assert "is in host memory (tmpfs): what it holds is lost when the machine stops" in caplog.text
+
+
+def test_a_plan_is_made_again_once_memory_has_been_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dying(hardware.SystemProbe):
+        waited = 0
+
+        def sleep(self, _: float) -> None:
+            self.waited += 1
+
+        def text(self, path: str) -> str | None:
+            kib = (768 << 10) if self.waited < 2 else (8 << 20)
+            return f"MemTotal: 67108864 kB\nMemAvailable: {kib} kB\n" if path == "/proc/meminfo" else super().text(path)
+
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Dying())
+    with caplog.at_level(logging.INFO):
+        assert fit(settings(tmp_path, train={"steps": 2})).step == 2
+    assert "waited for host memory that another process was giving back" in caplog.text
 
 
 @pytest.mark.parametrize("dangling", [False, True])

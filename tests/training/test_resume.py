@@ -253,19 +253,6 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
     assert [r.message for r in caplog.records if "changes of data are not checked" in r.message]
 
 
-def test_settings_that_an_earlier_version_took_without_effect_do_not_hold_a_run_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings(tmp_path)
-    taken = {"output": config["output"] | {"tensorboard": True}}
-    with monkeypatch.context() as earlier:
-        earlier.setattr("megatrain.config.validation._supported", lambda _: None)
-        stopped_after_two_steps(config | taken)
-    with pytest.raises(ConfigError, match=r"output\.tensorboard is not supported yet"):
-        fit(config | taken)
-    assert fit(config).step == 6
-
-
 def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tmp_path: Path) -> None:
     folder, template = tmp_path / "tokenizer", tmp_path / "template.jinja"
     train_bpe(WORDS, 300).save_pretrained(folder)

@@ -31,6 +31,7 @@ def test_a_run_leaves_its_whole_folder(tmp_path: Path) -> None:
     assert {entry.name for entry in run.iterdir()} == {
         "config.yaml",
         "plan.json",
+        "data.json",
         "metrics.jsonl",
         "log.txt",
         "status.json",

@@ -68,11 +68,23 @@ pub struct Options {
     pub trace: bool,
     /// The optimizer's instruction set; by default the best there is.
     pub isa: Option<String>,
+    /// Fault injection for tests: this run of the optimizer's threads fails, counted from 1; 0 lets all succeed.
+    #[doc(hidden)]
+    #[serde(skip)]
+    pub fail_pool_run: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: None, poison: false, synchronous: false, huge_pages: true, trace: false, isa: None }
+        Self {
+            threads: None,
+            poison: false,
+            synchronous: false,
+            huge_pages: true,
+            trace: false,
+            isa: None,
+            fail_pool_run: 0,
+        }
     }
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatrain.checkpoint.hf_folder import json_bytes
 from megatrain.errors import CheckpointError
-from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, is_regular, sync_folder, write_file
+from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, is_regular, write_file
 from megatrain.units import is_count
 
 NAME = "manifest.json"
@@ -61,8 +61,6 @@ def write(folder: Path, step: int, precision: str, known: Mapping[str, list[int]
             name = path.relative_to(folder).as_posix()
             crc32 = known[name] if name in known else crc_per_chunk(path.read_bytes())
             files[name] = {"bytes": path.stat().st_size, "crc32": crc32}
-    # the entries of the other files reach the disk before the one that says that they are there
-    sync_folder(folder)
     manifest = {
         "format": _FORMAT,
         "version": _VERSION,

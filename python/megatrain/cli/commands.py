@@ -417,11 +417,11 @@ def _report(args: argparse.Namespace) -> int:
     from megatrain.system.atomic import write_whole
     from megatrain.training.run_dir import REPORT
 
-    run = Path(args.run)
-    out = Path(args.out) if args.out else run / REPORT
+    runs = [Path(run) for run in args.run]
+    out = Path(args.out) if args.out else runs[0] / REPORT
     if args.out:
         paths.check_writable(out, "--out")
-    page = report.page(run)
+    page = report.page(runs, Path(args.trace) if args.trace else None)
     try:
         write_whole(out, page)
     except StorageError as error:

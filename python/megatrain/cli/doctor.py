@@ -23,6 +23,8 @@ _OPTIONAL = {
 }
 # CUDA 13 libraries need driver branch 580; CUDA 12.8 ones 570. `cuda_status` gives the driver's own CUDA version.
 _OLDEST_CUDA_DRIVER = (12, 0)
+_LITTLE_SHARED = 128 << 20
+"""Bytes free in /dev/shm below which workers of a torch DataLoader soon fail. Containers have 64 MiB by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def _memory(machine: Machine) -> list[Finding]:
     # Memory registered with the card does not count against this limit; a ring for direct file reads does.
     if lock is not None and lock < (64 << 20):
         advice = "only registered I/O buffers are limited by this; raise it with: ulimit -l unlimited"
+    shared = facts.SYSTEM_PROBE.disk_free(Path("/dev/shm"))
     pages = (facts.SYSTEM_PROBE.text("/sys/kernel/mm/transparent_hugepage/enabled") or "").strip()
     chosen = (re.search(r"\[(\w+)\]", pages) or [None, "unknown"])[1]
     return [
@@ -142,6 +145,14 @@ def _memory(machine: Machine) -> list[Finding]:
         Finding("processors", "ok" if machine.cpus > 1 else "note", str(machine.cpus), _few(machine.cpus)),
         Finding(
             "locked memory", "note" if advice else "ok", "unlimited" if lock is None else format_bytes(lock), advice
+        ),
+        Finding(
+            "shared memory",
+            "note" if shared is not None and shared < _LITTLE_SHARED else "ok",
+            "no /dev/shm" if shared is None else f"{format_bytes(shared)} free in /dev/shm",
+            ""
+            if shared is None or shared >= _LITTLE_SHARED
+            else "a run needs none; a torch DataLoader of your own with workers does: docker run --shm-size=8g",
         ),
         Finding(
             "huge pages",

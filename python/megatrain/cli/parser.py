@@ -118,9 +118,14 @@ def build() -> argparse.ArgumentParser:
         help="tensor names and shapes as in the source's files (default), or as transformers has them",
     )
 
-    report = _verb(verbs, "report", "write one self-contained HTML page about a run")
-    report.add_argument("run", metavar="RUN")
-    report.add_argument("--out", metavar="FILE", help="where to write it (default RUN/report.html)")
+    report = _verb(verbs, "report", "write one self-contained HTML page about a run, or about several side by side")
+    report.add_argument("run", metavar="RUN", nargs="+")
+    report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first run)")
+    report.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="a trace of megatrain bench --trace, for the timeline of a step (default: trace.json in a run, if any)",
+    )
 
     init = _verb(verbs, "init", "write a commented configuration to start from")
     init.add_argument("model", metavar="MODEL", help="a model's folder, a .gguf file or a hub id")

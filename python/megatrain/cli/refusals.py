@@ -20,12 +20,14 @@ def several_processes(verb: str) -> None:
 
 
 def before_loading(config: "Config") -> None:
-    """Missing files, and a device or precision that this machine does not have."""
+    """Missing files or packages, and a device or precision that this machine does not have."""
     from megatrain.config import paths
     from megatrain.planning import planner
     from megatrain.system import hardware
+    from megatrain.training import callbacks
 
     paths.check(config)
+    callbacks.check_installed(config)
     machine = hardware.read()
     planner.choose_precision(config, planner.choose_device(config, machine), machine)
 

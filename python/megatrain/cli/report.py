@@ -1,197 +1,289 @@
-"""`megatrain report RUN`: one self-contained HTML page. Its curves are SVG, drawn from `metrics.jsonl`.
+"""`megatrain report RUN …`: one self-contained HTML page about a run, or about several side by side.
 
-Reads only the run folder, so it also works for a run that is still going on, that was killed, or that was copied here.
+Reads only the run folders, so it also works for a run that is still going on, that was killed, or that was copied here.
 """
 
 import dataclasses
-import html
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.cli import charts, timeline
+from megatrain.cli.charts import Chart, Series
 from megatrain.errors import ConfigError
 from megatrain.system.hardware import format_bytes
 from megatrain.training import run_dir
 from megatrain.training.metrics import duration
+from megatrain.training.plan_summary import memory_groups
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 220, 60, 24
-_POINTS = 600  # a chart of this width cannot show more
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
-.charts { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; } figcaption { font-weight: 600; }
-pre { background: #f4f5f7; padding: 1rem; overflow: auto; max-height: 30rem; }
-svg text { font-size: 11px; fill: #57606a; } svg .grid { stroke: #e3e6ea; }
-@media (prefers-color-scheme: dark) {
-  body { background: #14171b; color: #dfe3e8; } pre { background: #1e2329; } svg .grid { stroke: #2c333b; }
-}
-"""
+_SAMPLES = 12
+_LONGEST_PEAK = 2
+"""A measured peak of more than this times what is planned is not drawn: of a tiny model most of it is libraries."""
+_TEMPLATE = "report.html.j2"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Series:
-    """One curve: points (step, value)."""
+class _Run:
+    """What is on disk of one run."""
 
     name: str
-    color: str
-    points: Sequence[tuple[float, float]]
+    folder: Path
+    records: list[dict[str, Any]]
+    status: dict[str, Any]
+    plan: dict[str, Any]
+    data: dict[str, Any]
+    trace: Path | None
 
 
-def page(run: Path) -> str:
-    """The page as HTML. Raises ConfigError when `run` is not a run folder."""
-    records = run_dir.read_metrics(run)
-    if not records:
-        raise ConfigError(f"{run} has no metrics.jsonl with a finished step; give the folder of a run (output.dir)")
-    status = run_dir.read_status(run)
-    parts = [
-        f"<h1>{html.escape(run.resolve().name)}</h1>",
-        _table(_summary(records, status, run_dir.state_of(run))),
-        '<div class="charts">',
-        *(_chart(title, series) for title, series in _charts(records)),
-        "</div>",
-    ]
-    samples = [(record["step"], sample) for record in records for sample in record.get("samples", [])]
-    if samples:
-        parts.append("<h2>Samples</h2>" + _table([(f"step {step}", text) for step, text in samples[-12:]]))
-    parts.append(_plan(run))
-    for title, name in (("Configuration", run_dir.CONFIG), ("Log", run_dir.LOG)):
-        text = _text(run / name)
-        if text:
-            parts.append(f"<h2>{title}</h2><pre>{html.escape(text)}</pre>")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(run.resolve().name)}</title><style>{_STYLE}</style></head><body>"
-        + "\n".join(parts)
-        + "</body></html>\n"
+def page(runs: Sequence[Path], trace: Path | None = None) -> str:
+    """The page as HTML. `trace`: a file of `megatrain bench --trace`, for the timeline of a step; without it, that in a
+    run's folder (`trace.json`), if there is one. Raises ConfigError for what is no run folder or no trace."""
+    import jinja2
+
+    read = [_read(run, name, trace) for run, name in zip(runs, _names(runs), strict=True)]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(_TEMPLATE).render(
+        title=" · ".join(run.name for run in read),
+        style=charts.STYLE,
+        summary=_summary(read),
+        differences=_differences(read),
+        charts=_charts(read),
+        runs=[_sections(run) for run in read],
     )
 
 
-def _summary(records: list[dict[str, Any]], status: dict[str, Any], state: str) -> list[tuple[str, str]]:
-    last = records[-1]
+def _names(runs: Sequence[Path]) -> list[str]:
+    """The folders' names, with as much of their paths as tells them apart."""
+    paths = [run.resolve() for run in runs]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("a run was named twice; name each run once")
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths]
+
+
+def _read(folder: Path, name: str, trace: Path | None) -> _Run:
+    records = run_dir.read_metrics(folder)
+    if not records:
+        raise ConfigError(f"{folder} has no metrics.jsonl with a finished step; give the folder of a run (output.dir)")
+    own = folder / run_dir.TRACE
+    return _Run(
+        name=name,
+        folder=folder,
+        records=records,
+        status=run_dir.read_status(folder) | {"state": run_dir.state_of(folder)},
+        plan=_json(folder / run_dir.PLAN),
+        data=_json(folder / run_dir.DATA),
+        trace=trace if trace is not None else own if own.is_file() else None,
+    )
+
+
+def _summary(runs: Sequence[_Run]) -> list[tuple[str, list[str]]]:
+    """(name, a value for each run)."""
+    columns = [dict(_facts(run)) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def _facts(run: _Run) -> list[tuple[str, str]]:
+    records, status = run.records, run.status
     losses = [record["loss"] for record in records if record.get("loss") is not None]
     held_out = [record["eval_loss"] for record in records if record.get("eval_loss") is not None]
-    before = next(
-        (record["eval_loss_before"] for record in records if record.get("eval_loss_before") is not None), None
-    )
     seconds = sum(record.get("step_s") or 0.0 for record in records)
     tokens = sum(record.get("tokens") or 0 for record in records)
     total = status.get("total_steps")
     rows = [
-        ("state", state + (f": {status['reason']}" if status.get("reason") else "")),
-        ("steps", f"{last['step']}" + (f" of {total}" if total else "")),
+        ("state", status["state"] + (f": {status['reason']}" if status.get("reason") else "")),
+        ("steps", f"{records[-1]['step']}" + (f" of {total}" if total else "")),
         ("tokens", f"{tokens:,}"),
         ("time in steps", duration(seconds)),
         ("speed", f"{tokens / seconds:,.0f} tokens/s" if seconds else ""),
         ("training loss", f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""),
-        ("held-out loss", " → ".join(f"{value:.4f}" for value in (before, *held_out[-1:]) if value is not None)),
+        ("held-out loss", " → ".join(f"{v:.4f}" for v in (_first_eval(records), *held_out[-1:]) if v is not None)),
         ("skipped steps", str(sum(bool(record.get("skipped")) for record in records))),
-        ("peak host memory", format_bytes(max(record.get("host_peak_bytes") or 0 for record in records))),
-        ("peak device memory", format_bytes(max(record.get("gpu_peak_bytes") or 0 for record in records))),
+        ("peak host memory", format_bytes(_most(records, "host_peak_bytes"))),
+        ("peak device memory", format_bytes(_most(records, "gpu_peak_bytes"))),
     ]
     return [(name, value) for name, value in rows if value and value not in ("0", "0 B")]
 
 
-def _charts(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
-    def curve(name: str, key: str, color: str) -> Series:
-        return Series(name, color, [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))])
-
-    held_out = curve("held-out", "eval_loss", "#d1495b")
-    before = next((r["eval_loss_before"] for r in records if r.get("eval_loss_before") is not None), None)
-    if before is not None:
-        held_out = dataclasses.replace(held_out, points=[(0, before), *held_out.points])
-    lanes = sorted({lane for record in records for lane in record.get("lanes", {})})
-    colors = ["#2f6f9f", "#d1495b", "#6a994e", "#b8860b", "#7b5ea7"]
-    charts = [
-        ("Loss", [curve("training", "loss", "#2f6f9f"), held_out]),
-        ("Gradient norm, before clipping", [curve("norm", "grad_norm", "#6a994e")]),
-        ("Learning rate", [curve("lr", "lr", "#b8860b")]),
-        ("Tokens per second", [curve("tokens/s", "tokens_per_s", "#2f6f9f")]),
-        (
-            "Seconds a lane was busy in a step",
-            [
-                Series(
-                    lane,
-                    colors[i % len(colors)],
-                    [(r["step"], r["lanes"][lane]) for r in records if lane in r.get("lanes", {})],
-                )
-                for i, lane in enumerate(lanes)
-            ],
-        ),
-    ]
-    return [(title, kept) for title, series in charts if (kept := [one for one in series if one.points])]
+def _most(records: Sequence[Mapping[str, Any]], key: str) -> int:
+    return max(record.get(key) or 0 for record in records)
 
 
-def _chart(title: str, series: list[Series]) -> str:
-    steps = [step for one in series for step, _ in one.points]
-    values = [value for one in series for _, value in one.points if math.isfinite(value)]
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
-    first, last = min(steps), max(*steps, min(steps) + 1)
+def _first_eval(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """The held-out loss before the first step."""
+    return next((r["eval_loss_before"] for r in records if r.get("eval_loss_before") is not None), None)
 
-    def x(step: float) -> float:
-        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - 10)
 
-    def y(value: float) -> float:
-        return 10 + (high - value) / (high - low) * (_HEIGHT - _BOTTOM - 10)
+def _charts(runs: Sequence[_Run]) -> list[Chart]:
+    several = len(runs) > 1
 
-    marks = []
-    for part in range(5):
-        value = low + (high - low) * part / 4
-        marks.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-            f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+    def curves(key: str, scale: float = 1.0) -> list[Series]:
+        return [
+            Series(name=run.name if several else key.replace("_", " "), color=color % charts.COLORS, points=points)
+            for color, run in enumerate(runs)
+            if (points := _points(run.records, key, scale))
+        ]
+
+    made = []
+    if losses := _losses(runs):
+        made.append(charts.line_chart("Loss", losses, log=True))
+    for title, key, log in (
+        ("Gradient norm, before clipping", "grad_norm", True),
+        ("Learning rate", "lr", False),
+        ("Tokens per second", "tokens_per_s", False),
+    ):
+        if found := curves(key):
+            made.append(charts.line_chart(title, found, log=log, zero=not log))
+    for run in runs:
+        if lanes := _lanes(run.records):
+            title = "Seconds a lane was busy in a step" + (f": {run.name}" if several else "")
+            made.append(charts.line_chart(title, lanes, zero=True))
+    return made
+
+
+def _losses(runs: Sequence[_Run]) -> list[Series]:
+    """Training and held-out loss; of several runs each pair in a color of its own."""
+    series = []
+    for number, run in enumerate(runs):
+        before = _first_eval(run.records)
+        held_out = ([] if before is None else [(0.0, before)]) + _points(run.records, "eval_loss")
+        prefix = f"{run.name}, " if len(runs) > 1 else ""
+        own = number % charts.COLORS
+        for name, points, color in (
+            ("training", _points(run.records, "loss"), own),
+            ("held-out", held_out, own if prefix else 1),
+        ):
+            if points:
+                dashed = bool(prefix) and name == "held-out"
+                series.append(Series(name=prefix + name, color=color, points=points, dashed=dashed))
+    return series
+
+
+def _lanes(records: Sequence[Mapping[str, Any]]) -> list[Series]:
+    names = {lane for record in records for lane in record.get("lanes", {})}
+    known = [lane for lane in timeline.LANES if lane in names]
+    return [
+        Series(
+            name=lane,
+            color=color % charts.COLORS,
+            points=[(r["step"], r["lanes"][lane]) for r in records if lane in r.get("lanes", {})],
         )
-    for step in (first, last):
-        anchor = "start" if step == first else "end"
-        marks.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{step:g}</text>')
-    legend = [
-        f'<text x="{_WIDTH - 14}" y="{22 + 14 * i}" text-anchor="end" style="fill:{one.color}">'
-        f"{html.escape(one.name)}</text>"
-        for i, one in enumerate(series)
+        for color, lane in enumerate([*known, *sorted(names - set(known))])
     ]
-    curves = [_curve(one, x, y) for one in series]
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{html.escape(title)} over steps">{"".join([*marks, *curves, *legend])}</svg></figure>'
-    )
 
 
-def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    points = [(step, value) for step, value in series.points if math.isfinite(value)]
-    stride = max(1, math.ceil(len(points) / _POINTS))
-    shown = points[::stride] + (points[-1:] if (len(points) - 1) % stride else [])
-    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in shown)
-    dots = "".join(f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="2.5" fill="{series.color}"/>' for s, v in shown[:60])
-    line = f'<polyline fill="none" stroke="{series.color}" stroke-width="1.5" points="{path}"/>'
-    return line + (dots if len(shown) <= 60 else "")
+def _points(records: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> list[tuple[float, float]]:
+    return [(r["step"], r[key] * scale) for r in records if isinstance(r.get(key), (int, float))]
 
 
-def _plan(run: Path) -> str:
+def _differences(runs: Sequence[_Run]) -> list[tuple[str, list[str]]]:
+    """Settings in which several runs differ: (key, a value for each run)."""
+    if len(runs) < 2:
+        return []
+    import yaml
+
+    flat = []
+    for run in runs:
+        try:
+            flat.append(dict(_flat(yaml.safe_load(_text(run.folder / run_dir.CONFIG)) or {})))
+        except yaml.YAMLError:
+            flat.append({})
+    keys = sorted({key for one in flat for key in one} - {"output.dir"})
+    rows = [(key, [json.dumps(one.get(key), ensure_ascii=False).strip('"') for one in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [pair for key, value in tree.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _sections(run: _Run) -> dict[str, Any]:
+    """What the page shows of one run alone."""
+    samples = [(record["step"], text) for record in run.records for text in record.get("samples", [])]
+    texts = [
+        (name, _text(run.folder / file)) for name, file in (("Configuration", run_dir.CONFIG), ("Log", run_dir.LOG))
+    ]
+    items = [i for i in run.plan.get("items", []) if {"what", "tier", "bytes"} <= i.keys()]
+    return {
+        "name": run.name,
+        "memory": _memory(run, items),
+        "planned": [(i["what"], i["tier"], format_bytes(i["bytes"])) for i in items],
+        "timeline": timeline.draw(*timeline.from_trace(run.trace), "Timeline of a step") if run.trace else "",
+        "data": [
+            _data_set(name, run.data[key])
+            for key, name in (("train", "Training data"), ("eval", "Held-out data"))
+            if isinstance(run.data.get(key), dict)
+        ],
+        "samples": samples[-_SAMPLES:],
+        "texts": [(name, text) for name, text in texts if text],
+    }
+
+
+def _memory(run: _Run, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A bar for each tier, with the measured peak; all in one scale and with one color for each group."""
+    tiers = list(dict.fromkeys(item["tier"] for item in items))
+    groups = {tier: memory_groups(items, (tier,)) for tier in tiers}
+    names = list(dict.fromkeys(name for parts in groups.values() for name in parts))
+    peaks = {"device": _most(run.records, "gpu_peak_bytes"), "host": _most(run.records, "host_peak_bytes")}
+    planned = max([1, *(sum(parts.values()) for parts in groups.values())])
+    drawn = {tier: peak for tier, peak in peaks.items() if 0 < peak <= _LONGEST_PEAK * planned}
+    whole = max([planned, *drawn.values()])
+    made = []
+    for tier, parts in groups.items():
+        shown = [(name, names.index(name) % charts.COLORS, size) for name, size in parts.items()]
+        peak = peaks.get(tier, 0)
+        made.append(
+            {
+                "name": tier,
+                "total": format_bytes(sum(parts.values())),
+                "peak": format_bytes(peak) if peak else "",
+                "drawn": tier in drawn,
+                "bar": charts.stacked_bar(
+                    [(f"{name} {format_bytes(size)}", color, size) for name, color, size in shown],
+                    whole,
+                    drawn.get(tier),
+                ),
+                "parts": [(name, color, format_bytes(size)) for name, color, size in shown],
+            }
+        )
+    return made
+
+
+def _data_set(name: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A data set in numbers, from `data.json`."""
+    tokens, supervised = int(summary.get("num_tokens", 0)), int(summary.get("num_supervised", 0))
+    lengths, bins = summary.get("lengths", {}), summary.get("histogram", [])
+    rows = [
+        ("rows", f"{summary.get('num_rows', 0):,}"),
+        ("tokens", f"{tokens:,}"),
+        ("supervised", f"{supervised:,} ({supervised / tokens:.0%})" if tokens else ""),
+        ("sequences", f"{summary.get('num_sequences', 0):,} of up to {summary.get('seq_len', 0):,}"),
+        ("padding", f"{summary['padding']:.1%} of the windows" if summary.get("padding") else ""),
+        ("row lengths", ", ".join(f"{key} {value:,}" for key, value in lengths.items())),
+        *(("left out", f"{count:,}: {reason}, such as {where}") for reason, count, where in summary.get("dropped", [])),
+    ]
+    return {
+        "name": name,
+        "rows": [(key, value) for key, value in rows if value],
+        "notes": [*summary.get("formats", []), *summary.get("notes", [])],
+        "histogram": charts.histogram("Rows by their length in tokens", bins) if bins else "",
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        plan = json.loads(_text(run / run_dir.PLAN) or "")
-        rows = [(str(item["what"]), str(item["tier"]), format_bytes(item["bytes"])) for item in plan["items"]]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    body = "".join(
-        f"<tr><td>{html.escape(what)}</td><td>{html.escape(tier)}</td><td class=n>{size}</td></tr>"
-        for what, tier, size in rows
-    )
-    return f"<h2>Plan</h2><table><tr><th>what</th><th>where</th><th>size</th></tr>{body}</table>"
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    return (
-        "<table>"
-        + "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in rows)
-        + "</table>"
-    )
+        found = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _text(path: Path) -> str:

@@ -8,7 +8,7 @@
 """
 
 from megatrain.config.config import Config
-from megatrain.config.diff import Change, diff, earlier
+from megatrain.config.diff import Change, diff
 from megatrain.config.schema import (
     DataConfig,
     EvalConfig,
@@ -44,7 +44,6 @@ __all__ = [
     "TokenizerTraining",
     "TrainConfig",
     "diff",
-    "earlier",
     "format_size",
     "parse_size",
 ]

@@ -6,6 +6,7 @@ holds several splits one of them has to be named. Needs neither torch nor transf
 
 import dataclasses
 import glob
+import importlib.util
 import json
 import os
 import re
@@ -16,10 +17,13 @@ from typing import Any
 from megatrain.config.schema import SourceConfig
 from megatrain.errors import ConfigError
 
+INSTALL = "pip install 'megatrain[datasets]'"
+"""What brings the packages that Parquet, Arrow and zstd files and data sets of the hub need."""
 TEXT_SUFFIXES = (".txt", ".md")
 """Files that are one document."""
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Files of rows."""
+_COLUMNAR = (".parquet", ".arrow")
 SUFFIXES = (*ROW_SUFFIXES, *TEXT_SUFFIXES)
 COMPRESSED = (".gz", ".zst")
 
@@ -96,6 +100,20 @@ def find(config: SourceConfig) -> DataFiles:
     return DataFiles(tuple(files), config, tuple(skipped))
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a source's path is that of a data set on the hub: `OWNER/NAME` or `OWNER/NAME#CONFIGURATION`, and no file
+    or folder here."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(#[\w.-]+)?", path) or Path(path.partition("#")[0]).exists():
+        return False
+    return suffix_of(path.partition("#")[0]) not in (*SUFFIXES, *COMPRESSED)
+
+
+def check_hub_id(path: str) -> None:
+    """Raises ConfigError where the package that reads such data sets is not installed. Nothing is looked up."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"{path}: there is no such file or folder, and a data set of the hub needs {INSTALL}")
+
+
 def suffix_of(file: str) -> str:
     """That of a file's name, in lower case; `.gz` and `.zst` are left out."""
     path = Path(file)
@@ -107,11 +125,18 @@ def is_document(file: str) -> bool:
     return suffix_of(file) not in ROW_SUFFIXES
 
 
+def is_columnar(file: str) -> bool:
+    """Whether every row of a file has every column."""
+    return suffix_of(file) in _COLUMNAR
+
+
 def _check_file(file: str, config: SourceConfig) -> None:
     suffix = suffix_of(file)
     advice = next((text for group, text in _ADVICE.items() if suffix in group), None)
     if advice is not None:
         raise ConfigError(f"{file}: files of kind {suffix} cannot be read; {advice}")
+    if is_columnar(file) and Path(file).suffix.lower() in COMPRESSED:
+        raise ConfigError(f"{file}: {suffix} files are compressed inside and cannot be read through another; unpack it")
     if suffix not in SUFFIXES and config.format != "text":
         raise ConfigError(
             f"{file}: the suffix is none of {', '.join(SUFFIXES)} (also compressed: {', '.join(COMPRESSED)}); to read "
@@ -246,7 +271,8 @@ def _saved_dataset(folder: Path, config: SourceConfig) -> list[str] | None:
     if "_data_files" not in state:
         return None
     if isinstance(config.split, str) and state.get("_split") != config.split:
-        raise ConfigError(f"{folder} is the split {state.get('_split')!r} of a saved dataset, not {config.split!r}")
+        what = f"is the split {state['_split']!r}" if state.get("_split") else "has no splits"
+        raise ConfigError(f"{folder}, a saved dataset, {what}; leave split: {config.split} out, or name another folder")
     files = [str(folder / entry["filename"]) for entry in state["_data_files"]]
     for file in files:
         if not Path(file).is_file():
@@ -273,6 +299,11 @@ _COMMON_COLUMNS = {
     "rejected": "rejected",
     "kto_tag": "label",
 }
+_ENTRY_KEYS = frozenset(
+    "file_name file_sha1 formatting ranking columns tags num_samples hf_hub_url ms_hub_url om_hub_url script_url "
+    "cloud_file_name subset split folder".split()
+)
+"""Keys of an entry; the last eight say where it is when it is no local file, or which part of that is meant."""
 _TAGS = {
     "role_tag": ("role", "from"),
     "content_tag": ("content", "value"),
@@ -308,6 +339,9 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
     where = f"{file}#{name}"
     if "file_name" not in entry:
         raise ConfigError(f"{where} is not a local file (it has no file_name); download it and name the file")
+    path = os.path.normpath(file.parent / str(entry["file_name"]))
+    if unknown := entry.keys() - _ENTRY_KEYS:
+        raise ConfigError(f"{where}: {', '.join(sorted(unknown))} cannot be read; name the file as path instead")
     if entry.get("num_samples") is not None:
         raise ConfigError(f"{where}: num_samples is not supported; write a fraction as the source's split")
     formatting = entry.get("formatting", "alpaca")
@@ -324,10 +358,14 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
         fields |= {mine: tags.pop(theirs, default) for theirs, (mine, default) in _TAGS.items()}
     if columns or tags:
         raise ConfigError(f"{where}: {', '.join([*columns, *tags])} cannot be read; name the file as path instead")
+    if formatting == "alpaca" and set(entry.get("columns") or {}) == {"prompt"}:  # rows for its stage pt
+        return dataclasses.replace(
+            config, path=path, format="text", fields={"text": fields["instruction"]} | config.fields
+        )
     form: Any = "preference" if entry.get("ranking") else "alpaca" if formatting == "alpaca" else "chat"
     return dataclasses.replace(
         config,
-        path=os.path.normpath(file.parent / str(entry["file_name"])),
+        path=path,
         format=form if config.format == "auto" else config.format,
         fields=fields | config.fields,
     )

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatrain.config.config import Config
-from megatrain.config.validation import NOT_SUPPORTED
 
 # Identity: another value would be another run. Longest prefix decides.
 _KINDS = {
@@ -28,19 +27,6 @@ _KINDS = {
     "device": "place",
     "output": "place",
 }
-
-_ONCE_IGNORED = ("output.tensorboard",)
-"""Settings that earlier versions accepted and ignored, and that are refused now."""
-
-
-def earlier(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as an earlier version stored them, without what had no effect: they stay a run that can go on."""
-    kept = dict(tree)
-    for key in _ONCE_IGNORED:
-        section, _, name = key.partition(".")
-        if isinstance(kept.get(section), Mapping) and name in kept[section]:
-            kept[section] = {**kept[section], name: NOT_SUPPORTED[key][0]}
-    return kept
 
 
 class Change(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import yaml12
+from megatrain.config.data_files import is_hub_id
 from megatrain.errors import ConfigError
 
 # Settings of which only one can be given: a word on the command line replaces the file's other one.
@@ -116,7 +117,9 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
             for source in sources if isinstance(sources, list) else ():
                 path = source.get("path") if isinstance(source, dict) else None
                 if isinstance(path, str) and path and not path.startswith("python:"):
-                    source["path"] = _path(path, base, f"the path of a source of data.{name}")
+                    located_path = _path(path, base, f"the path of a source of data.{name}")
+                    there = Path(located_path.partition("#")[0]).exists()
+                    source["path"] = _Resolved(path) if is_hub_id(path) and not there else located_path
     if isinstance(output := tree.get("output"), dict):
         if isinstance(output.get("dir"), str):
             output["dir"] = _path(output["dir"], base, "output.dir")

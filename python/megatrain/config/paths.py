@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megatrain.config import Config
-from megatrain.config.data_files import find
+from megatrain.config.data_files import check_hub_id, find, is_hub_id
 from megatrain.config.loading import is_template_name
 from megatrain.errors import ConfigError
 
@@ -29,7 +29,9 @@ def check(config: Config) -> None:
     if model.chat_template is not None and not is_template_name(model.chat_template):
         chat_template(model.chat_template)
     for source in (*config.data.train, *config.data.eval):
-        if not source.path.startswith("python:"):
+        if is_hub_id(source.path):
+            check_hub_id(source.path)
+        elif not source.path.startswith("python:"):
             find(source)
     resume = config.output.resume
     if resume not in ("auto", "never", "required") and not Path(resume).is_dir():

@@ -98,8 +98,8 @@ class SourceConfig:
 
     path: str
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
-    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, or
-    `python:stdlib`."""
+    `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, a data set of
+    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), or `python:stdlib`."""
     format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
@@ -434,12 +434,17 @@ class OutputConfig:
     export: Literal["auto", "bf16", "fp32", "never"] = "auto"
     """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
     log_every: int = 1
-    """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead."""
+    """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead, with
+    some of these lines above it."""
     report_stall: Duration | None = dataclasses.field(default_factory=lambda: Duration(1800.0))
     """Wall time without any progress after which `log.txt` and `status.json` say what every thread does and waits for;
     the run is left as it is. Default: 30min; null: never."""
     tensorboard: bool = False
-    """Whether metrics are written for TensorBoard too. Not supported yet."""
+    """Whether metrics are written for TensorBoard too, into `tensorboard` in the run's folder. Needs the package:
+    `pip install 'megatrain[tensorboard]'`."""
+    wandb: bool = False
+    """Whether metrics are logged to Weights & Biases too, where WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE say. Needs
+    the package: `pip install 'megatrain[wandb]'`."""
 
     def __post_init__(self) -> None:
         _at_least("output", self, keep=1, log_every=1)

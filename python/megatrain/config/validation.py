@@ -24,10 +24,6 @@ def check(config: "Config") -> None:
 NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
     "memory.nvme": (None, "remove it, and see `megatrain plan` for what host memory needs"),
     "train.moments": ("fp32", "write fp32"),
-    "output.tensorboard": (
-        False,
-        "metrics are in metrics.jsonl of the run's folder, and `megatrain report` makes a page of them; leave it false",
-    ),
 }
 """Settings of the configuration's contract that nothing implements yet: the one value they may have, and what to do."""
 

@@ -30,6 +30,8 @@ Progress = Callable[[str, int], None]
 
 _PROGRESS_TOKENS = 1 << 16
 """Tokens between two reports of progress."""
+_LOOKED_AT = 1 << 14
+"""Rows of a source that tell what conversations end with."""
 _PACKING = 1
 """Names the use of a random order, so that no two uses share one."""
 
@@ -80,6 +82,19 @@ class Dataset:
     def cached(self) -> bool:
         """Whether every source was found tokenized."""
         return all(part.tokens.cached for part in self.parts)
+
+    def final_tokens(self) -> set[int]:
+        """The learnt tokens that conversations end with: what the model will write when it has answered. Looks at the
+        first rows of each source."""
+        found: set[int] = set()
+        for part in self.parts:
+            tokens = part.tokens
+            if tokens.turn_ends is None or tokens.turn_offsets is None:
+                continue
+            stops = np.unique(tokens.turn_offsets[1 : _LOOKED_AT + 1])
+            at = tokens.turn_ends[stops[stops > 0] - 1] - 1
+            found |= set(tokens.tokens[at[tokens.supervised[at] == 1]].tolist())
+        return found
 
     def where(self, row: int) -> str:
         """A row's place in its file, for people."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from megatrain.config.data_files import is_document, suffix_of
+from megatrain.config.data_files import INSTALL, is_document, suffix_of
 from megatrain.errors import ConfigError
 
 PIECE = 1 << 18
@@ -27,7 +27,6 @@ _BLOCK = 1 << 20
 """Bytes read from a file at a time."""
 _LONGEST_WORD = 16
 """Characters, and more than any word or escape of JSON has."""
-_INSTALL = "pip install 'megatrain[datasets]'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def _package(name: str, file: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {_INSTALL}") from None
+        raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {INSTALL}") from None
 
 
 def _json_lines(file: str) -> Iterator[tuple[int, Any]]:
@@ -263,7 +262,14 @@ def _csv(file: str, separator: str) -> Iterator[tuple[int, Any]]:
         names = next(reader, None)
         if names is None:
             return
-        if len(set(names)) < len(names) or not all(names):
+        if len(names) == 1 and (other := next((mark for mark in ";\t" if mark in names[0]), "")):
+            raise ConfigError(
+                f"{file}:1 names one column, {names[0]!r}; cells are separated by {separator!r} here, so convert "
+                f"{other!r} to it" + (", or call the file .tsv" if other == "\t" else "")
+            )
+        # Unnamed columns, such as the index that pandas writes, get the names that pandas gives them.
+        names = [name or f"Unnamed: {index}" for index, name in enumerate(names)]
+        if len(set(names)) < len(names):
             raise ConfigError(f"{file}:1: the first line has to name each column once; it is {separator.join(names)}")
         before = reader.line_num
         for cells in reader:
@@ -295,9 +301,8 @@ def _parquet(file: str) -> Iterator[tuple[int, Any]]:
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield number, _present(value)
+                yield from enumerate(_values(batch), start=number + 1)
+                number += batch.num_rows
     except ValueError as error:  # pyarrow's errors about content derive from it
         raise ConfigError(f"{file} is not a readable Parquet file: {error}") from None
 
@@ -316,11 +321,16 @@ def _arrow(file: str) -> Iterator[tuple[int, Any]]:
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             for batch in batches:
                 for low in range(0, batch.num_rows, 1024):
-                    for value in batch.slice(low, 1024).to_pylist():
-                        number += 1
-                        yield number, _present(value)
+                    yield from enumerate(_values(batch.slice(low, 1024)), start=number + low + 1)
+                number += batch.num_rows
     except ValueError as error:
         raise ConfigError(f"{file} is not a readable Arrow file: {error}") from None
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a record batch, with nulls in their columns left out."""
+    for row in batch.to_pylist(maps_as_pydicts="lossy"):
+        yield {name: _present(value) for name, value in row.items()}
 
 
 def _present(value: Any) -> Any:

@@ -65,6 +65,8 @@ class Summary:
     """With packing: the part of all windows that holds no token."""
     lengths: dict[str, int]
     """Tokens of a row: min, median, p95, max."""
+    histogram: tuple[tuple[int, int, int], ...]
+    """(from, below, rows): how many rows have a length in each of some equal ranges."""
     dropped: tuple[tuple[str, int, str], ...]
     """(reason, rows, place of one)."""
     formats: tuple[str, ...]
@@ -99,11 +101,25 @@ def summary(dataset: Dataset) -> Summary:
             "p95": int(np.percentile(lengths, 95)),
             "max": int(lengths.max()),
         },
+        histogram=_histogram(lengths),
         dropped=tuple(dataset.dropped()),
         formats=tuple(dataset.formats()),
         notes=tuple(dataset.notes()),
         cached=dataset.cached,
     )
+
+
+_BINS = 24
+"""Most ranges of a histogram."""
+
+
+def _histogram(lengths: "np.ndarray[Any, Any]") -> tuple[tuple[int, int, int], ...]:
+    """Ranges of 1, 2 or 5 times a power of ten tokens, from the shortest row to the longest."""
+    low, high = int(lengths.min()), int(lengths.max()) + 1
+    width = next(f * 10**p for p in range(20) for f in (1, 2, 5) if high // (f * 10**p) - low // (f * 10**p) < _BINS)
+    edges = np.arange(low // width, -(-high // width) + 1) * width
+    counts, _ = np.histogram(lengths, edges)
+    return tuple((int(a), int(b), int(n)) for a, b, n in zip(edges, edges[1:], counts, strict=False))
 
 
 def rows(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase", limit: int | None = None) -> Iterator[RowView]:

@@ -63,6 +63,11 @@ def parse(value: Any, fields: Mapping[str, str], where: str) -> Parsed:
     """
     if isinstance(value, str):
         value = decoded(value, where)
+    if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
+        if len(lengths := {len(part) for part in value.values()}) == 1:  # a Sequence of `datasets`: a list per key
+            value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
+        else:
+            raise ConfigError(f"{where} holds lists of different lengths ({', '.join(map(str, sorted(lengths)))})")
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where} is {brief(value)}; expected a list of messages")
     parser = _Parser(fields)
@@ -106,6 +111,10 @@ class _Parser:
         calls = _calls(others.pop("tool_calls", None), where)
         if calls:
             others["tool_calls"] = calls
+        if isinstance(content, list):
+            content, thoughts = _without_thoughts(content, f"{where}: {content_key}")
+            if thoughts:
+                others.setdefault(REASONING[0], thoughts)
         if reasoning := next((others[key] for key in REASONING if others.get(key)), None):
             if not isinstance(reasoning, str):
                 raise ConfigError(f"{where}: the reasoning is {brief(reasoning)}; expected a string")
@@ -132,11 +141,26 @@ class _Parser:
             for index, part in enumerate(content):
                 kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
                 if kind not in ("text", "input_text", "output_text"):
-                    raise ConfigError(f"{where}[{index}] is of type {kind!r}; {NO_MEDIA}")
+                    media = any(word in str(kind) for word in ("image", "audio", "video"))
+                    advice = NO_MEDIA if media else "text and thinking can be read; write it as one of these"
+                    raise ConfigError(f"{where}[{index}] is of type {kind!r}; {advice}")
                 text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
                 texts.append(checked(text, f"{where}[{index}]"))
             return "".join(texts)
         return checked(content, where)
+
+
+def _without_thoughts(parts: list[Any], where: str) -> tuple[list[Any], str]:
+    """The parts of a content that are no reasoning, and the reasoning of the others."""
+    rest, thoughts = [], []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("thinking", "reasoning"):
+            text = part.get(kind, part.get("text", part.get("content")))
+            thoughts.append(checked(text, f"{where}[{index}]"))
+        else:
+            rest.append(part)
+    return rest, "".join(thoughts)
 
 
 def _mark(others: dict[str, Any], where: str) -> bool | None:

@@ -83,8 +83,8 @@ def cut(tokens: Tokens, seq_len: int, long_rows: Literal["split", "truncate", "d
 
     Text that is split overlaps by one token from part to part: the last token of one is the first of the next, where it
     is context only, so each token is still predicted once. A conversation is never cut inside a turn: split or
-    truncated, it keeps the turns up to the last answer that fits whole, as LLaMA-Factory does. A prompt is never parted
-    from its completion: split or truncated, the row keeps its first `seq_len` tokens, as TRL does.
+    truncated, it keeps the turns up to the last answer that fits whole. A prompt is never parted from its completion:
+    split or truncated, the row keeps its first `seq_len` tokens.
     Raises ConfigError naming the row for `error`, by index; `dataset` knows names and looks first.
     """
     lengths = tokens.lengths
@@ -152,18 +152,27 @@ def _whole_turns(tokens: Tokens, row: int, seq_len: int) -> int:
     return int(fitting.max()) if len(fitting) else 0
 
 
+_COUNTED = 1 << 18
+"""Tokens whose marks are summed at a time, to bound the memory of the sums."""
+
+
 def num_supervised(supervised: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """(pieces,) int64. The first token of a piece has nothing before it to be predicted from and never counts."""
-    counts = np.zeros(len(starts), dtype=np.int64)
-    block = 1 << 12  # pieces at a time, to bound the memory of the sums
-    for low in range(0, len(starts), block):
-        first, stop = starts[low : low + block] + 1, starts[low : low + block] + lengths[low : low + block]
-        some = np.flatnonzero(stop > first)
-        if not len(some):
-            continue
-        base = int(first[some].min())
-        sums = np.concatenate([[0], np.cumsum(supervised[base : int(stop[some].max())], dtype=np.int64)])
-        counts[low + some] = sums[stop[some] - base] - sums[first[some] - base]
+    places = np.concatenate([starts + np.minimum(lengths, 1), starts + lengths])
+    order = np.argsort(places, kind="stable")
+    asked = places[order]
+    before = np.zeros(len(places), dtype=np.int64)  # supervised tokens before each place, in order
+    total = 0
+    for base in range(0, int(asked[-1]) + 1 if len(asked) else 0, _COUNTED):
+        flags = supervised[base : base + _COUNTED] != 0
+        low, high = np.searchsorted(asked, [base, base + _COUNTED]).tolist()
+        if low < high:
+            sums = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+            before[low:high] = total + sums[asked[low:high] - base]
+        total += int(np.count_nonzero(flags))
+    found = np.empty_like(before)
+    found[order] = before
+    counts: np.ndarray = found[len(starts) :] - found[: len(starts)]
     return counts
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import SourceConfig
-from megatrain.config.data_files import find, is_document
+from megatrain.config.data_files import find, is_columnar, is_document, is_hub_id
 from megatrain.data import stdlib
 from megatrain.data.file_formats import Piece, count_characters, line_end_after, read_text, read_values
+from megatrain.data.hub import hub_files
 from megatrain.data.rows import Row, RowParser
 from megatrain.errors import ConfigError
 
@@ -38,6 +39,8 @@ class Source:
                 raise ConfigError(f"{setting} has no effect on {config.path}, whose rows are made here; remove it")
             self._documents = stdlib.documents(config.path)
             self.files = tuple(name for name, _ in self._documents)
+        elif is_hub_id(config.path):
+            self.files = hub_files(config)
         else:
             found = find(config)
             self.files, self.skipped, self._settings = found.files, found.skipped, found.settings
@@ -119,7 +122,7 @@ class Source:
                     yield from rows
                 continue
             for number, value in read_values(name):
-                yield parser.row(value, index, number, self.where(index, number))
+                yield parser.row(value, index, number, self.where(index, number), columnar=is_columnar(name))
 
 
 def _document_rows(file: int, pieces: Iterator[Piece]) -> Iterator[Row]:

@@ -1,11 +1,12 @@
 """Values from files as rows: text, a conversation, or a prompt with its completion.
 
-Which of them a value is follows from its columns, as TRL, axolotl and LLaMA-Factory name them. Columns that nothing
+Which of them a value is follows from its columns, as trainers in common use name them. Columns that nothing
 reads are remarked on, so that no part of a row is left out without a word.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatrain.config import SourceConfig
@@ -73,13 +74,19 @@ class RowParser:
         self._form = config.format
         self._names = {name: config.fields.get(name, name) for name in _NAMES}
 
-    def row(self, value: Any, file: int, number: int, where: str) -> Row:
-        """`where` names the row in messages. Raises ConfigError for a value that is not as it should be."""
+    def row(self, value: Any, file: int, number: int, where: str, *, columnar: bool = False) -> Row:
+        """`where` names the row in messages. `columnar`: in its file every row has every column, so that null stands
+        for what the row does not have. Raises ConfigError for a value that is not as it should be."""
         if not isinstance(value, Mapping):
             raise ConfigError(f'{where} holds a {type(value).__name__}; expected an object such as {{"text": …}}')
         reader = _Reader(value, self._config, self._aliased(value), where)
         kind = self._form if self._form != "auto" else self._detect(reader)
-        row = self._read(kind, reader, file, number)
+        try:
+            row = self._read(kind, reader, file, number)
+        except _Null as null:
+            if columnar:
+                return Row(kind="text", file=file, number=number, skip=f"{null.column} is null")
+            raise ConfigError(f"{where}: {null.column} is null; write a value, or take the row out") from None
         if row is None:
             raise self._unknown(kind, value, where)
         if row.kind != "text":
@@ -101,34 +108,40 @@ class RowParser:
         return names
 
     def _detect(self, reader: "_Reader") -> str:
-        if reader.has("messages"):
+        # A column that is null goes for nothing where another tells what the row is.
+        return self._kind(reader, reader.has) or self._kind(reader, reader.named)
+
+    def _kind(self, reader: "_Reader", has: Callable[[str], bool]) -> str:
+        pair = has("chosen") and has("rejected")
+        # Beside a whole conversation they are what it was chosen from.
+        if has("messages") and not (pair and reader.asks("messages")):
             return "chat"
-        if reader.has("chosen") and reader.has("rejected"):
+        if pair:
             raise ConfigError(
                 f"{reader.where} is a preference pair (chosen and rejected), which methods such as DPO learn from and "
                 "fine-tuning does not; to train on the chosen answers alone write format: preference"
             )
-        if reader.has("prompt") and reader.has("completion"):
+        if has("prompt") and has("completion"):
             return "completion"
-        if reader.has("instruction") and reader.has("output"):
+        if has("instruction") and has("output"):
             return "alpaca"
-        return "text" if reader.has("text") else ""
+        return "text" if has("text") else ""
 
     def _read(self, kind: str, reader: "_Reader", file: int, number: int) -> Row | None:
-        if kind == "text" and reader.has("text"):
+        if kind == "text" and reader.named("text"):
             reader.what = f"text ({reader.names['text']})"
             return Row(kind="text", file=file, number=number, text=reader.string("text"))
-        if kind == "preference" and reader.has("chosen"):
+        if kind == "preference" and reader.named("chosen"):
             return self._preference(reader, file, number)
-        if kind == "alpaca" and reader.has("instruction") and reader.has("output"):
+        if kind == "alpaca" and reader.named("instruction") and reader.named("output"):
             reader.what = f"Alpaca rows ({reader.names['instruction']}, {reader.names['output']})"
             turns = [*self._alpaca_prompt(reader), {"role": "assistant", "content": reader.string("output")}]
             return reader.conversation(turns, [], file, number)
-        if kind == "chat" and reader.has("messages"):
+        if kind == "chat" and reader.named("messages"):
             reader.what = f"conversations ({reader.names['messages']})"
             parsed = reader.messages("messages")
             return reader.conversation(parsed.messages, parsed.marks, file, number)
-        if kind in ("chat", "completion") and reader.has("prompt") and reader.has("completion"):
+        if kind in ("chat", "completion") and reader.named("prompt") and reader.named("completion"):
             reader.what = f"prompts with completions ({reader.names['prompt']}, {reader.names['completion']})"
             return self._completion(kind, reader, "completion", file, number)
         return None
@@ -149,24 +162,46 @@ class RowParser:
     def _preference(self, reader: "_Reader", file: int, number: int) -> Row:
         reader.what = f"the chosen answers of preference pairs ({reader.names['chosen']})"
         reader.remarks.append(("preference", ""))
-        if reader.has("prompt"):
-            return self._completion("chat", reader, "chosen", file, number)
-        before: list[Message] = []
-        if reader.has("messages"):
-            before = list(reader.messages("messages").messages)
-        elif reader.has("instruction"):
-            before = self._alpaca_prompt(reader)
         chosen = reader.turns("chosen", "assistant")
+        whole = chosen.messages[0]["role"] != "assistant"
+        before: chat.Parsed = chat.Parsed((), ())
+        if reader.has("prompt"):
+            before = reader.turns("prompt", "user")
+        elif reader.has("messages"):
+            before = reader.messages("messages")
+        elif reader.has("instruction"):
+            before = chat.Parsed(tuple(self._alpaca_prompt(reader)), ())
         shared = 0
-        if not before and reader.has("rejected"):
+        if whole and reader.has("rejected"):
             # The whole conversation stands in both: what they share is the prompt.
             rejected = reader.turns("rejected", "assistant")
             reader.used.discard(reader.names["rejected"])
             shared = chat.same(chosen.messages, rejected.messages)
             if shared == len(chosen.messages):
                 shared = 0
-        marks = [*[None] * len(before), *chosen.marks]
-        return reader.conversation([*before, *chosen.messages], marks, file, number, prompt_turns=len(before) + shared)
+        if whole and before.messages:
+            # The prompt is in the conversation already, as in UltraFeedback; TRL takes it from there too.
+            if any(message not in chosen.messages for message in before.messages):
+                raise ConfigError(
+                    f"{reader.where}: {reader.names['chosen']} is a whole conversation, and the prompt beside it is "
+                    "not in it; leave one of the two out"
+                )
+            before = chat.Parsed((), ())
+        elif not before.messages and isinstance(reader.value("chosen"), str):
+            return self._chosen_text(reader, file, number)
+        turns = [*before.messages, *chosen.messages]
+        marks = [*before.marks, *[None] * (len(before.messages) - len(before.marks)), *chosen.marks]
+        return reader.conversation(turns, marks, file, number, prompt_turns=len(before.messages) + shared)
+
+    def _chosen_text(self, reader: "_Reader", file: int, number: int) -> Row:
+        """Plain texts that begin alike: what they share, up to the last whole word, is the prompt."""
+        chosen = reader.string("chosen")
+        rejected = reader.optional("rejected")
+        reader.used.discard(reader.names["rejected"])
+        common = os.path.commonprefix([chosen, rejected]) if rejected != chosen else ""  # noqa: RUF071 - characters
+        at = len(common.rstrip()) if common[-1:].isspace() else common.rfind(" ")
+        prompt = common[: max(at, 0)]
+        return Row(kind="completion", file=file, number=number, text=prompt, completion=chosen[len(prompt) :])
 
     def _alpaca_prompt(self, reader: "_Reader") -> list[Message]:
         """Earlier exchanges, then the instruction with its input on the next line, as LLaMA-Factory joins them."""
@@ -202,6 +237,14 @@ class RowParser:
         )
 
 
+class _Null(Exception):
+    """A column that a row needs is null."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__(column)
+        self.column = column
+
+
 class _Reader:
     """Columns of one value, and which of them were read."""
 
@@ -216,15 +259,24 @@ class _Reader:
 
     def has(self, name: str) -> bool:
         """Whether the column is there; a null is not."""
-        return self._value.get(self.names[name]) is not None or (
-            name in ("text", "prompt", "completion", "messages", "instruction", "output")
-            and self.names[name] in self._value
-        )
+        return self._value.get(self.names[name]) is not None
+
+    def named(self, name: str) -> bool:
+        """Whether the column is there, be it null."""
+        return self.names[name] in self._value
+
+    def asks(self, name: str) -> bool:
+        """Whether a column of messages ends with something else than an answer."""
+        turns = chat.parse(self._value[self.names[name]], self._fields, f"{self.where}: {self.names[name]}").messages
+        return bool(turns[-1]["role"] != "assistant")
 
     def value(self, name: str) -> Any:
-        """A column as it is."""
+        """A column as it is. Raises _Null where it is null."""
         self.used.add(self.names[name])
-        return self._value[self.names[name]]
+        value = self._value[self.names[name]]
+        if value is None:
+            raise _Null(self.names[name])
+        return value
 
     def string(self, name: str) -> str:
         """A column of text."""
@@ -315,6 +367,8 @@ class _Reader:
         label = self._value.get(self.names["label"])
         if isinstance(label, str) and label.lower() in ("true", "false"):  # CSV
             label = label.lower() == "true"
+        if label in (0, 1) and self.names["label"] != "label":  # a column of that name may hold classes
+            label = bool(label)
         if not isinstance(label, bool):
             return row
         self.used.add(self.names["label"])

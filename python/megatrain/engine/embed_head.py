@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatrain.engine.device_memory import CastBuffer, Region
+from megatrain.engine.logprobs import LossHead, PlainHead
 from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk, is_largest
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 _DENSE_ROWS = 0.9
 """Fraction of supervised rows above which gathering them first is not worth its copies."""
 
-LossFn = Callable[[Tensor, Callable[[Tensor], Tensor], dict[str, Any]], Tensor]
-"""`fn(hidden, head, batch)` -> sum of losses; hidden (batch, seq, width), `head(hidden)` the model's logits."""
+LossFn = Callable[[Tensor, LossHead, dict[str, Any]], Tensor]
+"""`fn(hidden, head, batch)` -> sum of losses; hidden (batch, seq, width), `head(hidden)` the model's logits and
+`head.logprobs(hidden, labels)` log-probabilities in chunks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,15 +407,37 @@ class HeadTemplate:
         """A loss of the caller's."""
         assert options.loss_fn is not None
         parameters, totals = self._parameters(sums, tied_sum)
+        chunk = options.chunk or default_chunk(self.kind.vocab, normed.device.type)
+        plain = self._plain_head(chunk, totals, sums, tied_sum, first) if self.kind.plain else None
         leaf = normed.requires_grad_()
         with torch.enable_grad():
-            loss = options.loss_fn(leaf, self.logits, micro.batch)
+            loss = options.loss_fn(leaf, LossHead(self.logits, plain, self.kind.vocab, chunk), micro.batch)
             _check_loss(loss, leaf.device)
             total = loss * options.scale
+        if plain is not None:
+            plain.in_backward = True
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(total, (leaf, *parameters), allow_unused=True)
-        accumulate(totals, grads[1:], first)
+        accumulate(totals, grads[1:], first if plain is None else plain.starting)
         grad = grads[0]
         return loss.detach().double(), grad if grad is not None else torch.zeros_like(normed)
+
+    def _plain_head(
+        self, chunk: int, totals: list[Tensor], sums: list[Tensor | None], tied_sum: Tensor | None, first: bool
+    ) -> PlainHead:
+        """What `head.logprobs` of a plain head computes with."""
+        bias = self.bias
+        weight_sum = tied_sum if self._tied is not None else sums[self._weight] if self._weight is not None else None
+        return PlainHead(
+            weight=self.weight.detach(),
+            bias=None if bias is None else bias.detach(),
+            logit_scale=self.kind.logit_scale,
+            softcap=self.kind.softcap,
+            chunk=chunk,
+            grad_weight=weight_sum,
+            grad_bias=sums[self._bias] if self._bias is not None else None,
+            sums=totals,
+            starting=first,
+        )
 
     @torch.no_grad()
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,8 +91,9 @@ class Engine:
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
         - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
-          what a `loss_fn` allocates on the device at most, where it is not the cross-entropy of all logits, and
-          `more_workspace` bytes that torch was found to need beyond what is planned for it.
+          what a `loss_fn` allocates on the device at most beside `head.logprobs`, where it does not form the
+          cross-entropy of all logits at once, and `more_workspace` bytes that torch was found to need beyond what is
+          planned for it.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
@@ -255,7 +256,9 @@ class Engine:
 
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
-        `loss_fn(hidden, head, batch)` gives another sum. Returns when loss and norm are known; updates may still run.
+        `loss_fn(hidden, head, batch)` gives another sum: `head(hidden)` are all logits, `head.logprobs(hidden, labels,
+        entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`). Returns when loss and norm are
+        known; updates may still run.
         With `check` forward and backward run twice from the same weights and random state, the second time one
         operation at a time, and gradients and losses are compared bit for bit before the update: about twice the time
         of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA

@@ -60,7 +60,8 @@ def workspace_bytes(rows: int, vocab: int, hidden: int, chunk: int, dtype: torch
         # the eager path rounds the gradient of the logits into a second buffer; the kernel does it in place
         return total if dtype == torch.float32 or _kernel_available() else total + chunk * vocab * dtype.itemsize
     if dtype.itemsize < 4:
-        total += TILE_ROWS * hidden * 4 + 2 * chunk * hidden * 4
+        # of the widened weight two tiles: the next is made before the last is freed
+        total += 2 * TILE_ROWS * hidden * 4 + chunk * TILE_ROWS * 4 + 2 * chunk * hidden * 4
     return total
 
 
@@ -107,7 +108,7 @@ def chunked_loss(
         rows_h = hidden[start : start + chunk]
         rows_t = targets[start : start + chunk]
         logits = logits_buffer[: rows_h.shape[0]]
-        _matmul_logits(rows_h, weight, logits)
+        matmul_logits(rows_h, weight, logits)
         if correct is not None:
             correct[start : start + chunk] = is_largest(logits, rows_t, bias)
         if in_kernel:
@@ -130,7 +131,7 @@ def chunked_loss(
         if grad_bias is not None:
             grad_bias += dlogits.sum(0, dtype=grad_bias.dtype)
         # last, because the caller may let it overwrite `hidden`
-        _matmul_grad_hidden(dlogits, weight, grad_hidden[start : start + chunk])
+        matmul_grad_hidden(dlogits, weight, grad_hidden[start : start + chunk])
     return LossResult(loss_sum, grad_hidden, logprobs, correct)
 
 
@@ -257,7 +258,7 @@ def is_largest(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -> T
     return torch.cat(found) & (targets != IGNORE)
 
 
-def _matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+def matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """out (R, V) = hidden (R, H) @ weight (V, H)ᵀ, in the dtype of `out`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
@@ -271,7 +272,7 @@ def _matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
             out[:, start : start + TILE_ROWS] = wide @ tile.t()
 
 
-def _matmul_grad_hidden(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
+def matmul_grad_hidden(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
     """out (R, H) = dlogits (R, V) @ weight (V, H)."""
     if dlogits.dtype == weight.dtype:
         torch.mm(dlogits, weight, out=out)

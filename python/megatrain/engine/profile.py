@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory
+from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
@@ -318,7 +319,8 @@ RATES = ("h2d_gbs", "d2h_gbs", "matmul_tflops", "adamw_gparams", "hbm_gbs")
 
 def loss_fn_bytes(decoder: Decoder, tokens: int) -> int:
     """Device memory of a loss function of the caller's that forms the logits of a whole micro-batch and their
-    cross-entropy, backward included. What it needs more is for the caller to declare (`loss_workspace`)."""
+    cross-entropy, backward included. One that needs more, or less since it uses `head.logprobs`, is for the caller to
+    declare (`loss_workspace`)."""
     size = decoder.dtype.itemsize
     # logits, their fp32 copy, log-probabilities and the gradients of both: never more than this at one time
     per_logit = size + 12
@@ -354,8 +356,10 @@ def _workspace(
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
-    if loss_fn:
-        loss = max(loss, (loss_fn_bytes(decoder, tokens) if loss_fn is True else loss_fn) + 3 * hidden)
+    if loss_fn is not False:
+        chunked = logprobs_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
+        custom = max(loss_fn_bytes(decoder, tokens), chunked) if loss_fn is True else loss_fn + chunked
+        loss = max(loss, custom + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0

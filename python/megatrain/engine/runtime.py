@@ -15,6 +15,7 @@ from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
+from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
@@ -217,8 +218,9 @@ class Runtime:
                 raise
             refusal = DoesNotFit(
                 f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch, or declare what loss_fn allocates, such as "
-                "plan={'loss_workspace': '2GiB'}, when the engine is created"
+                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
+                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
+                "engine is created"
             )
             refusal.items = error.items
             raise refusal from None
@@ -262,6 +264,7 @@ class Runtime:
         self.check()
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
+        base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         try:
             planned = _core.plan(request)
@@ -273,12 +276,21 @@ class Runtime:
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
+            if self.device.type == "cpu":
+                templates.heap = HeapLimit(base, sum(json.loads(planned)["totals"].values()))
         except BaseException:
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
+
+    def _bytes_beside_the_plan(self) -> int:
+        """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
+        a model, which move into the core."""
+        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        before = sum(self._plan["totals"].values()) if self._core is not None else 0
+        return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
@@ -349,6 +361,7 @@ class Runtime:
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
+            heap=None,
         )
 
     def _layer_templates(

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain._core import ComputeOp, Engine
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
+from megatrain.engine.host_heap import HeapLimit
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.out_of_memory import OutOfMemory
@@ -53,6 +54,8 @@ class StepTemplates:
     """Micro-batches that pass through a unit before the next one is loaded."""
     torch_bytes: int
     """What the plan allows torch to allocate on the device."""
+    heap: HeapLimit | None
+    """On the CPU, where torch allocates from malloc's heap."""
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off everywhere."""
@@ -169,6 +172,8 @@ class Pass:
             name = f"{op.phase.replace('_', ' ')} of {templates.decoder.units[op.unit].name}"
             operation = f"{name}, micro-batch {op.micro_batch}"
             raise OutOfMemory(operation, templates.torch_bytes, in_use, error) from error
+        if self._templates.heap is not None:
+            self._templates.heap.check()
 
     def _embed(self, op: ComputeOp) -> None:
         m = op.micro_batch

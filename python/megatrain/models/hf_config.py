@@ -84,6 +84,12 @@ def refuse_kind(config: Any, name: str) -> None:
     if getattr(config, "audio_config", None) is not None:
         raise ConfigError(f"{name} also has an audio part, which is not supported; name a model of its text part alone")
     text = text_config(config)
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(size, int) and not -size <= pad < size:
+        raise ConfigError(
+            f"{name}: pad_token_id is {pad}, and the vocabulary has {size} entries (vocab_size); write one of them, or "
+            "null for none"
+        )
     kinds = getattr(text, "layer_types", None)
     for key, word in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         used = key == "sliding_window" if kinds is None else any(word in str(kind) for kind in kinds)

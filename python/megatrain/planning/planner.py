@@ -182,6 +182,11 @@ def plan_run(
     try:
         request, plan = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
+        settled = facts.settled(machine)
+        if settled is not None:
+            return plan_run(
+                config, decoder, device=device, machine=settled, rows=rows, saved=saved, correction=correction
+            )
         changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
         raise remedies.explained(error, config, device, machine, planner.budget, changes) from None
     if size != first:
@@ -295,10 +300,15 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
 
 
-def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config) -> None:
-    """Raises StorageError when the checkpoints and the export of a run cannot all be written. `existing`: checkpoints
-    that are there already."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in host memory, such as that of /dev/shm."""
+
+
+def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written, in host memory beside the
+    plan where that is where they go. `existing`: checkpoints that are there already."""
     free = facts.SYSTEM_PROBE.disk_free(folder)
+    kind = facts.SYSTEM_PROBE.file_system(folder)
     total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
     if free is not None and total > free:
         raise StorageError(
@@ -306,6 +316,17 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
             f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
+    if kind not in _IN_MEMORY:
+        return
+    tiers = ("device", "host") if run_plan.device == "cpu" else ("host",)
+    planned, available = sum(run_plan.plan["totals"][tier] for tier in tiers), run_plan.machine.memory_available
+    if planned + total > available:
+        raise StorageError(
+            f"output.dir {folder} is in host memory ({kind}), and its checkpoints and export of {format_bytes(total)} "
+            f"do not fit there beside the {format_bytes(planned)} of the plan ({format_bytes(available)} are "
+            "available); name a folder on a disk"
+        )
+    log.warning("output.dir %s is in host memory (%s): what it holds is lost when the machine stops", folder, kind)
 
 
 def _even_parts(rows: int, tokens: int, seq_len: int) -> int:

@@ -47,7 +47,7 @@ def staged(folder: Path, needed: int) -> Iterator[Path]:
     target = _without_links(folder)
     temporary = target.with_name(_NEW + target.name)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(target.parent)
         recover(target)
         shutil.rmtree(temporary, ignore_errors=True)
         available = free_bytes(target.parent)
@@ -77,7 +77,7 @@ def published(folder: Path) -> Iterator[Path]:
     raises. Where another process has published `folder` meanwhile, that one is kept: both hold the same. Raises
     OSError."""
     folder = _without_links(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(folder.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_NEW}{folder.name[:12]}-", dir=folder.parent))
     try:
         with flushing(temporary):
@@ -94,11 +94,24 @@ def published(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def make_folders(folder: Path) -> None:
+    """Makes a folder and those above it that are missing; each entry is flushed. Raises OSError."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync_folder(made.parent)
+
+
 def _replace_folder(temporary: Path, target: Path) -> None:
     old = target.with_name(_OLD + target.name)
     if target.exists():
         target.rename(old)
-    temporary.rename(target)
+    try:
+        temporary.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # also where there was nothing before
+            old.rename(target)
+        raise
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -124,8 +137,7 @@ def recover(folder: Path) -> None:
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
     else:
-        old.rename(target)
-        sync_folder(target.parent)
+        old.rename(target)  # not flushed: `present` finds it whether or not a power cut takes this back
 
 
 def original_name(name: str) -> str | None:
@@ -139,6 +151,7 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(_REMOVED + folder.name)
     _remove(doomed)
     folder.rename(doomed)
+    sync_folder(folder.parent)  # or a power cut could bring the old name back for what is left
     _remove(doomed)
 
 

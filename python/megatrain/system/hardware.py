@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ GIB = 1 << 30
 
 # A limit above this is "none": version 1 writes 2^63 rounded down to a page.
 _UNLIMITED = 1 << 62
+
+
+_SETTLING_S, _SETTLED = 0.2, 3
+"""Seconds between two looks at memory that is being given back, and how many without a change mean that it is over."""
+_RELEASED = 64 * MIB
+"""What counts as a change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,12 +152,33 @@ class SystemProbe:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return None if soft in (resource.RLIM_INFINITY, -1) or soft >= _UNLIMITED else soft
 
+    def address_limits(self) -> list[tuple[str, int, int]]:
+        """Limits on what this process may map: (what `ulimit` calls it, bytes, bytes mapped now)."""
+        mapped = dict(_meminfo(self.text("/proc/self/status") or ""))
+        limits = [("-v", resource.RLIMIT_AS, "VmSize"), ("-d", resource.RLIMIT_DATA, "VmData")]
+        soft = [(option, resource.getrlimit(kind)[0], mapped.get(key, 0)) for option, kind, key in limits]
+        return [one for one in soft if 0 <= one[1] < _UNLIMITED]
+
+    def file_system(self, path: Path) -> str:
+        """The type of file system that `path` is or would be made on; empty where the system does not say."""
+        place, found, kind = f"{path.resolve()}/", "", ""
+        for line in (self.text("/proc/self/mountinfo") or "").splitlines():
+            before, _, after = line.partition(" - ")
+            mount = f"{before.split()[4].rstrip('/')}/"
+            if place.startswith(mount) and len(mount) >= len(found):  # of two mounts on one folder the later one counts
+                found, kind = mount, after.split()[0]
+        return kind
+
     def disk_free(self, path: Path) -> int | None:
         """Free bytes where `path` is or would be made."""
         try:
             return atomic.free_bytes(path)
         except OSError:
             return None
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)
 
     def kernel(self) -> str:
         """The kernel's release."""
@@ -204,6 +232,10 @@ def read(folder: Path | None = None, readers: SystemProbe | None = None, gpus: b
         if group.limit < limit:
             limit, source = group.limit, f"the control group {group.path}"
         available = min(available, max(0, group.limit - group.used))
+    for option, most, mapped in readers.address_limits():
+        if most < limit:
+            limit, source = most, f"ulimit {option} of this process"
+        available = min(available, max(0, most - mapped))
     status: dict[str, Any] = (
         readers.cuda_status() if gpus else {"available": False, "reason": "not asked", "devices": []}
     )
@@ -220,6 +252,28 @@ def read(folder: Path | None = None, readers: SystemProbe | None = None, gpus: b
         kernel=readers.kernel(),
         name=platform.node(),
     )
+
+
+def settled(machine: Machine, readers: SystemProbe | None = None) -> Machine | None:
+    """The machine once its host memory no longer becomes more: a process that has just ended, such as a killed run,
+    gives its memory back over seconds. None where it does not become more, or is only described."""
+    readers = readers or SYSTEM_PROBE
+    if machine.described:
+        return None
+    most, unchanged = machine.memory_available, 0
+    while unchanged < _SETTLED:
+        readers.sleep(_SETTLING_S)
+        available = read(readers=readers, gpus=False).memory_available
+        unchanged = 0 if available >= most + _RELEASED else unchanged + 1
+        most = max(most, available)
+    if most < machine.memory_available + _RELEASED:
+        return None
+    log.info(
+        "waited for host memory that another process was giving back: %s instead of %s is available",
+        format_bytes(most),
+        format_bytes(machine.memory_available),
+    )
+    return dataclasses.replace(machine, memory_available=most)
 
 
 def cuda_status() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatrain.system.atomic import storage_error
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
+from megatrain.training.callbacks import Callbacks, Run
 from megatrain.training.lr_schedule import Schedule
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display
@@ -74,12 +75,14 @@ class TrainingLoop:
         config: Config,
         stop: Stop,
         display: Display,
+        callbacks: Callbacks,
         folder: RunFolder,
         metrics_file: MetricsFile,
         parts: "RunComponents",
         position: Position,
     ) -> None:
         self.config, self.stop, self.display, self.folder = config, stop, display, folder
+        self.callbacks = callbacks
         self.metrics_file = metrics_file
         self.planned, self.engine, self.position = parts.planned, parts.engine, position
         self.count = self.planned.model_setup.count
@@ -90,6 +93,8 @@ class TrainingLoop:
         )
         self.throughput = Throughput()
         self.saves = CheckpointWriter(config.output, folder, position.step)
+        self._announced = self.saves.saved_step
+        """The newest checkpoint that callbacks know of."""
         self.fingerprints = _fingerprints(parts)
         """Of the data and the tokenizer; stored in every checkpoint."""
         self.loss: float | None = None
@@ -109,13 +114,43 @@ class TrainingLoop:
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
+        position = self.position
+        self.callbacks.begin(
+            Run(
+                config=self.config,
+                folder=self.folder.path,
+                engine=self.engine,
+                first_step=position.step,
+                total_steps=self.total,
+                stop=self.stop.request,
+            )
+        )
+        try:
+            result = self._train()
+        except out_of_memory.PlanAgain:
+            self.callbacks.pause()
+            raise
+        except BaseException:
+            self.callbacks.end(None)
+            raise
+        self.callbacks.end(result)
+        if self.callbacks.failure:
+            raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
+        return result
+
+    @property
+    def _stopping(self) -> bool:
+        """Whether the run ends after the present step: somebody asked for it, or a callback failed."""
+        return self.stop.requested or bool(self.callbacks.failure)
+
+    def _train(self) -> Result:
         position, watched = self.position, self._watched()
         if position.step >= self.total:
             log.info("all %d steps are done already", self.total)
         try:
             self._status("training")
             self._first_evaluation()
-            if position.owed_eval and self._eval_loader is not None and not self.stop.requested:
+            if position.owed_eval and self._eval_loader is not None and not self._stopping:
                 self._evaluate(self._eval_loader, position.step)
                 self.before = {"eval_loss_before": position.eval_loss}
             if position.step < self.total and self._is_stale():
@@ -125,15 +160,17 @@ class TrainingLoop:
                 for step, batch, prepared in batches:
                     self._step(step, batch, prepared)
                     ended = self._after(step)
-                    if ended or self.stop.requested:
+                    if ended or self._stopping:
                         break
             self.display.end()
             stopped = self.stop.reason if self.stop.requested and position.step < self.total else ""
-            if position.owed_eval and not stopped:
+            if position.owed_eval and not stopped and not self.callbacks.failure:
                 log.info(
                     "%s cut off the evaluation after the last step; the same command makes up for it", self.stop.reason
                 )
             self._finish_saves()
+            if self.callbacks.failure:
+                raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
             watched.close()  # an export is one long write
             exported = None if stopped else self._export()
         except (EngineBroken, StorageError, DeviceError) as error:
@@ -231,7 +268,7 @@ class TrainingLoop:
             return batch, prepare(batch.micro_batches)
 
         steps = range(self.position.step + 1, self.total + 1)
-        if not steps or self.stop.requested or self._is_stale():
+        if not steps or self._stopping or self._is_stale():
             return
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="megatrain-batch") as pool:
             following = pool.submit(make, steps[0])
@@ -281,6 +318,7 @@ class TrainingLoop:
             self.loss = out.loss
         position.nonfinite = position.nonfinite + 1 if record.skipped else 0
         self.display.step(record, (self.total - step) * self.throughput.step_s, self.config.output.log_every)
+        self.callbacks.step(record.as_dict())
         if record.skipped:
             log.warning("step %d: a gradient is not finite (norm %s); the update was skipped", step, record.grad_norm)
         if position.nonfinite > self.config.train.max_nonfinite:
@@ -326,8 +364,20 @@ class TrainingLoop:
         stats = self.engine.stats()
         record.lanes = stats.lanes
         record.bound = stats.bound
+        record.of_limit = self._of_limit(record, width)
         record.host_peak_bytes = metrics.host_peak_bytes()
         record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
+
+    def _of_limit(self, record: StepRecord, tokens: int) -> float | None:
+        """See `StepRecord.of_limit`. `tokens`: those that were computed, padding included."""
+        run_plan = self.planned.run_plan
+        lane = "compute" if record.bound == "launching" else record.bound
+        seconds = run_plan.plan["estimate"]["lanes"].get(lane)
+        if not run_plan.measured or seconds is None or record.step_s <= 0:
+            return None
+        if lane == "compute":  # planned for the largest step
+            seconds *= tokens / (math.prod(run_plan.micro_batch) * run_plan.micro_batches)
+        return float(seconds / record.step_s)
 
     def _engine_gpu_bytes(self) -> int:
         if self.planned.run_plan.device != "cuda":
@@ -348,10 +398,11 @@ class TrainingLoop:
         due = evaluation.every is not None and step % evaluation.every == 0
         if self._eval_loader is not None and (due or last):
             ended = self._evaluate(self._eval_loader, step)
-        if samples.every is not None and (step % samples.every == 0 or last) and not self.stop.requested:
+        if samples.every is not None and (step % samples.every == 0 or last) and not self._stopping:
             self._sample(step)
         # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
         self._write_pending()
+        self._announce_save()
         if self.saves.running is not None and self.saves.running.is_written:
             self._complete_save()
         asked = self.stop.take_save_request()
@@ -381,7 +432,7 @@ class TrainingLoop:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
         position.owed_eval = True  # also where it fails
-        found = None if self.stop.requested else self._held_out(loader, step)
+        found = None if self._stopping else self._held_out(loader, step)
         position.owed_eval = found is None
         if found is None:
             return False
@@ -417,6 +468,7 @@ class TrainingLoop:
         self._status("training")
         if found is not None:
             self.display.evaluation(step, found)
+            self.callbacks.evaluation(step, found)
         return found
 
     def _sample(self, step: int) -> None:
@@ -460,6 +512,14 @@ class TrainingLoop:
         if self.saves.running is not None:
             self.doing = f"the checkpoint of step {self.saves.running.step}"
             self.saves.finish()
+        self._announce_save()
+
+    def _announce_save(self) -> None:
+        """Calls back once a checkpoint is complete, which the thread that writes it may have found out."""
+        step = self.saves.saved_step
+        if step > self._announced:
+            self._announced = step
+            self.callbacks.save(step, self.folder.checkpoint(step))
 
     def _save(self) -> None:
         """Begins the checkpoint of the last step; it is written in the background while later steps run."""

@@ -34,6 +34,8 @@ class StepRecord:
     """Seconds each lane was busy."""
     bound: str = ""
     """The lane that was busy longest, or `launching` (see `Stats`)."""
+    of_limit: float | None = None
+    """What part of the step that lane would take at the machine's measured rates; None where none were measured."""
     host_peak_bytes: int = 0
     gpu_peak_bytes: int = 0
     epoch: float = 0.0
@@ -41,11 +43,21 @@ class StepRecord:
     """Ids of the rows in this step, where the loader gives them."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def as_json(self) -> str:
-        """One line of JSON. Numbers that JSON cannot express (NaN, infinity) are written as null."""
+    def as_dict(self) -> dict[str, Any]:
+        """What is known of the step, without what is empty."""
         fields = dataclasses.asdict(self)
         extra = fields.pop("extra")
-        return dumps({key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {})})
+        return {key: value for key, value in {**fields, **extra}.items() if value not in ("", [], {}, None)}
+
+    @property
+    def bound_by(self) -> str:
+        """What bounds the step, in words; empty where nothing was measured."""
+        share = f", {self.of_limit:.0%} of its measured rate" if self.of_limit is not None else ""
+        return f"bound by {self.bound}{share}" if self.bound else ""
+
+    def as_json(self) -> str:
+        """One line of JSON. Numbers that JSON cannot express (NaN, infinity) are written as null."""
+        return dumps(self.as_dict())
 
 
 RECENT = 64

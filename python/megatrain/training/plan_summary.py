@@ -14,6 +14,8 @@ from megatrain.system.hardware import format_bytes
 from megatrain.training.metrics import duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from megatrain.training.forecast import Forecast
 
 _GROUPS = (
@@ -85,13 +87,19 @@ def _memory(report: "Forecast") -> list[str]:
     ]
 
 
-def _groups(report: "Forecast", tiers: tuple[str, ...]) -> str:
+def memory_groups(items: "Sequence[Mapping[str, Any]]", tiers: tuple[str, ...]) -> dict[str, int]:
+    """Bytes by group (weights, gradients, …) of a plan's items in these tiers, largest first."""
     sums: dict[str, int] = {}
-    for item in report.run_plan.plan["items"]:
+    for item in items:
         if item["tier"] in tiers:
             group = next((name for words, name in _GROUPS if any(word in item["what"] for word in words)), _OTHER)
             sums[group] = sums.get(group, 0) + item["bytes"]
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(sums.items(), key=lambda one: -one[1]))
+    return dict(sorted(sums.items(), key=lambda one: -one[1]))
+
+
+def _groups(report: "Forecast", tiers: tuple[str, ...]) -> str:
+    groups = memory_groups(report.run_plan.plan["items"], tiers)
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in groups.items())
 
 
 def _disk(report: "Forecast") -> str:

@@ -3,6 +3,7 @@ elsewhere, or JSON lines."""
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("megatrain")
 
-Mode = Literal["bar", "notebook", "lines", "json", "none"]
+_HISTORY = 40
+"""Most lines of steps, or a few more, that stay above a bar."""
+_BAR, _SHORT_BAR = 24, 8
+"""Characters of the bar, and of that of a narrow terminal."""
+_WIDE = 100
+"""Columns of a terminal from which on it is not narrow."""
 
-_BAR = 24
-"""Characters of the bar."""
+Mode = Literal["bar", "notebook", "lines", "json", "none"]
 
 
 def mode_for(stream: IO[str], json: bool) -> Mode:
@@ -81,6 +86,7 @@ class Display:
         self._reading = progress_line() if mode == "notebook" else None
         self._task: Any = None
         self._total = 0
+        self._bar_width = _BAR
         self._loading = ""
         self._handler = _Handler(self)
 
@@ -113,47 +119,57 @@ class Display:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        console = Console(file=self.err)
+        self._bar_width = _BAR if console.width >= _WIDE else _SHORT_BAR
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=_BAR),
-            TextColumn(
-                "loss {task.fields[loss]}  {task.fields[rate]} tok/s  {task.fields[left]}  {task.fields[bound]}"
-            ),
-            console=Console(file=self.err),
+            BarColumn(bar_width=self._bar_width),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=console,
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("", total=total, completed=done, loss="-", rate="-", left="", bound="")
+        self._task = self._progress.add_task("", total=total, completed=done, status="")
         self._progress.start()
 
     def step(self, record: StepRecord, left_s: float, every: int) -> None:
         """Shows a finished step; `left_s` is how long the remaining ones will take."""
         if self._progress is not None:
-            self._progress.update(
-                self._task,
-                completed=record.step,
-                loss=f"{record.loss:.4f}",
-                rate=f"{record.tokens_per_s:,.0f}",
-                left=f"{duration(left_s)} left",
-                bound=f"bound by {record.bound}" if record.bound else "",
-            )
+            self._progress.update(self._task, completed=record.step, status=self._status(record, left_s))
         elif self.mode == "notebook":
             self._line.show(self._bar(record, left_s), last=record.step == self._total)
         elif self.mode == "json":
             self._write(record.as_json())
-        if record.step % every == 0 or record.step in (1, self._total):
-            bound = f", bound by {record.bound}" if record.bound else ""
+        ends = record.step in (1, self._total)
+        if record.step % every == 0 or ends:
+            bound = f", {record.bound_by}" if record.bound_by else ""
             skipped = ", SKIPPED (gradient not finite)" if record.skipped else ""
-            self._log_and_print(
+            numbers = (
                 f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, "
-                f"lr {record.lr:.3g}, "
-                f"{record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}",
+                f"lr {record.lr:.3g}"
+            )
+            self._log_and_print(
+                f"{numbers}, {record.tokens_per_s:,.0f} tokens/s, {duration(left_s)} left{bound}{skipped}",
                 shown=self.mode == "lines",
             )
+            # above a bar a history of the loss that stays readable; the bar has the rest
+            some = every * max(1, math.ceil(self._total / (every * _HISTORY)))
+            if self._progress is not None and (record.step % some == 0 or ends):
+                self._write(numbers + skipped)
+
+    def _status(self, record: StepRecord, left_s: float) -> str:
+        """What stands beside the bar: as much of it as the terminal is wide."""
+        assert self._progress is not None
+        shown = f"loss {record.loss:.4f}"
+        room = self._progress.console.width - len(f"step {record.step}/{self._total} ") - self._bar_width - 1
+        for part in (f"{record.tokens_per_s:,.0f} tok/s", f"{duration(left_s)} left", record.bound_by):
+            if part and len(shown) + 2 + len(part) <= room:
+                shown += f"  {part}"
+        return shown
 
     def _bar(self, record: StepRecord, left_s: float) -> str:
         """A finished step as one line of text."""
         full = round(_BAR * record.step / max(self._total, 1))
-        bound = f"  bound by {record.bound}" if record.bound else ""
+        bound = f"  {record.bound_by}" if record.bound_by else ""
         return (
             f"step {record.step}/{self._total} {'█' * full}{'░' * (_BAR - full)} loss {record.loss:.4f}  "
             f"{record.tokens_per_s:,.0f} tokens/s  {duration(left_s)} left{bound}"

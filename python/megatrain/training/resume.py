@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatrain.checkpoint.step_folders import steps_in
-from megatrain.config import Config, diff, earlier
+from megatrain.config import Config, diff
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint
     try:
         state = found.state().state["run"]
         position = Position(**state["position"])
-        before = Config.from_dict(earlier(state["config"]))
+        before = Config.from_dict(state["config"])
         numerics = dict(state["numerics"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {found.folder} was not written by a run ({error}); name another") from None

@@ -22,7 +22,7 @@ from megatrain.checkpoint.step_folders import CHECKPOINTS, step_folder, steps_in
 from megatrain.config import Config
 from megatrain.config.paths import check_makeable
 from megatrain.errors import ConfigError, StorageError
-from megatrain.system.atomic import recover, remove, remove_leftovers, storage_error, write_whole
+from megatrain.system.atomic import make_folders, recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -35,7 +35,7 @@ CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
     "status.json",
     "lock",
 )
-EXPORT, REPORT = "export", "report.html"
+EXPORT, REPORT, DATA, TRACE = "export", "report.html", "data.json", "trace.json"
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Error numbers that mean that a disk is full or failing."""
@@ -45,7 +45,7 @@ ENDED = ("done", "stopped", "failed", "killed")
 
 _ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
 """Names that tell a run's folder from any other."""
-_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT)
+_LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT, DATA)
 """What a killed process can have been writing at the top of a run's folder."""
 _REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
 """What a run replaces in its folder."""
@@ -122,7 +122,7 @@ class RunFolder:
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folders(path)
             self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -189,6 +189,10 @@ class RunFolder:
     def correct_plan(self, correction: dict[str, Any]) -> None:
         """Notes in `plan.json` what the next plan has to change. Raises StorageError."""
         self.write_plan(_read_plan(self.path), correction)
+
+    def write_data(self, profile: dict[str, Any]) -> None:
+        """Writes the data sets in numbers (`train`, `eval`). Raises StorageError."""
+        write_whole(self.path / DATA, json.dumps(profile, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Writes what the run is doing now, for a program that watches it. A full disk does not raise. Nothing follows

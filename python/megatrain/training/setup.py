@@ -6,6 +6,7 @@ Training, evaluation and the dry run all start here.
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -206,7 +207,7 @@ def prepare_run(
     )
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder)), config)
+        planner.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -214,6 +215,7 @@ def prepare_run(
         progress=(lambda what, rows: progress(f"tokenizing {what}", rows, 0)) if progress else None,
         date=fingerprint.date_of(resume),
     )
+    _warn_of_ends(model_setup, tokenizer, train)
     rows = most_rows(config, train, held_out)
     if rows != nominal:
         run_plan = planner.plan_run(
@@ -394,6 +396,29 @@ def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
 
 def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
     return None if source is None else {name: entry.dtype for name, entry in source.entries.items()}
+
+
+def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase", train: Dataset) -> None:
+    """Says so where the exported model, which keeps its generation config, would not stop at what it is taught to end
+    an answer with."""
+    text = text_config(model_setup.decoder.config)
+    ends, named = getattr(text, "eos_token_id", None), "its configuration"
+    copied = _tokenizer_folder(model_setup.config, model_setup.files)
+    own = None if copied is None else copied / "generation_config.json"
+    if own is not None and own.is_file():
+        with contextlib.suppress(OSError, ValueError):
+            ends, named = json.loads(own.read_text(encoding="utf-8")).get("eos_token_id"), str(own)
+    stops = set(ends) if isinstance(ends, list) else {ends}
+    missing = sorted((train.final_tokens() & set(tokenizer.added_tokens_decoder)) - stops)
+    if missing:
+        spelled = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in missing)
+        log.warning(
+            "answers are taught to end with %s, and the exported model does not stop there when it generates: "
+            "%s has eos_token_id %s; add the id there, or to generation_config.json of the export",
+            spelled,
+            named,
+            ends,
+        )
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:

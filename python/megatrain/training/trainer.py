@@ -18,6 +18,8 @@ from megatrain.engine.options import known_keywords
 from megatrain.errors import DoesNotFit, MegatrainError, StorageError
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
+from megatrain.training.callbacks import Callback, Callbacks, check
+from megatrain.training.callbacks import configured as callbacks_of
 from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
 from megatrain.training.progress import Display, default_mode
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
@@ -25,7 +27,7 @@ from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from megatrain.training.setup import RunComponents
@@ -37,8 +39,8 @@ __all__ = ["Result", "Trainer"]
 
 @known_keywords
 class Trainer:
-    """One run. `config` is a path, a mapping or a Config. Raises ConfigError, DoesNotFit, CheckpointError or
-    StorageError while it loads, and RunStopped when the run has to end itself."""
+    """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. Raises ConfigError,
+    DoesNotFit, CheckpointError or StorageError while it loads, and RunStopped when the run has to end itself."""
 
     def __init__(
         self,
@@ -46,11 +48,13 @@ class Trainer:
         *,
         stop: Stop | None = None,
         display: Display | None = None,
+        callbacks: "Sequence[Callback]" = (),
     ) -> None:
         self.config = Config.of(config)
         self.config.require("data", "output")
         self.stop = stop or Stop()
         self.display = display or Display(default_mode())
+        self.callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""
@@ -129,11 +133,12 @@ class Trainer:
             with self.stop.interruptible():
                 folder.write_config(config.to_yaml())
                 folder.write_plan(parts.engine.plan, parts.planned.run_plan.correction)
+                folder.write_data(_profile(parts))
                 self._log_plan(parts, None if origin is None else origin.numerics)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error
-        return TrainingLoop(config, self.stop, self.display, folder, metrics_file, parts, position)
+        return TrainingLoop(config, self.stop, self.display, self.callbacks, folder, metrics_file, parts, position)
 
     def _log_plan(self, parts: "RunComponents", saved: dict[str, Any] | None) -> None:
         """The plan in a few lines; `plan.json` has all of it."""
@@ -163,6 +168,18 @@ class Trainer:
             numerics=None if origin is None else origin.numerics,
             progress=self.display.loading,
         )
+
+
+def _profile(parts: "RunComponents") -> dict[str, Any]:
+    """The data sets in numbers, for the report."""
+    from megatrain.data import inspection
+
+    planned = parts.planned
+    held_out = planned.held_out
+    return {
+        "train": inspection.summary(planned.train).to_dict(),
+        "eval": inspection.summary(held_out).to_dict() if held_out is not None else None,
+    }
 
 
 def _reason(error: BaseException) -> str:

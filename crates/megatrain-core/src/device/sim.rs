@@ -500,6 +500,7 @@ impl Device for SimDevice {
     }
 
     fn elapsed_ms(&self, from: &Event, to: &Event) -> Result<Option<f64>> {
+        drop(self.enter("elapsed_ms")?);
         let (from, to) = (moment(from)?, moment(to)?);
         Ok(match (from.passed(), to.passed()) {
             (Some(from), Some(to)) => Some((to as f64 - from as f64) / 1e6),

@@ -124,6 +124,7 @@ impl Engine {
 /// A part of one tensor of a unit on the device, with a host copy of its planes laid out as a unit of its own.
 struct Window<'a> {
     shared: &'a Shared,
+    unit: usize,
     planes: UnitPlanes,
     layout: UnitLayout,
     /// The part's range of the caller's bytes.
@@ -133,20 +134,26 @@ struct Window<'a> {
 
 impl Window<'_> {
     fn copy_out(&self) -> Result<()> {
-        for (span, memory) in &self.pairs {
-            // SAFETY: the spans are parts of the transfer window, which whoever made this has to himself, and which is
-            // waited for below.
-            unsafe { self.shared.device.copy_to_host(Stream::Download, memory, span) }?;
-        }
-        self.shared.device.synchronize(&self.shared.device.record(Stream::Download)?)
+        let device = &self.shared.device;
+        self.shared.guard(self.unit, "read", || {
+            for (span, memory) in &self.pairs {
+                // SAFETY: the spans are parts of the transfer window, which whoever made this has to himself. The copies
+                // are waited for below; should that fail, the window is not used again, because the engine is broken.
+                unsafe { device.copy_to_host(Stream::Download, memory, span) }?;
+            }
+            device.synchronize(&device.record(Stream::Download)?)
+        })
     }
 
     fn copy_in(&self) -> Result<()> {
-        for (span, memory) in &self.pairs {
-            // SAFETY: as in `copy_out`.
-            unsafe { self.shared.device.copy_to_device(Stream::Upload, span, memory) }?;
-        }
-        self.shared.device.synchronize(&self.shared.device.record(Stream::Upload)?)
+        let device = &self.shared.device;
+        self.shared.guard(self.unit, "write", || {
+            for (span, memory) in &self.pairs {
+                // SAFETY: as in `copy_out`.
+                unsafe { device.copy_to_device(Stream::Upload, span, memory) }?;
+            }
+            device.synchronize(&device.record(Stream::Upload)?)
+        })
     }
 }
 
@@ -239,6 +246,8 @@ impl Shared {
         let len = whole_elements(tensor, start, bytes, dtype)?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever had the window before may have broken the engine and left copies in it under way.
+        drop(self.enter()?);
         // At most 16 bytes an element (a frozen fp64 tensor takes 8, split planes 12), in whole lines.
         let most = (self.memory.window.len() as u64 / 16) & !2047;
         let mut done = 0;
@@ -295,7 +304,7 @@ impl Shared {
             exp_avg: moment(state.exp_avg, 4),
             exp_avg_sq: moment(state.exp_avg_sq, 4),
         };
-        Ok(Window { shared: self, planes, layout, bytes: 0..0, pairs })
+        Ok(Window { shared: self, unit: index, planes, layout, bytes: 0..0, pairs })
     }
 
     /// The last gradient: in the store where passes are accumulated, in its slab, or still on the device.
@@ -339,9 +348,12 @@ impl Shared {
             let bytes = self.placement.grad_bytes(unit);
             let span = HostSpan::map(usize::try_from(bytes).expect("a region's length"))?;
             let grad = self.memory.at(self.placement.grads[grad as usize]).slice(0, bytes);
-            // SAFETY: the span is this function's own, and the copy is waited for at once.
-            unsafe { self.device.copy_to_host(Stream::Download, &grad, &span) }?;
-            self.device.synchronize(&self.device.record(Stream::Download)?)?;
+            self.guard(unit, "read", || {
+                // SAFETY: the span is this function's own, and the copy is waited for at once; should that fail, the device
+                // keeps the span mapped and nobody else has it.
+                unsafe { self.device.copy_to_host(Stream::Download, &grad, &span) }?;
+                self.device.synchronize(&self.device.record(Stream::Download)?)
+            })?;
             return Ok((span, dtype));
         }
         Err(Error::GradientGone { tensor: name.to_owned() })

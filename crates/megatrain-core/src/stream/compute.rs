@@ -103,8 +103,8 @@ impl Shared {
         let awaited = core.progress.awaited(id);
         let op = core.progress.op(id);
         drop(core);
-        let prepared = self.prepare_compute(&op, shape, &awaited);
-        let start = prepared.map_err(|e| self.fail(&op, &e.to_string()))?;
+        let prepared = guarded(|| self.prepare_compute(&op, shape, &awaited));
+        let start = prepared.map_err(|cause| self.fail(&op, &cause))?;
         let mut core = self.enter()?;
         if let Some(current) = core.current.as_mut() {
             current.held = Some((id, start, Instant::now()));

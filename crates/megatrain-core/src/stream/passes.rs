@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use super::schedules::{Key, Prepared};
 use super::state::{Current, Deadline, Decision, EngineState, Shared};
+use super::workers::guarded;
 use super::{Begin, Group, Outcome};
 use crate::adamw::clip::{clip_coefficient, global_norm};
+use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::layout::Role;
 use crate::schedule::progress::Id;
@@ -59,7 +61,10 @@ impl Shared {
         shape: Shape,
         prepared: &Prepared,
     ) -> Result<()> {
-        self.device.set_compute_stream(begin.compute_stream)?;
+        if let Err(cause) = guarded(|| self.device.set_compute_stream(begin.compute_stream)) {
+            drop(core);
+            return Err(self.fail_unit(0, "begin", &cause));
+        }
         if let Some(undecided) = core.undecided {
             // The pass whose gradients wait is kept; an evaluation after it leaves nothing behind, and gradients that are
             // added to have been accumulated.
@@ -237,7 +242,9 @@ impl Shared {
                 self.fail(&op, "the pass was abandoned after some units had been updated, which cannot be undone")
             );
         }
+        let mut unit = 0;
         if let Some((held, ..)) = core.current.as_mut().and_then(|c| c.held.take()) {
+            unit = core.progress.op(held).unit as usize;
             core.progress.forget(held);
         }
         let (mut core, ()) = ready!(self.wait_until(core, deadline, |core| {
@@ -245,9 +252,9 @@ impl Shared {
         })?);
         // What the caller launched for the operation that it held may still run.
         if !self.device.compute_is_host() {
-            let event = self.device.record(crate::device::Stream::Compute)?;
             drop(core);
-            self.device.synchronize(&event)?;
+            let launched = || self.device.synchronize(&self.device.record(Stream::Compute)?);
+            self.guard(unit, "abandon", launched)?;
             core = self.enter()?;
         }
         core.drop_newest();

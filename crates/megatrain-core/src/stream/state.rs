@@ -129,7 +129,11 @@ impl Shared {
         let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
+        pool.fail_run(options.fail_pool_run);
+        // A failure, or a panic, half-way may leave copies queued, which hold memory until they have run.
+        let unfinished = Unfinished(device.as_ref());
         let memory = Memory::new(&placement, device.as_ref(), &pool, options.huge_pages)?;
+        std::mem::forget(unfinished);
         // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
         device.keep_times(true);
         let trace_origin = if options.trace {
@@ -201,11 +205,21 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Marks the engine broken; the first failure is the one that is reported.
+    /// Marks the engine broken by an operation of a schedule; the first failure is the one that is reported.
     pub(super) fn fail(&self, op: &Op, cause: &str) -> Error {
+        self.fail_unit(op.unit as usize, op.kind.name(), cause)
+    }
+
+    /// Makes device calls that are no operation of a schedule. When one fails or panics, the engine is broken: copies queued
+    /// before it may still run, so that the memory they use must not be used again.
+    pub(super) fn guard<R>(&self, unit: usize, op: &str, calls: impl FnOnce() -> Result<R>) -> Result<R> {
+        guarded(calls).map_err(|cause| self.fail_unit(unit, op, &cause))
+    }
+
+    pub(super) fn fail_unit(&self, unit: usize, op: &str, cause: &str) -> Error {
         let mut core = self.lock();
-        let unit = self.placement.layouts[op.unit as usize].name.clone();
-        let failure = Failure { unit, op: op.kind.name().to_owned(), cause: cause.to_owned() };
+        let unit = self.placement.layouts[unit].name.clone();
+        let failure = Failure { unit, op: op.to_owned(), cause: cause.to_owned() };
         let error = core.failure.get_or_insert(failure).error();
         drop(core);
         self.notify();
@@ -232,12 +246,26 @@ impl Shared {
         self.notify();
     }
 
-    /// Waits until the device is done with our memory; errors no longer matter to anyone, and a panic would abort the
-    /// process where another one drops the engine.
+    /// Waits until the device is done with our memory.
     pub(super) fn settle(&self) {
-        for stream in Stream::ALL {
-            let _ = guarded(|| self.device.synchronize(&self.device.record(stream)?));
-        }
+        settle(self.device.as_ref());
+    }
+}
+
+/// Settles the device when it is dropped.
+struct Unfinished<'a>(&'a dyn Device);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        settle(self.0);
+    }
+}
+
+/// Waits until everything queued on a device is over. Errors no longer matter to anyone, and a panic would abort the process
+/// where another one drops the engine.
+fn settle(device: &dyn Device) {
+    for stream in Stream::ALL {
+        let _ = guarded(|| device.synchronize(&device.record(stream)?));
     }
 }
 

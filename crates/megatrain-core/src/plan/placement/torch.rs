@@ -1,0 +1,39 @@
+//! The memory that torch allocates.
+use super::carver::Carver;
+use crate::error::Tier;
+use crate::plan::{Activation, Place, Plan, Request};
+
+/// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
+pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
+    let group = u64::from(plan.group);
+    let (mut kept, mut inputs) = (0, 0);
+    for unit in 1..request.units.len() - 1 {
+        let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
+        if choice.activation == Activation::Keep {
+            kept = group.saturating_mul(sizes.kept_bytes).saturating_add(kept);
+        } else if choice.input == Place::Device {
+            inputs = group.saturating_mul(sizes.input_bytes).saturating_add(inputs);
+        }
+    }
+    for (what, bytes) in torch_lines(request, plan.group, kept, inputs) {
+        carver.item(what, Tier::Device, bytes, false);
+    }
+}
+
+/// The lines of torch's memory where the activations that are kept and the inputs that wait on the device have these
+/// sizes.
+pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64) -> [(&'static str, u64); 6] {
+    // The last hidden states, and the gradients that replace them one by one.
+    let hidden = (u64::from(group) + 1).saturating_mul(request.units[request.units.len() - 1].input_bytes);
+    // What is needed late takes the place of what was kept.
+    let workspace = request.workspace_bytes.max(request.late_workspace_bytes.saturating_sub(kept));
+    let used = kept.saturating_add(inputs).saturating_add(hidden).saturating_add(workspace);
+    [
+        ("kept activations (torch)", kept),
+        ("layer inputs (torch)", inputs),
+        ("hidden states (torch)", hidden),
+        ("workspace (torch)", workspace),
+        ("fragmentation (torch)", (used as f64 * request.fragmentation) as u64),
+        ("context and libraries (torch)", request.context_bytes),
+    ]
+}

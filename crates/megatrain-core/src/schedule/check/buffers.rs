@@ -1,0 +1,71 @@
+//! Which buffers are used.
+use std::collections::HashMap;
+
+use super::broken;
+use crate::error::Result;
+use crate::schedule::{Kind, Pass, Schedule, ScheduleInputs};
+
+/// Every buffer that an operation uses is named, is one that its unit may use, and is inside the plan's; none that it does not
+/// use is named.
+pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
+    let train = schedule.shape.pass == Pass::Train;
+    // Where forward left a micro-batch's activations, and where they were fetched to.
+    let mut staged: HashMap<(Kind, u32, u32), Option<u32>> = HashMap::new();
+    for op in &schedule.ops {
+        let (kind, of) = (op.kind, inputs.unit(op.unit));
+        let computes_layer = matches!(kind, Kind::Forward | Kind::Backward);
+        let slot = (kind == Kind::Load || computes_layer) && !of.own_place;
+        if !named(op.slot, slot, |slot| slot < inputs.slots) {
+            return Err(broken(op, "a layer without a place of its own is loaded into a slot, and computed from one"));
+        }
+        if kind == Kind::Load && of.on_device {
+            return Err(broken(op, "weights that live on the device are not loaded"));
+        }
+        let sums = match kind {
+            Kind::Loss => train,
+            Kind::Backward | Kind::EmbedBackward | Kind::OffloadGrad => true,
+            Kind::Update => of.on_device,
+            _ => false,
+        };
+        let grad = |grad| of.own_grad.map_or_else(|| inputs.shared_grads.contains(&grad), |own| own == grad);
+        if !named(op.grad, sums && of.trains, grad) {
+            return Err(broken(op, "a unit that trains has its gradient in a buffer that the plan gave it"));
+        }
+        let lands = match kind {
+            Kind::OffloadGrad | Kind::AccumulateGrad | Kind::FetchState => !of.on_device,
+            Kind::Update => !of.updated_on_device() && !inputs.accumulate,
+            _ => false,
+        };
+        let slab = |slab| of.own_slab.map_or_else(|| inputs.shared_slabs.contains(&slab), |own| own == slab);
+        if !named(op.slab, lands, slab) {
+            return Err(broken(op, "a gradient whose unit's state lives on the host is offloaded to a slab"));
+        }
+        let moves = matches!(kind, Kind::OffloadActivation | Kind::FetchActivation);
+        let stages = train && of.staged && (moves || computes_layer);
+        if !named(op.stage, stages, |stage| stage < inputs.stage_buffers) {
+            return Err(broken(op, "activations that go to the host pass through a staging buffer"));
+        }
+        match kind {
+            Kind::Forward | Kind::FetchActivation => {
+                staged.insert((kind, op.unit, op.micro_batch), op.stage);
+            }
+            Kind::OffloadActivation | Kind::Backward => {
+                let from = if kind == Kind::Backward { Kind::FetchActivation } else { Kind::Forward };
+                if stages && staged.get(&(from, op.unit, op.micro_batch)) != Some(&op.stage) {
+                    return Err(broken(op, "activations are taken from the staging buffer that they were put into"));
+                }
+            }
+            _ => {}
+        }
+        let away = matches!(kind, Kind::FetchState | Kind::Update | Kind::WriteBackState) && of.device_update_parts > 0;
+        if !named(op.state_buffer, away, |buffer| buffer < inputs.state_buffers) {
+            return Err(broken(op, "a device update passes through a state buffer"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a buffer is named where one is used, and is one that may be.
+fn named(buffer: Option<u32>, used: bool, fits: impl FnOnce(u32) -> bool) -> bool {
+    buffer.map_or(!used, |buffer| used && fits(buffer))
+}

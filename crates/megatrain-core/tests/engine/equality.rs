@@ -1,0 +1,141 @@
+//! Plans, orders and delays change no bit.
+
+use super::*;
+
+#[test]
+fn no_placement_order_or_seed_shows_in_the_numbers() {
+    for tied in [false, true] {
+        for (name, base) in precisions(&Request { tied, ..request(5, 3) }) {
+            let reference = train_through(&base, queueing(0), &synchronous(), 3, Some(0.5));
+            for (placement, request) in placements(&base) {
+                for seed in 0..4 {
+                    let poison = Options { poison: seed % 2 == 1, ..options() };
+                    let found = train_through(&request, queueing(seed), &poison, 3, Some(0.5));
+                    assert!(found == reference, "{name}, tied {tied}, {placement}, seed {seed}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn immediate_updates_equal_unclipped_ones_just_in_time() {
+    for (name, base) in precisions(&request(5, 3)) {
+        let reference = train_through(&base, queueing(0), &synchronous(), 3, None);
+        let immediate = Request { update: UpdateMode::Immediate, ..base };
+        for (placement, request) in placements(&immediate) {
+            for seed in 0..4 {
+                let poison = Options { poison: seed % 2 == 1, ..options() };
+                let found = train_through(&request, queueing(seed), &poison, 3, None);
+                assert!(found == reference, "{name}, {placement}, seed {seed}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_combination_of_choices_shows(request in any_request(), seed: u64, threads in 1usize..4, poison in 0u32..3) {
+        let clip = (request.update == UpdateMode::JustInTime).then_some(0.5);
+        // The toy trains the first and the last tensor of every unit.
+        let Request { units, requests, .. } = support::request(request.units.len() - 2, 1);
+        let request = Request { units, ..request };
+        let plain = Request { update: UpdateMode::JustInTime, requests, ..request.clone() };
+        let reference = train_through(&plain, queueing(0), &synchronous(), 3, clip);
+        let drawn = Options { threads: Some(threads), poison: poison == 0, ..options() };
+        prop_assert!(train_through(&request, queueing(seed), &drawn, 3, clip) == reference);
+    }
+}
+
+#[test]
+fn a_gradient_copy_that_comes_late_is_never_read_early() {
+    // H13: a long delay before every copy to the host, the optimizer starting as early as it can, compared every step.
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request = Request { update, ..request(4, 3) };
+        request.requests.slabs = (update == UpdateMode::Immediate).then_some(1);
+        let reference = train(&request, queueing(0), &synchronous(), 50, None);
+        let found = train(&request, delayed(1, &["download"]), &options(), 50, None);
+        assert!(found == reference, "{update:?}");
+    }
+}
+
+#[test]
+fn buffers_that_are_used_again_never_mix_under_any_delay() {
+    // H14: the fewest buffers, delays on each stream alone and together, 200 steps, 20 seeds.
+    let mut smallest = request(4, 3);
+    smallest.requests.inputs = Some(Place::Host);
+    smallest.requests.stage_buffers = Some(2);
+    // A device with no room for a second gradient buffer either.
+    smallest.budget.device = 1;
+    let Err(Error::DoesNotFit { needed, .. }) = plan(&smallest) else { panic!("one byte is enough") };
+    smallest.budget.device = needed;
+    assert_eq!(plan(&smallest).unwrap().grad_buffers, 1);
+    let reference = train_through(&request(4, 3), queueing(0), &synchronous(), 200, Some(0.5));
+    let streams: [&[&str]; 4] = [&["compute"], &["upload"], &["download"], &["compute", "upload", "download"]];
+    for seed in 0..20 {
+        let device = delayed(seed, streams[seed as usize % streams.len()]);
+        let poison = Options { poison: seed % 2 == 1, ..options() };
+        let found = train_through(&smallest, device, &poison, 200, Some(0.5));
+        assert!(found == reference, "seed {seed}");
+    }
+}
+
+#[test]
+fn computing_on_the_host_gives_the_same_numbers() {
+    let mut request = request(5, 3);
+    request.requests.inputs = Some(Place::Host);
+    let reference = train_through(&request, queueing(0), &synchronous(), 3, Some(0.5));
+    for seed in [None, Some(1), Some(2)] {
+        for poison in [false, true] {
+            let device = SimDevice::new(seed, Faults::default());
+            let found = train_through(&request, device, &Options { poison, ..options() }, 3, Some(0.5));
+            assert!(found == reference, "seed {seed:?}, poison {poison}");
+        }
+    }
+}
+
+#[test]
+fn thread_counts_do_not_show() {
+    let request = request(4, 3);
+    let one = train_through(&request, queueing(0), &options(), 3, Some(0.5));
+    let three = train_through(&request, queueing(0), &Options { threads: Some(3), ..options() }, 3, Some(0.5));
+    assert!(one == three);
+}
+
+#[test]
+fn less_memory_to_pin_changes_one_warning_and_no_bit() {
+    // H11: pinning stops after some bytes, after few, and at once.
+    let mut request = request(5, 3);
+    let reference = train_through(&request, queueing(0), &options(), 3, Some(0.5));
+    for (limit, device_updates) in [(150_000, 0), (20_000, 0), (0, 0), (300_000, 5), (200_000, 5), (0, 5)] {
+        request.requests.updates_on_device = Some(Count::Units(device_updates));
+        let faults = Faults { pin_limit_bytes: Some(limit), ..Faults::default() };
+        let run = start(&request, SimDevice::new(Some(3), faults).queueing_compute(), &options());
+        let warnings = run.engine.warnings();
+        assert_eq!(warnings.iter().filter(|w| w.contains("pinned")).count(), 1, "{warnings:?}");
+        for step in 0..3 {
+            run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+        }
+        assert!(run.toy.state(&run.engine).unwrap() == reference, "limit {limit}, {device_updates} device_updates");
+    }
+}
+
+#[test]
+fn device_updates_never_mix_in_their_buffers_under_any_delay() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut base = Request { update, ..request(4, 3) };
+        (base.requests.parts, base.requests.slots) = (Some(2), Some(3));
+        base.requests.slabs = (update == UpdateMode::Immediate).then_some(2);
+        let reference = train_through(&base, queueing(0), &synchronous(), 60, None);
+        base.requests.updates_on_device = Some(Count::Units(4));
+        let streams: [&[&str]; 5] =
+            [&["compute"], &["upload"], &["download"], &["update"], &["upload", "download", "update"]];
+        for seed in 0..15 {
+            let poison = Options { poison: seed % 2 == 1, ..options() };
+            let found = train_through(&base, delayed(seed, streams[seed as usize % streams.len()]), &poison, 60, None);
+            assert!(found == reference, "{update:?}, seed {seed}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The engine on the adversarial device: whatever the plan, seed and delays, bit-equal to one operation at a time.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use megatrain_core::device::sim::{Faults, SimDevice};
+use megatrain_core::device::{Device, Stream};
+use megatrain_core::error::{Error, Tier};
+use megatrain_core::layout::{Dtype, Precision};
+use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
+use megatrain_core::schedule::Pass;
+use megatrain_core::store::Plane;
+use megatrain_core::stream::{Begin, Engine, Group, Options, PlaneName};
+use proptest::prelude::*;
+
+#[path = "../support/mod.rs"]
+mod support;
+use support::{FOREVER, GROUPS, Toy, any_request, ready, request};
+
+mod equality;
+mod passes;
+mod state;
+mod statistics;
+
+fn options() -> Options {
+    Options { threads: Some(1), huge_pages: false, ..Options::default() }
+}
+
+struct Run {
+    toy: Toy,
+    engine: Engine,
+    plan: Plan,
+}
+
+fn start(request: &Request, device: SimDevice, options: &Options) -> Run {
+    let plan = plan(request).unwrap();
+    let engine = Engine::new(Arc::new(device.clone()), request, &plan, options).unwrap();
+    let toy = Toy::new(device, request.clone());
+    toy.fill(&engine).unwrap();
+    Run { toy, engine, plan }
+}
+
+/// Trains `steps` steps and returns every bit of the state after each.
+fn train(request: &Request, device: SimDevice, options: &Options, steps: u64, clip: Option<f64>) -> Vec<Vec<Vec<u8>>> {
+    let run = start(request, device, options);
+    let after = |step| {
+        run.toy.step(&run.engine, step, clip).unwrap();
+        run.toy.state(&run.engine).unwrap()
+    };
+    (0..steps).map(after).collect()
+}
+
+/// Trains without reading anything in between, so that updates run beneath the next step.
+fn train_through(
+    request: &Request,
+    device: SimDevice,
+    options: &Options,
+    steps: u64,
+    clip: Option<f64>,
+) -> Vec<Vec<u8>> {
+    let run = start(request, device, options);
+    for step in 0..steps {
+        run.toy.step(&run.engine, step, clip).unwrap();
+    }
+    run.toy.state(&run.engine).unwrap()
+}
+
+fn queueing(seed: u64) -> SimDevice {
+    SimDevice::new(Some(seed), Faults::default()).queueing_compute()
+}
+
+fn delayed(seed: u64, streams: &[&str]) -> SimDevice {
+    let delay_ms: BTreeMap<String, f64> = streams.iter().map(|s| ((*s).to_owned(), 5.0)).collect();
+    SimDevice::new(Some(seed), Faults { delay_ms, ..Faults::default() }).queueing_compute()
+}
+
+fn synchronous() -> Options {
+    Options { synchronous: true, ..options() }
+}
+
+/// The plan does not show: every request here differs in placement and order only.
+fn placements(base: &Request) -> Vec<(String, Request)> {
+    let mut all = Vec::new();
+    let mut add = |name: &str, change: &dyn Fn(&mut Request)| {
+        let mut request = base.clone();
+        change(&mut request);
+        all.push((name.to_owned(), request));
+    };
+    add("smallest", &|_| {});
+    add("three slots", &|r| r.requests.slots = Some(3));
+    add("all slots", &|r| r.requests.slots = Some(99));
+    add("groups of one", &|r| r.requests.group = Some(1));
+    add("groups of two", &|r| (r.requests.group, r.requests.slots) = (Some(2), Some(3)));
+    add("inputs on the host", &|r| r.requests.inputs = Some(Place::Host));
+    add("inputs on the host in groups", &|r| {
+        (r.requests.inputs, r.requests.group, r.requests.stage_buffers) = (Some(Place::Host), Some(2), Some(2));
+    });
+    add("offloaded", &|r| (r.requests.keep, r.requests.activation) = (Some(2), Some(Activation::Offload)));
+    for units in [1, 2, 4, 7] {
+        add(&format!("state of {units} units on the device"), &|r| {
+            r.requests.state_on_device = Some(Count::Units(units));
+        });
+    }
+    let device_updates = |r: &mut Request, layers: u32, parts: u32| {
+        (r.requests.updates_on_device, r.requests.parts) = (Some(Count::Units(layers)), Some(parts));
+    };
+    add("two layers updated on the device", &|r| device_updates(r, 2, 1));
+    add("all layers updated on the device in parts", &|r| device_updates(r, 5, 2));
+    add("device updates beside state on the device", &|r| {
+        device_updates(r, 2, 2);
+        (r.requests.state_on_device, r.requests.slots) = (Some(Count::Units(4)), Some(3));
+    });
+    add("device updates in groups of one", &|r| {
+        device_updates(r, 3, 2);
+        (r.requests.inputs, r.requests.group) = (Some(Place::Host), Some(1));
+    });
+    if base.update == UpdateMode::Immediate {
+        add("one slab", &|r| r.requests.slabs = Some(1));
+        add("device updates through one slab", &|r| {
+            device_updates(r, 3, 2);
+            r.requests.slabs = Some(1);
+        });
+        add("device updates that wait in slabs", &|r| {
+            device_updates(r, 3, 2);
+            r.requests.slabs = Some(5);
+        });
+    }
+    all
+}
+
+fn precisions(base: &Request) -> [(&'static str, Request); 3] {
+    let of = |precision, grad_precision| Request { precision, grad_precision, ..base.clone() };
+    [
+        ("fp32", of(Precision::Fp32, Precision::Fp32)),
+        ("bf16", of(Precision::Bf16, Precision::Bf16)),
+        ("bf16 with fp32 gradients", of(Precision::Bf16, Precision::Fp32)),
+    ]
+}

@@ -1,0 +1,169 @@
+//! What memory is spent on.
+
+use super::*;
+
+#[test]
+fn twelve_bytes_a_parameter_on_the_host_and_two_more_while_gradients_wait() {
+    let mut request = model(30, 1);
+    request.requests.state_on_device = Some(Count::Units(0));
+    let parameters = 32 << 20;
+    let waiting = plan(&request).unwrap().totals.host;
+    request.update = UpdateMode::Immediate;
+    // With a slower optimizer, more gradients would wait to be consumed beneath the next forward.
+    request.rates.adamw_gparams = 1e6;
+    let immediate = plan(&request).unwrap().totals.host;
+    let slack = 1 << 20;
+    assert!((14 * parameters..14 * parameters + slack).contains(&waiting), "{waiting}");
+    // Six slabs for layers, and those of embed and head.
+    assert!((12 * parameters + (16 << 20)..12 * parameters + (16 << 20) + slack).contains(&immediate), "{immediate}");
+}
+
+#[test]
+fn a_plan_fits_every_budget_it_is_accepted_under() {
+    for device in [DeviceKind::Cpu, DeviceKind::Cuda] {
+        let base = Request { device, ..model(12, 4) };
+        let roomy = plan(&base).unwrap();
+        let mut accepted = 0;
+        for percent in (2..=100).step_by(2) {
+            let mut request = base.clone();
+            request.budget.device = roomy.totals.device * percent / 100;
+            match plan(&request) {
+                Ok(plan) => {
+                    accepted += 1;
+                    assert!(plan.totals.device <= request.budget.device);
+                    assert_eq!(Plan::sum(&plan.items), plan.totals);
+                    plan.matches(&request).unwrap();
+                }
+                Err(Error::DoesNotFit { tier: Tier::Device, needed, available, items }) => {
+                    assert_eq!(items.iter().filter(|i| i.tier == Tier::Device).map(|i| i.bytes).sum::<u64>(), needed);
+                    assert!(needed > available && available == request.budget.device);
+                    assert_eq!(accepted, 0, "a larger budget is refused after a smaller one was accepted");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+        assert!(accepted > 10);
+    }
+}
+
+#[test]
+fn free_device_memory_goes_to_state_activations_and_slots() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
+    let everything = plan(&request).unwrap();
+    assert!(everything.units.iter().all(|u| u.state == State::Device && u.activation == Activation::Keep));
+    assert_eq!((everything.slots, everything.slabs), (0, 0));
+    // Two layers' state less than everything needs: later layers stay on the host, embed and head do not.
+    request.requests.state_on_device = Some(Count::Units(4));
+    request.requests.keep = Some(0);
+    let smaller = plan(&request).unwrap();
+    let states: Vec<State> = smaller.units.iter().map(|u| u.state).collect();
+    let (d, h) = (State::Device, State::Host);
+    assert_eq!(states, [d, d, d, h, h, h, h, d]);
+    assert_eq!(smaller.slots, 4, "what is left goes to a slot for every layer");
+    // On the CPU, moving state to the device would free nothing.
+    request.requests.state_on_device = Some(Count::Auto(Auto::Auto));
+    let cpu = plan(&Request { device: DeviceKind::Cpu, ..request }).unwrap();
+    assert!(cpu.units.iter().all(|u| u.state == h));
+}
+
+#[test]
+fn what_the_card_loses_to_context_and_fragmentation_is_part_of_the_sum() {
+    let mut request = Request { device: DeviceKind::Cuda, workspace_bytes: 100 << 20, ..model(4, 1) };
+    let bare = plan(&request).unwrap();
+    let torch = |plan: &Plan| -> u64 {
+        plan.items.iter().filter(|i| i.tier == Tier::Device && i.what.ends_with("(torch)")).map(|i| i.bytes).sum()
+    };
+    (request.context_bytes, request.fragmentation) = (600 << 20, 0.125);
+    let whole = plan(&request).unwrap();
+    assert_eq!(whole.totals.device, bare.totals.device + torch(&bare) / 8 + (600 << 20));
+    request.fragmentation = 1.5;
+    assert!(text(plan(&request).unwrap_err()).contains("fragmentation is 1.5"));
+}
+
+#[test]
+fn what_is_needed_when_nothing_is_kept_any_more_takes_the_place_of_what_was() {
+    let mut request = Request { device: DeviceKind::Cuda, workspace_bytes: 10 << 20, ..model(8, 1) };
+    (request.requests.slots, request.requests.keep, request.late_workspace_bytes) = (Some(2), Some(0), 200 << 20);
+    request.units[1..9].iter_mut().for_each(|u| u.kept_bytes = 64 << 20);
+    let workspace = |keep| {
+        let request =
+            Request { requests: Requests { keep: Some(keep), ..request.requests.clone() }, ..request.clone() };
+        let plan = plan(&request).unwrap();
+        plan.items.iter().find(|i| i.what == "workspace (torch)").unwrap().bytes >> 20
+    };
+    assert_eq!([0, 1, 2, 3, 8].map(workspace), [200, 136, 72, 10, 10]);
+}
+
+#[test]
+fn leftover_memory_is_spent_on_as_many_slots_as_fit() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(12, 1) };
+    (request.requests.keep, request.requests.state_on_device) = (Some(0), Some(Count::Units(0)));
+    let all = plan(&request).unwrap();
+    assert_eq!(all.slots, 12);
+    // Two slots and a bit less.
+    request.budget.device = all.totals.device - (5 << 20);
+    assert_eq!(plan(&request).unwrap().slots, 9);
+}
+
+#[test]
+fn the_last_layers_are_kept_as_far_as_memory_goes_and_inputs_leave_when_it_does_not() {
+    let mut request = model(8, 2);
+    request.requests.slots = Some(2);
+    request.requests.keep = Some(3);
+    let three = plan(&request).unwrap();
+    let kept = |plan: &Plan| plan.units[1..9].iter().map(|u| u.activation == Activation::Keep).collect::<Vec<_>>();
+    assert_eq!(kept(&three), [false, false, false, false, false, true, true, true]);
+    request.requests.keep = None;
+    request.budget.device = three.totals.device;
+    assert_eq!(kept(&plan(&request).unwrap()), kept(&three));
+    request.requests.keep = Some(0);
+    let mut long = request.clone();
+    long.units.iter_mut().for_each(|u| u.input_bytes = 64 << 20);
+    long.budget.device = 1 << 40;
+    assert!(plan(&long).unwrap().units.iter().all(|u| u.input == Place::Device));
+    // Too little even with a single gradient buffer, which is given up before.
+    long.budget.device = plan(&long).unwrap().totals.device / 2;
+    let moved = plan(&long).unwrap();
+    assert!(moved.units[1..9].iter().all(|u| u.input == Place::Host));
+    assert!(moved.stage_buffers >= 2 && moved.items.iter().any(|i| i.what == "activations" && i.tier == Tier::Host));
+}
+
+#[test]
+fn memory_that_device_and_host_share_is_given_out_once() {
+    let mut request = Request { shared_memory: true, ..model(6, 2) };
+    let roomy = plan(&request).unwrap();
+    let whole = roomy.totals.device + roomy.totals.host;
+    for percent in [100, 90, 80, 60, 40, 20] {
+        request.budget.host = whole * percent / 100;
+        match plan(&request) {
+            Ok(found) => assert!(found.totals.device + found.totals.host <= request.budget.host),
+            Err(Error::SharedMemory { needed, available, items }) => {
+                assert_eq!((needed, available), (items.iter().map(|i| i.bytes).sum(), request.budget.host));
+                assert!(needed > available && percent < 60);
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn the_smallest_of_groups_is_taken_where_it_lets_activations_stay() {
+    // Eight micro-batches whose activations fit one at a time: in one group they would all be recomputed.
+    let mut request = model(8, 8);
+    request.device = DeviceKind::Cuda;
+    for unit in &mut request.units[1..=8] {
+        (unit.kept_bytes, unit.input_bytes, unit.flops) = (64 << 20, 1 << 20, 4e12);
+    }
+    request.budget = Budget { device: 2 << 30, host: 8 << 30 };
+    let chosen = plan(&request).unwrap();
+    let expected = |group: u32| {
+        let mut asked = request.clone();
+        asked.requests.group = Some(group);
+        plan(&asked).unwrap().estimate.expected_step_s
+    };
+    assert!(chosen.group < 8, "{}", chosen.group);
+    let fastest = [1, 2, 4, 8].map(expected).into_iter().fold(f64::INFINITY, f64::min);
+    assert!(chosen.estimate.expected_step_s <= fastest * 1.001);
+    request.one_group = true;
+    assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
+}

@@ -1,0 +1,133 @@
+//! What is requested, refused and kept.
+
+use super::*;
+
+#[test]
+fn requests_are_honoured_or_refused_by_name() {
+    let base = model(6, 4);
+    let of = |change: &dyn Fn(&mut Request)| {
+        let mut request = base.clone();
+        change(&mut request);
+        plan(&request)
+    };
+    assert_eq!(of(&|r| r.requests.slots = Some(4)).unwrap().slots, 4);
+    assert_eq!(of(&|r| r.requests.group = Some(2)).unwrap().group, 2);
+    assert_eq!(of(&|r| (r.update, r.requests.slabs) = (UpdateMode::Immediate, Some(3))).unwrap().slabs, 3);
+    let offloaded = of(&|r| (r.requests.activation, r.requests.stage_buffers) = (Some(Activation::Offload), Some(4)));
+    assert_eq!(offloaded.unwrap().stage_buffers, 4);
+    for (words, error) in [
+        ("plan.slots must be at least 2", of(&|r| r.requests.slots = Some(1))),
+        ("plan.slabs = 3 needs train.update: immediate", of(&|r| r.requests.slabs = Some(3))),
+        ("plan.group must lie between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
+        ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
+        ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
+        ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),
+        (
+            "plan.updates_on_device = 7 exceeds the 6 layers",
+            of(&|r| r.requests.updates_on_device = Some(Count::Units(7))),
+        ),
+        (
+            "plan.updates_on_device = 1 contradicts accumulating",
+            of(&|r| (r.requests.updates_on_device, r.requests.accumulate) = (Some(Count::Units(1)), true)),
+        ),
+        ("plan.stage_buffers must be at least 2", of(&|r| r.requests.stage_buffers = Some(1))),
+        ("cannot be accumulated", of(&|r| (r.update, r.requests.accumulate) = (UpdateMode::Immediate, true))),
+        ("micro_batches must be at least 1", of(&|r| r.micro_batches = 0)),
+        ("rates.h2d_gbs is 0", of(&|r| r.rates.h2d_gbs = 0.0)),
+        ("two units are called embed", of(&|r| r.units[1].name = "embed".to_owned())),
+        ("precision fp32 sends fp32 gradients", of(&|r| r.precision = Precision::Fp32)),
+    ] {
+        let error = text(error.unwrap_err());
+        assert!(error.contains(words), "{error}");
+    }
+    let error = text(Request::from_json(r#"{"units": [], "tide": true}"#).unwrap_err());
+    assert!(error.contains("tide"), "{error}");
+}
+
+#[test]
+fn a_request_and_its_plan_survive_json() {
+    let request = model(4, 2);
+    let text = serde_json::to_string(&request).unwrap();
+    assert_eq!(Request::from_json(&text).unwrap(), request);
+    let plan = plan(&request).unwrap();
+    assert_eq!(serde_json::from_str::<Plan>(&serde_json::to_string(&plan).unwrap()).unwrap(), plan);
+    let minimal = r#"{"units": [
+        {"name": "embed", "role": "embed", "tensors": [{"name": "e", "shape": [8, 4], "dtype": "f32", "role": "trainable"}]},
+        {"name": "layers.0", "role": "layer", "tensors": [{"name": "w", "shape": [4], "dtype": "bf16", "role": "trainable"}]},
+        {"name": "head", "role": "head", "tensors": [{"name": "n", "shape": [4], "dtype": "bf16", "role": "frozen"}]}],
+        "tied": true, "precision": "bf16", "grad_precision": "bf16", "micro_batches": 1,
+        "budget": {"device": 10000000, "host": 10000000}, "device": "cuda",
+        "requests": {"state_on_device": "auto", "activation": null}}"#;
+    megatrain_core::plan::plan(&Request::from_json(minimal).unwrap()).unwrap();
+}
+
+/// GPT-OSS-120B: 36 layers of 3.2 G parameters, of which a token computes with 0.1 G.
+fn gpt_oss_120b() -> Request {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(36, 4) };
+    let (hidden, experts, vocabulary) = (2880, 128, 201_088);
+    for unit in &mut request.units {
+        let shape = match unit.role {
+            UnitRole::Layer => vec![experts, 3 * hidden + 64, hidden],
+            _ => vec![vocabulary, hidden],
+        };
+        unit.tensors[0].shape = shape;
+        (unit.kept_bytes, unit.input_bytes, unit.flops) = (12 << 30, 4096 * 5760, 2.0 * 4096.0 * 0.1e9);
+    }
+    (request.workspace_bytes, request.late_workspace_bytes) = (8 << 30, 12 << 30);
+    request.update = UpdateMode::Immediate;
+    (request.budget.device, request.budget.host) = (79 << 30, 1 << 42);
+    request
+}
+
+#[test]
+fn nothing_is_refused_while_some_number_of_buffers_fits() {
+    let mut request = gpt_oss_120b();
+    request.requests.state_on_device = Some(Count::Units(0));
+    let roomy = plan(&request).unwrap();
+    assert!(roomy.slabs >= 6);
+    let slab = 2 * 128 * (3 * 2880 + 64) * 2880;
+    // Room for three landing places, for the last one, and for none.
+    for (left, slabs) in [(3, Some(3)), (1, Some(1)), (0, None)] {
+        request.budget.host = roomy.totals.host - (u64::from(roomy.slabs) - left) * slab;
+        match slabs {
+            Some(slabs) => assert_eq!(plan(&request).unwrap().slabs, slabs),
+            None => {
+                let refused = text(plan(&request).unwrap_err());
+                assert!(refused.contains("gradient slabs") && refused.contains("too little"), "{refused}");
+            }
+        }
+    }
+    // The state of embed and head has room on the device.
+    request.requests.state_on_device = None;
+    plan(&request).unwrap();
+    // The device's least: two slots, one gradient buffer, inputs on the host.
+    (request.budget.host, request.budget.device) = (1 << 42, 1);
+    let Error::DoesNotFit { tier: Tier::Device, needed, .. } = plan(&request).unwrap_err() else { panic!() };
+    request.budget.device = needed;
+    let least = plan(&request).unwrap();
+    assert_eq!((least.slots, least.grad_buffers, least.totals.device), (2, 1, needed));
+    request.budget.device = needed - 1;
+    plan(&request).unwrap_err();
+}
+
+#[test]
+fn a_refusal_names_the_one_budget_that_is_too_small() {
+    let mut request = model(12, 4);
+    let roomy = plan(&request).unwrap().totals.device;
+    let mut refused = 0;
+    for percent in (5..=100).step_by(5) {
+        (request.budget.device, request.budget.host) = (roomy * percent / 100, 1 << 40);
+        if plan(&request).is_err() {
+            continue;
+        }
+        // With a larger host it fits, so it is the host that is too small.
+        request.budget.host = 64 << 20;
+        if let Err(error) = plan(&request) {
+            let Error::DoesNotFit { tier: Tier::Host, needed, .. } = error else { panic!("{percent}: {error}") };
+            request.budget.host = needed;
+            plan(&request).unwrap();
+            refused += 1;
+        }
+    }
+    assert!(refused > 5, "{refused}");
+}

@@ -1,0 +1,114 @@
+//! Models of any size.
+
+use super::*;
+
+#[test]
+fn planning_a_model_of_a_hundred_billion_parameters_is_a_matter_of_arithmetic() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(96, 64) };
+    for unit in &mut request.units {
+        let tensor = unit.tensors[0].clone();
+        unit.tensors = (0..12)
+            .map(|i| {
+                let name = format!("{}.{i}", tensor.name);
+                megatrain_core::layout::TensorSpec { name, shape: vec![12_288, 8_192], ..tensor.clone() }
+            })
+            .collect();
+    }
+    request.budget.device = 80 << 30;
+    request.budget.host = 2 << 40;
+    let plan = plan(&request).unwrap();
+    assert!(plan.totals.host > 1_500_000_000_000 && plan.estimate.step_s > 0.0);
+    for unit in 0..request.units.len() {
+        let layout = &request.layouts().unwrap()[unit];
+        assert_eq!(layout.norm_blocks().len(), 12 * 1536);
+    }
+}
+
+/// A model of random sizes on a machine of random rates.
+fn any_model() -> impl Strategy<Value = Request> {
+    let sizes = (1usize..14, 1u32..6, 1u64..41, 1u64..5, any::<bool>(), any::<bool>());
+    // Decades within which a rate lies, of the link each way, the arithmetic and the host's optimizer.
+    let rates = (0.0..2.0f64, 0.0..2.0f64, 0.0..2.0f64, -1.0..1.0f64);
+    (sizes, rates).prop_map(|((layers, micro_batches, kept, input, immediate, cuda), (up, down, matmul, adamw))| {
+        let mut request = model(layers, micro_batches);
+        for (index, unit) in request.units.iter_mut().enumerate() {
+            (unit.kept_bytes, unit.input_bytes) = ((kept + input) << 20, input << 20);
+            unit.flops = 2e9 * (1.0 + index as f64 / 40.0);
+        }
+        request.workspace_bytes = 8 << 20;
+        request.late_workspace_bytes = 24 << 20;
+        request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
+        request.device = if cuda { DeviceKind::Cuda } else { DeviceKind::Cpu };
+        request.rates = Rates {
+            h2d_gbs: 10f64.powf(up),
+            d2h_gbs: 10f64.powf(down),
+            matmul_tflops: 10f64.powf(matmul),
+            adamw_gparams: 10f64.powf(adamw),
+            ..Rates::default()
+        };
+        request
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn more_memory_is_never_a_slower_plan_and_every_plan_fits_and_passes_its_check(request in any_model()) {
+        let roomy = plan(&request).unwrap();
+        // Room for everything, then ever less of the device's memory, of the host's, of both.
+        for (device, host) in [(true, false), (false, true), (true, true)] {
+            let mut slowest = 0.0;
+            for percent in [100u64, 90, 81, 73, 66, 59, 53, 48, 43, 35, 28, 23, 18, 15, 12, 10, 8] {
+                let mut request = request.clone();
+                if device {
+                    request.budget.device = roomy.totals.device * percent / 100;
+                }
+                if host {
+                    // Nothing on the device: what the host would hold then is all that it could use.
+                    let parameters = (request.units.len() as u64) << 20;
+                    request.budget.host = 56 * parameters * percent / 100;
+                }
+                let found = match plan(&request) {
+                    Ok(found) => found,
+                    Err(Error::DoesNotFit { tier, needed, available, items }) => {
+                        prop_assert!(needed > available);
+                        prop_assert_eq!(items.iter().filter(|i| i.tier == tier).map(|i| i.bytes).sum::<u64>(), needed);
+                        slowest = f64::INFINITY;
+                        continue;
+                    }
+                    Err(other) => return Err(TestCaseError::fail(other.to_string())),
+                };
+                prop_assert!(slowest < f64::INFINITY, "refused with more memory, accepted with {}%", percent);
+                let seconds = found.estimate.expected_step_s;
+                prop_assert!(seconds * 1.0005 >= slowest, "{} s with {}% and {} s with more", seconds, percent, slowest);
+                slowest = seconds;
+                prop_assert!(found.totals.device <= request.budget.device && found.totals.host <= request.budget.host);
+                prop_assert_eq!(Plan::sum(&found.items), found.totals);
+                found.matches(&request).unwrap();
+                let facts = ScheduleInputs::new(&request, &found).unwrap();
+                let shape = Shape::new(Pass::Train, found.micro_batches);
+                let (first, steady) = Schedule::steady(&facts, shape).unwrap();
+                check(&facts, &steady, Some(&first)).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hundred_layers_are_planned_the_same_way() {
+    for (micro_batches, mode, adamw) in [(4, UpdateMode::JustInTime, 0.3), (64, UpdateMode::Immediate, 3.0)] {
+        let mut request = Request { device: DeviceKind::Cuda, update: mode, ..model(100, micro_batches) };
+        request.rates.adamw_gparams = adamw;
+        let roomy = plan(&request).unwrap().totals.device;
+        let mut slowest = 0.0;
+        for percent in [100, 80, 60, 45, 30, 20, 12, 8] {
+            request.budget.device = roomy * percent / 100;
+            let Ok(found) = plan(&request) else { break };
+            assert!(found.totals.device <= request.budget.device);
+            let seconds = found.estimate.expected_step_s;
+            assert!(seconds * 1.0005 >= slowest, "{micro_batches}: {seconds} s with {percent}%, {slowest} s with more");
+            slowest = seconds;
+        }
+    }
+}

@@ -212,7 +212,7 @@ def test_a_generation_tag_in_a_comment_is_no_mark():
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("megatrain.data.file_formats.PIECE", 3000)
     monkeypatch.setattr("megatrain.data.file_formats.OVERLAP", 400)
-    monkeypatch.setattr("megatrain.data.tokenization.OVERLAP", 400)
+    monkeypatch.setattr("megatrain.data.encoded.OVERLAP", 400)
     text = "".join(f"line {n}: the capital of france, {n * n} and é日\n" for n in range(900))
     (tmp_path / "a.txt").write_text(text)
     tokenizer = tiny_tokenizer()

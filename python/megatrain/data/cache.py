@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.data.encoded import Encoded
 from megatrain.data.rows import Remark
-from megatrain.data.tokenization import Encoded
 from megatrain.errors import StorageError
 from megatrain.system.atomic import published, remove
 

@@ -135,7 +135,7 @@ def test_what_is_not_there_is_named(tmp_path):
         (tmp_path / "none.jsonl", r"none\.jsonl: there is no such file or folder"),
         (tmp_path, r"holds no file with a suffix among \.jsonl"),
         (tmp_path / "*.jsonl", r"no file matches"),
-        ("python:nothing", r"python:nothing is not known; there are python:stdlib"),
+        ("python:nothing", r"python:nothing is not known; use python:stdlib"),
     ]:
         with pytest.raises(ConfigError, match=message):
             rows(path)

@@ -153,6 +153,16 @@ def test_groups_can_be_set_between_steps_and_train_as_if_the_engine_had_been_mad
     assert changed.optimizer.groups[1].params == (first,)
 
 
+def test_a_checkpoint_has_the_learning_rate_of_the_settings_in_force(tmp_path: Path) -> None:
+    saved, loaded = engine(build()), engine(build())
+    saved.set_optimizer(megatrain.AdamW(lr=0.25))
+    saved.step(batches(1))
+    saved.save(tmp_path / "checkpoint")
+    loaded.set_optimizer(megatrain.AdamW(lr=0.5))
+    loaded.load(tmp_path / "checkpoint")
+    assert loaded.optimizer.lr == 0.25
+
+
 def grouped_as_dict(optimizer: megatrain.AdamW) -> dict[str, Any]:
     """The settings of an optimizer's first group of its own."""
     group = optimizer.groups[1]

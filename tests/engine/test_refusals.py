@@ -173,7 +173,7 @@ def test_a_save_never_takes_the_place_of_what_is_no_checkpoint(tmp_path: Path) -
     folder.mkdir()
     (folder / "main.py").write_text("mine")
     for place in (file, folder):
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint; name another folder"):
             ours.save(place)
     assert file.read_text() == (folder / "main.py").read_text() == "mine"
     for _ in range(2):  # an earlier checkpoint gives way

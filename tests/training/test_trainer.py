@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint.save import PendingCheckpoint
 from megatrain.cli import main
 from megatrain.engine.engine import Engine, StepOutput
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken, StorageError
@@ -90,7 +91,7 @@ def test_a_stop_while_saving_lets_the_save_finish(tmp_path: Path, monkeypatch: p
     stop = Stop()
     save = Engine.begin_save
 
-    def interrupted(self: Engine, *arguments: Any, **more: Any) -> checkpoint.PendingCheckpoint:
+    def interrupted(self: Engine, *arguments: Any, **more: Any) -> PendingCheckpoint:
         stop.request("SIGTERM")
         return save(self, *arguments, **more)
 

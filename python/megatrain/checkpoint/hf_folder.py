@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Types of weights by the precision that they are computed or exported in."""
-
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer*.model",

@@ -159,7 +159,7 @@ def _planned(target: str, settings: list[str]) -> "Config":
         return Config.from_dict({"model": {"config": SHAPES[target.lower()].config()}}, settings)
     if "/" not in target and not target.startswith("python:") and not Path(target).exists():
         raise ConfigError(
-            f"{target!r} is no file or folder here and no known shape ({', '.join(SHAPES)}); a model on the hub is "
+            f"{target!r} is neither a file, a folder nor a known shape ({', '.join(SHAPES)}); a model on the hub is "
             "named OWNER/NAME"
         )
     return Config.from_dict({"model": {"path": target}}, settings)

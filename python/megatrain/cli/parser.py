@@ -71,8 +71,8 @@ def build() -> argparse.ArgumentParser:
     )
 
     generate = _verb(verbs, "generate", "generate text with a run or a Hugging Face folder")
-    generate.add_argument("source", metavar="RUN|DIR")
-    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument("source", metavar="RUN|DIR", help="a run, or a Hugging Face folder")
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue, or to answer with a chat template")
     generate.add_argument(
         "--step",
         default=None,
@@ -102,8 +102,8 @@ def build() -> argparse.ArgumentParser:
     )
 
     export = _verb(verbs, "export", "write a Hugging Face folder: weights, config, tokenizer, template")
-    export.add_argument("run", metavar="RUN")
-    export.add_argument("out", metavar="OUT")
+    export.add_argument("run", metavar="RUN", help="a run's folder, or one checkpoint")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
     export.add_argument("--step", default=None, metavar="N|best|last", help="which checkpoint (default last)")
     export.add_argument(
         "--dtype",
@@ -119,7 +119,7 @@ def build() -> argparse.ArgumentParser:
     )
 
     report = _verb(verbs, "report", "write one self-contained HTML page about a run, or about several side by side")
-    report.add_argument("run", metavar="RUN", nargs="+")
+    report.add_argument("run", metavar="RUN", nargs="+", help="the folder of a run")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first run)")
     report.add_argument(
         "--trace",
@@ -154,7 +154,7 @@ def _verbose(parser: argparse.ArgumentParser, shows: str) -> None:
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
     )

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.matmul import TILE_ROWS, add_matmul, mixed_matmul
+from megatrain.names import IGNORED
 
 log: logging.Logger = logging.getLogger(__name__)
-
-IGNORE = -100
-"""Target of a row that is not supervised, as in Hugging Face."""
 
 _CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
 _CHUNK_SHARE = 32
@@ -68,7 +66,7 @@ def workspace_bytes(rows: int, vocab: int, hidden: int, chunk: int, dtype: torch
 @torch.no_grad()
 def chunked_loss(
     hidden: Tensor,  # (N, H), bf16, fp16, fp32 or fp64
-    targets: Tensor,  # (N,), int64, token ids already shifted; IGNORE where not supervised
+    targets: Tensor,  # (N,), int64, token ids already shifted; IGNORED where not supervised
     weight: Tensor,  # (V, H), dtype of `hidden`
     bias: Tensor | None = None,  # (V,)
     *,
@@ -115,7 +113,7 @@ def chunked_loss(
             from megatrain.engine import loss_triton
 
             losses, logp, dlogits = loss_triton.cross_entropy(
-                logits, rows_t, bias, terms, IGNORE, out_dtype=hidden.dtype if need_grad else None
+                logits, rows_t, bias, terms, IGNORED, out_dtype=hidden.dtype if need_grad else None
             )
         else:
             losses, logp, dlogits = _cross_entropy(logits, rows_t, bias, terms, need_grad)
@@ -137,7 +135,7 @@ def chunked_loss(
 
 def token_logprobs(
     hidden: Tensor,  # (N, H)
-    targets: Tensor,  # (N,), int64; IGNORE gives 0
+    targets: Tensor,  # (N,), int64; IGNORED gives 0
     weight: Tensor,  # (V, H)
     bias: Tensor | None = None,  # (V,)
     *,
@@ -145,7 +143,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """(N,) log-probabilities of the targets, fp32 or better; 0 where the target is IGNORE."""
+    """(N,) log-probabilities of the targets, fp32 or better; 0 where the target is IGNORED."""
     result = chunked_loss(
         hidden,
         targets,
@@ -209,7 +207,7 @@ def _cross_entropy(
     kernel, and what runs where there is none."""
     vocab = logits.shape[1]
     smoothing = terms.label_smoothing
-    supervised = targets != IGNORE
+    supervised = targets != IGNORED
     index = torch.where(supervised, targets, 0).unsqueeze(1)
     if bias is not None:
         logits += bias
@@ -250,12 +248,12 @@ def _cross_entropy(
 def is_largest(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
     """(R,) bool: whether a supervised target's logit is the largest of its row (R, V). Neither scale nor cap changes
     that."""
-    index = torch.where(targets != IGNORE, targets, 0).unsqueeze(1)
+    index = torch.where(targets != IGNORED, targets, 0).unsqueeze(1)
     found = []
     for rows, wanted in zip(torch.split(logits, TILE_ROWS), torch.split(index, TILE_ROWS), strict=True):
         summed = rows if bias is None else rows + bias
         found.append(summed.gather(1, wanted).squeeze(1) >= summed.amax(1))
-    return torch.cat(found) & (targets != IGNORE)
+    return torch.cat(found) & (targets != IGNORED)
 
 
 def matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:

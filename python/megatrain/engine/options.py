@@ -1,7 +1,6 @@
-"""What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
+"""An engine's arguments, checked before anything is opened, allocated or moved."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -12,14 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from megatrain.config import constraints
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
 from megatrain.units import is_count, parse_size
 
 UPDATES = ("just_in_time", "immediate")
 MEMORY_KEYS = ("gpu", "host")
 """What `memory` of an engine may limit."""
-
-_SHOWN = 8
-"""Most names that a refusal lists."""
 
 
 def check(
@@ -36,7 +33,7 @@ def check(
     seed: Any,
     precisions: Iterable[str],
 ) -> None:
-    """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
+    """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
     if grad_precision not in precisions:
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
@@ -76,7 +73,7 @@ def check_max_grad_norm(max_grad_norm: Any, update: str) -> None:
 
 
 def mapping(name: str, given: Any) -> None:
-    """Raises ConfigError for what is neither a dict nor left out."""
+    """Raises ConfigError unless `given` is a mapping or None."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
 
@@ -88,7 +85,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
         if key == "nvme" and given:
             raise ConfigError("memory.nvme is not supported yet")
         if key not in (*MEMORY_KEYS, "nvme"):
-            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, MEMORY_KEYS)}")
+            raise ConfigError(f"memory: unknown key {key!r}; {suggest(key, MEMORY_KEYS)}")
         if given is None or given == "auto":
             continue
         limits[key] = _size(f"memory.{key}", given)
@@ -96,7 +93,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def _size(name: str, given: Any) -> int:
-    """Bytes of a size. Raises ConfigError for what is none."""
+    """Bytes of a size. Raises ConfigError for anything that is not a size."""
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise ConfigError(f"{name} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
     try:
@@ -116,7 +113,7 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
 
 
 def refuse_wrapper(model: Any) -> None:
-    """Raises ConfigError for a module that wraps a whole transformers model: what it saves has the wrapper's names."""
+    """Raises ConfigError for a module that wraps a whole transformers model: its tensors have the wrapper's names."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -140,7 +137,7 @@ def model_path(given: Any) -> str:
 
 
 def folder(given: Any) -> Path:
-    """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
+    """A folder's path. Raises ConfigError for anything else, or for a path that no file system can have."""
     try:
         path = Path(given)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -186,19 +183,11 @@ def _known_keywords(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                hint = nearest(name, names) if names else "it takes none"
+                hint = suggest(name, names) if names else "it takes none"
                 raise TypeError(f"{function.__qualname__} has no argument {name!r}; {hint}")
         return function(*args, **kwargs)
 
     return call
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
-    known = list(known)
-    shown = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known are {shown}"
 
 
 def _is_number(value: Any) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
 
 _LOSSES = ("nll", "chunked_nll")
 """SFTConfig's names, of several releases of TRL, for the loss of the next token."""
@@ -61,7 +61,7 @@ def check_keywords(owner: type, parameters: Mapping[str, inspect.Parameter], giv
     if len(known) == len(parameters):
         for name in given:
             if name not in known:
-                hint = nearest(name, [*known, "engine_options"])
+                hint = suggest(name, [*known, "engine_options"])
                 raise TypeError(f"{owner.__qualname__} has no argument {name!r}; {hint}")
     for name, why in _KEYWORDS.items():
         if given.get(name) is not None:

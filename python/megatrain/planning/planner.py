@@ -190,7 +190,9 @@ def plan_run(
         changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
         raise remedies.explained(error, config, device, machine, planner.budget, changes) from None
     if size != first:
-        log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
+        log.info(
+            "micro-batches of %d rows do not fit, so %d rows are used; this is part of the numerics key", first, size
+        )
     return RunPlan(
         device=device,
         precision=decoder.precision,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.errors import first_line
 from megatrain.system import atomic
 from megatrain.units import parse_size
 
@@ -204,7 +205,7 @@ class SystemProbe:
             free, _ = torch.cuda.mem_get_info(card)
             unused = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
         except RuntimeError as error:  # not even a context has room, or the card is in exclusive use
-            log.warning("cuda:%d does not say what is free: %s", card, str(error).partition("\n")[0])
+            log.warning("cannot ask cuda:%d for its free memory: %s", card, first_line(error))
             return 0
         return int(free) + int(unused)
 

@@ -37,8 +37,14 @@ def build() -> argparse.ArgumentParser:
     plan.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
     )
-    plan.add_argument("--machine", metavar="FILE", help="plan for a machine described in a file instead of this one")
-    _verbose(plan, "every item, the lanes, the lower bound of the step time, and the numerics key")
+    plan.add_argument(
+        "--machine",
+        metavar="FILE|NAME",
+        help="plan for a machine described in a file instead of this one; or for one by the name of its card, such as "
+        "rtx4090 or h100",
+    )
+    plan.add_argument("--picture", metavar="FILE.svg", help="draw the lanes of a step, as predicted")
+    _verbose(plan, "every item, the lanes, plans not chosen, the lower bound of the step time, and the numerics key")
 
     probe = _verb(
         verbs, "probe", "measure this machine (link, memory, disk, matmul, optimizer) so that plans use its rates"

@@ -31,7 +31,7 @@ GIB = 1 << 30
 _UNLIMITED = 1 << 62
 
 
-_SETTLING_S, _SETTLED = 0.2, 3
+_SETTLING_S, _SETTLED = 0.1, 2
 """Seconds between two looks at memory that is being given back, and how many without a change mean that it is over."""
 _RELEASED = 64 * MIB
 """What counts as a change."""
@@ -82,6 +82,8 @@ class Machine:
     name: str = ""
     described: bool = False
     """Whether this came from a description rather than from the machine itself."""
+    assumed: str = ""
+    """What a preset assumes beside its card, in words; empty for every other machine."""
 
     @property
     def gpu(self) -> Gpu | None:

@@ -73,7 +73,11 @@ class Trainer:
             before.__context__ = None  # which refers to what ran out of memory
         gc.collect()
         log.warning("%s. Planning again, once, with %s", before, before.changes())
-        folder.correct_plan(before.correction)
+        try:
+            folder.correct_plan(before.correction)
+        except StorageError as error:
+            folder.write_status("failed", **folder.facts(), reason=f"{before}; {error}")
+            raise RunStopped(f"{before}; {error}; {last_good_checkpoint(folder)}") from error
         return self._part(folder, before)
 
     def _part(self, folder: RunFolder, before: out_of_memory.PlanAgain | None) -> Result:

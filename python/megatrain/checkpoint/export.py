@@ -48,7 +48,7 @@ from megatrain.weights.types import Core, Decoder, TensorRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "bf16", "fp32"]
 LayoutName = Literal["source", "library"]

@@ -10,7 +10,6 @@ use crate::layout::{Precision, Role, TensorSpec, UnitLayout};
 /// What a unit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-#[non_exhaustive]
 pub enum UnitRole {
     /// Everything before the first decoder layer.
     Embed,
@@ -61,7 +60,6 @@ const fn contradicts(setting: &'static str, value: u32, other: &'static str) -> 
 /// When the weights change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
 pub enum UpdateMode {
     /// Gradients wait until the norm of all is known.
     #[default]

@@ -360,13 +360,19 @@ class _Finder:
 
     def _anchors(self, indices: Collection[int]) -> dict[int, int]:
         """Where in the text the content of the message before each of these ends, for those where that can be told."""
-        before = sorted({index - 1 for index in indices if index and self._content(index - 1).strip()})
-        out = self._attempt(self._with({at: self._anchored(at) for at in before}))
-        if out is None or self._unmarked(out) != self._text:
+        before = sorted({index - 1 for index in indices if index})
+        filled = [at for at in before if self._content(at).strip()]
+        # An empty result of a tool is usually written like any other; an answer without content is not.
+        empty = [at for at in before if at not in set(filled) and self._messages[at]["role"] != "assistant"]
+        for anchors in (sorted([*filled, *empty]), filled):
+            out = self._attempt(self._with({at: self._anchored(at) for at in anchors}))
+            if out is not None and self._unmarked(out) == self._text:
+                break
+        else:
             return {}
         width = len(self._marker(0))
         found = {}
-        for count, at in enumerate(before):
+        for count, at in enumerate(anchors):
             if out.count(self._marker(at)) == 1:
                 found[at + 1] = out.index(self._marker(at)) - count * width
         return {index: found[index] for index in indices if index in found}

@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the
 	@for example in $(EXAMPLES); do echo "example $$example"; \
 	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
 
+test-loom: ## the optimizer's threads under loom, in every order of their locks: a minute, most of it compiling
+	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
+	cargo test --release -p megatrain-core --locked --test loom
+
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)
 
@@ -65,6 +69,10 @@ test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_soak.py
+
+wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
+	$(PYTHON) -m pip install --quiet ziglang
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m maturin build --release --locked --zig --compatibility manylinux_2_34
 
 bench: ## optimizer kernels and copies
 	cargo bench --workspace --locked

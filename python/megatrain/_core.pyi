@@ -154,7 +154,7 @@ class ComputeOp:
 
 @final
 class Outcome:
-    """What became of a step's gradients."""
+    """What happened to a step's gradients."""
 
     @property
     def grad_norm(self) -> float:
@@ -173,23 +173,23 @@ class Engine:
     Threads: every method may be called from any thread while others are under way. One lock guards the state of passes;
     it is never held while Python runs, and it does not guard the values. One thread at a time drives a pass (`begin`,
     `next`, `finish`, `apply`, `abandon`), and it may be another one each time. `read` and `write` wait for pending
-    updates first. Reads may run beside each other, and so may writes of different tensors. What no lock keeps apart is
-    for the caller to: a `write` beside another access to the same tensor, and a `read` or `write` beside a call that
-    starts updates (`apply`; `begin` where they are immediate), may find or leave parts of two values. A `write`
-    is refused that starts while a pass is under way. An interrupted `read` leaves `out` partly filled."""
+    updates first. Reads may run concurrently, and so may writes of different tensors. The caller has to keep apart what
+    no lock does: a `write` and another access to the same tensor, or a `read` or `write` and a call that starts updates
+    (`apply`; `begin` where they are immediate), may otherwise mix two values. A `write` is refused while a pass is
+    under way. An interrupted `read` leaves `out` partly filled."""
 
     def __new__(cls, device: Device, request: str, plan: str, options: str = "{}") -> Engine:
         """`request` is what was given to `plan`, `plan` what it returned. `options` is JSON: `threads` (optimizer
         workers, default all permitted less two), `poison`, `synchronous`, `huge_pages`, `trace`, `isa`."""
     def layout(self) -> str:
-        """JSON list, a unit each: `{name, elements, image_bytes, tensors: [{spec, element, byte}]}`."""
+        """JSON list with one object per unit: `{name, elements, image_bytes, tensors: [{spec, element, byte}]}`."""
     def allocated(self) -> str:
         """JSON list of the items as they were allocated; equals the plan's."""
     def warnings(self) -> list[str]:
-        """What could not be had as asked (pinning refused, huge pages missing), a sentence each."""
+        """One sentence for everything that could not be provided as requested (pinning refused, huge pages missing)."""
     def region(self, name: Literal["weights", "grads", "accumulators", "stage"]) -> Buffer: ...
     def weights_offset(self, unit: int) -> int | None:
-        """Region `weights`: where a unit with a place of its own (embed, head, state on the device) lies."""
+        """Region `weights`: offset of a unit that has a place of its own (embed, head, state on the device)."""
     def begin(
         self,
         kind: Literal["train", "eval"],
@@ -209,7 +209,7 @@ class Engine:
         gradients to those of the last one, which have not been applied. `rows` names a trained table of the embed unit
         (index of the tensor; where the head is tied, the table that it uses) and the rows of it that the pass looks up:
         int64, distinct, ascending, anything with DLPack on the CPU. With immediate updates the other rows are updated
-        beneath backward; nothing else depends on it. `idle` as in `apply`, for immediate updates.
+        while backward runs; nothing else depends on it. `idle` as in `apply`, for immediate updates.
         `synchronous` runs one operation at a time until the next pass begins."""
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
@@ -224,9 +224,9 @@ class Engine:
         max_grad_norm: float | None,
         idle: list[int] = ...,
     ) -> Outcome:
-        """The verdict: waits for the norm, forms the clip coefficient, queues the updates (they run beneath what
-        follows) or skips them when a gradient is not finite. In immediate mode it only waits and reports. `idle` are
-        the numbers of groups without a gradient in this step: all of such a group stays as it is, counts included."""
+        """The verdict: waits for the norm, forms the clip coefficient, queues the updates (they run while later work
+        does) or skips them when a gradient is not finite. In immediate mode it only waits and reports. `idle` are the
+        numbers of groups without a gradient in this step: all of such a group stays as it is, counts included."""
     def abandon(self) -> None:
         """Drops a pass that has begun and was not applied (an exception in Python between next and finish); in
         immediate mode, once an update has run, marks the engine broken instead."""

@@ -1,4 +1,5 @@
-"""Every exception that megatrain raises on purpose. Importing this needs neither torch nor transformers."""
+"""Every exception that megatrain raises on purpose, and how it quotes those of others. Importing this needs neither
+torch nor transformers."""
 
 from pathlib import Path
 
@@ -14,6 +15,11 @@ __all__ = [
     "MegatrainError",
     "StorageError",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """What a message quotes of another library's exception: its first line with text, else the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class ConfigError(MegatrainError, ValueError):

@@ -1,10 +1,29 @@
-"""Parameter names: patterns that select them, and how many of them fit into one line of a message."""
+"""Names: which one was meant, which parameters a pattern selects, and how many of them fit into a line of a message."""
 
+import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatrain.errors import ConfigError
+
+_MOST_KNOWN = 8
+"""Most names that `suggest` lists."""
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is most like `name`; None where none is (`difflib`: 1 is equal, 0 has nothing in
+    common)."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
+    known = list(known)
+    meant = nearest(name, known)
+    shown = ", ".join(known[:_MOST_KNOWN]) + (", …" if len(known) > _MOST_KNOWN else "")
+    return f"did you mean {meant}?" if meant else f"known are {shown}"
 
 
 def patterns(name: str, given: Any) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from megatrain.checkpoint import checkpoint, hf_folder
 from megatrain.checkpoint.export import export_checkpoint, folder_bytes, save_pretrained
+from megatrain.checkpoint.save import save
 from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.models.decoder import Decoder
 from megatrain.system import safetensors_io
@@ -54,7 +55,7 @@ def test_every_export_loads_in_stock_transformers_in_the_type_asked_for(
 ) -> None:
     source = engine(precision, tied, seed=1)
     if from_disk:
-        checkpoint.save(tmp_path / "step-1", source, {}, step=1)
+        save(tmp_path / "step-1", source, {}, step=1)
         export_checkpoint(tmp_path / "step-1", tmp_path / "out", dtype=dtype)
     else:
         write(source, tmp_path / "out", dtype=dtype)
@@ -132,7 +133,7 @@ def test_a_tokenizer_object_is_saved_where_the_source_has_no_files(tmp_path: Pat
 
 
 def test_a_checkpoints_tokenizer_reaches_its_export(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=4), {}, step=1, tokenizer=tokenizer())
+    save(tmp_path / "step-1", engine("bf16", seed=4), {}, step=1, tokenizer=tokenizer())
     assert checkpoint.verify(tmp_path / "step-1") == []
     export_checkpoint(tmp_path / "step-1", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -199,7 +200,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_checkpoint_that_is_not_complete_is_not_exported(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
+    save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
     (tmp_path / "step-1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="not complete"):
         export_checkpoint(tmp_path / "step-1", tmp_path / "out")
@@ -208,7 +209,7 @@ def test_a_checkpoint_that_is_not_complete_is_not_exported(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["model.safetensors", "residual.safetensors", "config.json", "tokenizer.json"])
 def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path, name: str) -> None:
-    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1, tokenizer=tokenizer())
+    save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1, tokenizer=tokenizer())
     data = bytearray((tmp_path / "step-1" / name).read_bytes())
     data[len(data) * 2 // 3] ^= 1
     (tmp_path / "step-1" / name).write_bytes(data)
@@ -220,7 +221,7 @@ def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path: Path, name: 
 def test_a_checkpoint_that_is_removed_meanwhile_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
+    save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
     plan = safetensors_io.plan_shards
 
     def remove(*arguments: Any) -> Any:
@@ -234,7 +235,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_told_as_such(
 
 
 def test_moments_that_an_export_does_not_need_may_be_damaged(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
+    save(tmp_path / "step-1", engine("bf16", seed=7), {}, step=1)
     moments = tmp_path / "step-1" / "exp_avg.safetensors"
     moments.write_bytes(moments.read_bytes()[:-1] + b"x")
     export_checkpoint(tmp_path / "step-1", tmp_path / "out", dtype="fp32")
@@ -243,7 +244,7 @@ def test_moments_that_an_export_does_not_need_may_be_damaged(tmp_path: Path) -> 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     source = engine("fp32")
-    checkpoint.save(tmp_path / "step-1", source, {}, step=1)
+    save(tmp_path / "step-1", source, {}, step=1)
     layout: Any = "nested"
     with pytest.raises(ConfigError, match="layout must be source or library, not 'nested'"):
         save_pretrained(source.decoder, source.core, tmp_path / "out", layout=layout)
@@ -260,7 +261,7 @@ def run(tmp_path: Path) -> Path:
     """A run with two checkpoints and no export."""
     for step in (1, 2):
         folder = tmp_path / "checkpoints" / f"step-{step}"
-        checkpoint.save(folder, engine("fp32", tied=True, seed=step), {}, step=step, tokenizer=tokenizer())
+        save(folder, engine("fp32", tied=True, seed=step), {}, step=step, tokenizer=tokenizer())
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.checkpoint import checkpoint
+from megatrain.checkpoint.save import save
 from support.fake_core import MemoryCore, engine
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -40,7 +40,7 @@ def test_the_script_of_the_page_reads_masters_moments_and_counts(
 
     monkeypatch.setattr(safetensors_io.plan_shards, "__defaults__", (shard,))
     source = engine(precision, tied=True, seed=1, freeze=freeze)
-    checkpoint.save(tmp_path / "step-7", source, {}, step=7)
+    save(tmp_path / "step-7", source, {}, step=7)
     found = read(tmp_path / "step-7", monkeypatch)
     core: MemoryCore = source.core
     assert set(found["weights"]) == set(source.decoder.tensors)
@@ -58,7 +58,7 @@ def test_the_script_of_the_page_reads_masters_moments_and_counts(
 
 
 def test_the_script_of_the_page_notices_a_changed_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path / "step-7", engine("bf16", seed=1), {}, step=7)
+    save(tmp_path / "step-7", engine("bf16", seed=1), {}, step=7)
     path = tmp_path / "step-7" / "residual.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -69,7 +69,7 @@ def test_the_script_of_the_page_notices_a_changed_byte(tmp_path: Path, monkeypat
 
 def test_the_page_names_every_file_and_key(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    checkpoint.save(tmp_path / "step-7", engine("bf16", seed=1), {}, step=7, tokenizer=tokenizer)
+    save(tmp_path / "step-7", engine("bf16", seed=1), {}, step=7, tokenizer=tokenizer)
     for path in (tmp_path / "step-7").iterdir():
         if not path.name.startswith(("tokenizer", "chat_template", "special_tokens", "added_tokens")):
             assert path.stem in PAGE, path.name

@@ -16,6 +16,8 @@ import torch
 
 from megatrain.checkpoint import checkpoint, manifest
 from megatrain.checkpoint.export import export_checkpoint
+from megatrain.checkpoint.load import load
+from megatrain.checkpoint.save import save
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.system.atomic import crc_per_chunk
 from megatrain.system.safetensors_io import DamagedFile, read_folder
@@ -45,7 +47,7 @@ def opened() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "step-1"
-    checkpoint.save(folder, engine("bf16", seed=1, num_hidden_layers=1), {"which": 1}, step=1)
+    save(folder, engine("bf16", seed=1, num_hidden_layers=1), {"which": 1}, step=1)
     return folder
 
 
@@ -84,7 +86,7 @@ def resealed_state(folder: Path, state: Any) -> None:
 
 def everything_that_reads(folder: Path, out: Path) -> list[Callable[[], Any]]:
     return [
-        lambda: checkpoint.load(folder, target()),
+        lambda: load(folder, target()),
         lambda: export_checkpoint(folder, out / "auto", overwrite=True),
         lambda: export_checkpoint(folder, out / "fp32", dtype="fp32", overwrite=True),
         lambda: checkpoint.Checkpoint.open(folder).types(),
@@ -99,7 +101,7 @@ def is_refused(folder: Path, tmp_path: Path, opened: list[str], words: str | Non
     """Every reader raises CheckpointError, and opens nothing that is not in the folder."""
     untouched = target()
     with pytest.raises(CheckpointError, match=words):
-        checkpoint.load(folder, untouched)
+        load(folder, untouched)
     assert untouched.core.equals(target().core)
     for read in everything_that_reads(folder, tmp_path / "out"):
         with pytest.raises(CheckpointError):
@@ -203,7 +205,7 @@ def test_a_manifest_or_file_that_is_a_folder_or_a_pipe_is_refused(
         is_refused(folder, tmp_path, opened)
         (folder / name).unlink()
         (tmp_path / "kept").rename(folder / name)
-    checkpoint.load(folder, target())
+    load(folder, target())
 
 
 STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -242,7 +244,7 @@ def test_a_layout_that_is_not_one_of_this_model_is_not_used(folder: Path, tmp_pa
     state = json.loads((folder / "state.json").read_text())
     STATES[case](state)
     resealed_state(folder, state)
-    checkpoint.load(folder, target())
+    load(folder, target())
     export_checkpoint(folder, tmp_path / "out")
     assert {e.name for shard in read_folder(tmp_path / "out") for e in shard.entries} == set(target().decoder.tensors)
 
@@ -296,7 +298,7 @@ def test_any_manifest_or_state_loads_rightly_or_is_refused(folder: Path, opened:
     described = json.loads((folder / "manifest.json").read_text())
     state = json.loads((folder / "state.json").read_text())
     wanted = target()
-    checkpoint.load(folder, wanted)
+    load(folder, wanted)
     into = target()
     for seed in range(400):
         chance = random.Random(seed)
@@ -307,7 +309,7 @@ def test_any_manifest_or_state_loads_rightly_or_is_refused(folder: Path, opened:
             resealed_state(folder, mutated(mutated(state, chance), chance))
 
         def read() -> None:
-            checkpoint.load(folder, into)
+            load(folder, into)
 
         bounded(read, (CheckpointError,))
         bounded(lambda: checkpoint.verify(folder), ())
@@ -404,4 +406,4 @@ def test_values_that_are_not_finite_are_the_checkpoints_fault(folder: Path) -> N
     del state["step_counts"]["model.norm.weight"]
     resealed_state(folder, state)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: not finite"):
-        checkpoint.load(folder, target())
+        load(folder, target())

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain import Engine
-from megatrain.checkpoint import checkpoint
 from megatrain.checkpoint.export import export_checkpoint, save_pretrained, weight_bytes
+from megatrain.checkpoint.load import load
+from megatrain.checkpoint.save import save
 from megatrain.errors import CheckpointError
 from megatrain.models.decoder import Decoder
 from megatrain.training.stop import Stop
-from megatrain.weights.loader import load
+from megatrain.weights import loader
 from megatrain.weights.source import open_weights, resolve
 from support.fake_core import MemoryCore, engine, llama
 from support.families import BASE, FAMILIES
@@ -57,7 +58,7 @@ def loaded(folder: Path, precision: str, freeze: tuple[str, ...] = ()) -> Simple
         frozen_dtypes={name: entry.dtype for name, entry in source.entries.items()},
     )
     core = MemoryCore(decoder)
-    load(source, decoder, core)
+    loader.load(source, decoder, core)
     return SimpleNamespace(decoder=decoder, core=core)
 
 
@@ -71,7 +72,7 @@ def test_an_export_has_the_types_that_stock_gives_a_model_and_routes_as_the_trai
     model.save_pretrained(tmp_path / "source")
     target = loaded(tmp_path / "source", precision)
     if from_disk:
-        checkpoint.save(tmp_path / "step-1", target, {}, step=1)
+        save(tmp_path / "step-1", target, {}, step=1)
         export_checkpoint(tmp_path / "step-1", tmp_path / "out", dtype=dtype)
     else:
         save_pretrained(target.decoder, target.core, tmp_path / "out", dtype=dtype)
@@ -109,7 +110,7 @@ def test_a_frozen_tensor_is_exported_as_it_is_stored_unless_a_type_is_named(
     stock_llama(tmp_path / "source", stored)
     target = loaded(tmp_path / "source", precision, ("lm_head*",))
     wanted = load_file(tmp_path / "source" / "model.safetensors")["lm_head.weight"]
-    checkpoint.save(tmp_path / "step-1", target, {}, step=1)
+    save(tmp_path / "step-1", target, {}, step=1)
     for dtype, expected in (("auto", stored), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         out = tmp_path / dtype
         if from_disk:
@@ -130,9 +131,9 @@ def test_a_frozen_tensor_that_is_trained_on_resume_starts_from_its_exact_values(
 ) -> None:
     stock_llama(tmp_path / "source", stored)
     frozen = loaded(tmp_path / "source", precision, ("lm_head*",))
-    checkpoint.save(tmp_path / "step-1", frozen, {}, step=1)
+    save(tmp_path / "step-1", frozen, {}, step=1)
     target = engine(precision, seed=9)
-    checkpoint.load(tmp_path / "step-1", target)
+    load(tmp_path / "step-1", target)
     ref = target.decoder.tensors["lm_head.weight"]
     wanted = load_file(tmp_path / "source" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(target.core.master(ref), wanted.float())
@@ -145,7 +146,7 @@ def test_a_frozen_tensor_is_restored_exactly_or_refused_before_anything_changes(
 ) -> None:
     stock_llama(tmp_path / "source", stored)
     saved = loaded(tmp_path / "source", "fp32", ("lm_head*",))
-    checkpoint.save(tmp_path / "step-1", saved, {}, step=1)
+    save(tmp_path / "step-1", saved, {}, step=1)
 
     def empty() -> SimpleNamespace:
         decoder = Decoder.from_config(
@@ -156,23 +157,23 @@ def test_a_frozen_tensor_is_restored_exactly_or_refused_before_anything_changes(
     target = empty()
     wanted = load_file(tmp_path / "source" / "model.safetensors")["lm_head.weight"]
     if torch.equal(wanted.to(here).to(stored), wanted):
-        checkpoint.load(tmp_path / "step-1", target)
+        load(tmp_path / "step-1", target)
         ref = target.decoder.tensors["lm_head.weight"]
         assert torch.equal(target.core.planes[ref.unit, ref.tensor].weights.to(stored), wanted.view(-1))
         return
     with pytest.raises(CheckpointError, match=rf"its lm_head\.weight has values that {here}, its type here, cannot"):
-        checkpoint.load(tmp_path / "step-1", target)
+        load(tmp_path / "step-1", target)
     assert target.core.equals(empty().core)
 
 
 def test_a_trained_tensor_is_never_rounded_when_it_is_frozen(tmp_path: Path) -> None:
     saved = engine("fp32", seed=4)
-    checkpoint.save(tmp_path / "step-1", saved, {}, step=1)
+    save(tmp_path / "step-1", saved, {}, step=1)
     decoder = Decoder.from_config(
         llama(), precision="fp32", freeze=["lm_head*"], frozen_dtypes={"lm_head.weight": torch.bfloat16}
     )
     with pytest.raises(CheckpointError, match=r"its lm_head\.weight has values that torch\.bfloat16"):
-        checkpoint.load(tmp_path / "step-1", SimpleNamespace(decoder=decoder, core=MemoryCore(decoder)))
+        load(tmp_path / "step-1", SimpleNamespace(decoder=decoder, core=MemoryCore(decoder)))
 
 
 # ------------------------------------------------------------------------------------------------- runs of the trainer

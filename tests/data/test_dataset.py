@@ -135,7 +135,7 @@ def test_what_is_not_there_is_named(tmp_path):
         (tmp_path / "none.jsonl", r"none\.jsonl: there is no such file or folder"),
         (tmp_path, r"holds no file with a suffix among \.jsonl"),
         (tmp_path / "*.jsonl", r"no file matches"),
-        ("python:nothing", r"python:nothing is not known; there are python:stdlib"),
+        ("python:nothing", r"python:nothing is not known; use python:stdlib"),
     ]:
         with pytest.raises(ConfigError, match=message):
             rows(path)
@@ -391,7 +391,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(tmp_path):
 import os
 from megatrain.data import cache
 from megatrain.data.rows import Row
-from megatrain.data.tokenization import Encoded
+from megatrain.data.encoded import Encoded
 import numpy as np
 from pathlib import Path
 def rows():
@@ -402,7 +402,7 @@ cache.save(Path({str(tmp_path)!r}), "entry", rows())
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
     assert cache.load(tmp_path, "entry") is None
     row = Row(kind="text", file=0, number=1)
-    from megatrain.data.tokenization import Encoded
+    from megatrain.data.encoded import Encoded
 
     saved = cache.save(tmp_path, "entry", [Encoded(row, np.ones(5, np.int32), np.ones(5, np.uint8))])
     found = cache.load(tmp_path, "entry")

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk, token_logprobs, workspace_bytes
+from megatrain.engine.loss import chunked_loss, default_chunk, token_logprobs, workspace_bytes
+from megatrain.names import IGNORED
 
 
 def problem(
@@ -23,7 +24,7 @@ def problem(
     hidden = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64) / width**0.5
     targets = torch.randint(vocab, (rows,), generator=generator)
-    targets[torch.rand(rows, generator=generator) < ignored] = IGNORE
+    targets[torch.rand(rows, generator=generator) < ignored] = IGNORED
     return hidden.to(dtype), targets, weight.to(dtype)
 
 
@@ -44,8 +45,8 @@ def reference(
     logits = F.linear(hidden, weight, bias) * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
-    loss = loss + z_loss * logits.logsumexp(1).square()[targets != IGNORE].sum()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    loss = loss + z_loss * logits.logsumexp(1).square()[targets != IGNORED].sum()
     (loss * scale).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -104,9 +105,9 @@ def test_loss_is_that_of_hugging_face_with_its_shift_and_its_count() -> None:
     hidden, targets, weight = problem(2 * 12, 61, 16, torch.float32)
     hidden, labels = hidden.view(2, 12, 16), targets.view(2, 12)
     theirs = ForCausalLMLoss(hidden @ weight.t(), labels, vocab_size=61)
-    shifted = F.pad(labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
+    shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
     ours = chunked_loss(hidden.reshape(-1, 16), shifted, weight, chunk=5, need_grad=False)
-    assert relative(ours.loss_sum / int((shifted != IGNORE).sum()), theirs.double()) < 1e-6
+    assert relative(ours.loss_sum / int((shifted != IGNORED).sum()), theirs.double()) < 1e-6
     assert ours.grad_hidden is None
 
 
@@ -136,7 +137,7 @@ def test_grad_hidden_may_overwrite_hidden() -> None:
 
 def test_rows_that_are_not_supervised_add_nothing() -> None:
     hidden, targets, weight = problem(30, 41, 8, torch.float32, ignored=0.8)
-    keep = targets != IGNORE
+    keep = targets != IGNORED
     all_rows, only_kept = torch.zeros(41, 8), torch.zeros(41, 8)
     result = chunked_loss(hidden, targets, weight, chunk=30, grad_weight=all_rows, label_smoothing=0.1, z_loss=1e-3)
     kept = chunked_loss(
@@ -152,7 +153,7 @@ def test_rows_that_are_not_supervised_add_nothing() -> None:
 def test_no_supervised_row_is_zero_and_not_nan() -> None:
     hidden, _, weight = problem(6, 11, 4, torch.float32)
     grad = torch.zeros(11, 4)
-    result = chunked_loss(hidden, torch.full((6,), IGNORE), weight, chunk=4, grad_weight=grad, need_logprobs=True)
+    result = chunked_loss(hidden, torch.full((6,), IGNORED), weight, chunk=4, grad_weight=grad, need_logprobs=True)
     assert float(result.loss_sum) == 0.0
     assert not grad.any()
     assert result.grad_hidden is not None
@@ -167,9 +168,9 @@ def test_token_logprobs_are_those_of_log_softmax() -> None:
     hidden, targets, weight = problem(25, 67, 16, torch.float32)
     ours = token_logprobs(hidden, targets, weight, chunk=7)
     theirs = F.log_softmax(hidden.double() @ weight.double().t(), 1)
-    theirs = theirs.gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1) * (targets != IGNORE)
+    theirs = theirs.gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1) * (targets != IGNORED)
     assert relative(ours, theirs) < 1e-6
-    assert not ours[targets == IGNORE].any()
+    assert not ours[targets == IGNORED].any()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -228,7 +229,7 @@ def test_a_vocabulary_of_128k_takes_one_chunk_and_gives_the_loss_of_fp32() -> No
     """H09 at its own size: 1k tokens, most of them not supervised, against all their logits at once in fp32."""
     vocab, width, rows = 131072, 64, 1024
     hidden, targets, weight = problem(rows, vocab, width, torch.bfloat16, ignored=0.9)
-    counted = targets != IGNORE
+    counted = targets != IGNORED
     results = []
     grad_weight = torch.zeros(vocab, width)
     peak = peak_bytes(lambda: results.append(chunked_loss(hidden, targets, weight, grad_weight=grad_weight)))
@@ -258,7 +259,7 @@ def test_a_bf16_head_has_no_coarse_grid() -> None:
     assert relative(result.grad_hidden, grad_hidden) < 4e-3
     assert relative(ours_weight, grad_weight) < 4e-3
     assert result.logprobs is not None
-    document_buckets = result.logprobs[targets != IGNORE].double()
+    document_buckets = result.logprobs[targets != IGNORED].double()
     assert torch.equal(document_buckets.float().bfloat16().double(), document_buckets) is False
 
 

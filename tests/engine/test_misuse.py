@@ -62,7 +62,7 @@ def test_a_loss_function_is_called_and_takes_no_settings_place() -> None:
     with pytest.raises(ConfigError, match=r"loss_fn must be a function of .*, not 'mean'"):
         engine(build()).step([batch], loss_fn="mean")  # type: ignore[arg-type]
     for settings in ({"label_smoothing": 0.1}, {"z_loss": 1e-4}):
-        with pytest.raises(ConfigError, match=rf"{next(iter(settings))} is .* shapes the built-in loss only"):
+        with pytest.raises(ConfigError, match=rf"{next(iter(settings))} is .* applies to the built-in loss only"):
             engine(build(), **settings).step([batch], loss_fn=lambda hidden, head, _: head(hidden).sum())
 
 

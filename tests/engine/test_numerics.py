@@ -81,11 +81,11 @@ def test_a_deterministic_run_on_a_card_says_once_that_another_kernel_computes_at
     passes = ours._passes
     prepared = ours.prepare(batches(1))
     with caplog.at_level(logging.WARNING):
-        passes._tell_of_math(prepared)
+        passes._warn_about_math(prepared)
         assert not caplog.records, "only on a card"
         monkeypatch.setattr(passes._runtime, "device", torch.device("cuda"))
-        passes._tell_of_math(prepared)
-        passes._tell_of_math(prepared)
+        passes._warn_about_math(prepared)
+        passes._warn_about_math(prepared)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("deterministic: the flash kernels take no float32 heads of 16, so torch's math kernel")
 

@@ -173,7 +173,7 @@ def test_a_save_never_takes_the_place_of_what_is_no_checkpoint(tmp_path: Path) -
     folder.mkdir()
     (folder / "main.py").write_text("mine")
     for place in (file, folder):
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint; name another folder"):
             ours.save(place)
     assert file.read_text() == (folder / "main.py").read_text() == "mine"
     for _ in range(2):  # an earlier checkpoint gives way
@@ -191,14 +191,17 @@ def test_calls_out_of_order_and_shapeless_micro_batches_are_refused() -> None:
     for wrong in given:
         with pytest.raises(ConfigError):
             ours.step(wrong)
-    with pytest.raises(ConfigError, match="dtype must be"):
-        ours.save_pretrained("nowhere", dtype="int8")
+    for dtype in ("int8", ["bf16"]):
+        with pytest.raises(ConfigError, match="dtype must be"):
+            ours.save_pretrained("nowhere", dtype=dtype)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"grad_precision": "fp8"},
+        {"grad_precision": ["bf16"]},
+        {"precision": ["bf16"]},
         {"label_smoothing": 2},
         {"z_loss": math.nan},
         {"micro_batch": 4},

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from megatrain.engine import loss, loss_triton, matmul
-from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
+from megatrain.engine.loss import chunked_loss, default_chunk
+from megatrain.names import IGNORED
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
@@ -41,7 +42,7 @@ def disagreement(dtype: torch.dtype) -> dict[str, float]:
     weight = (torch.randn(50001, 128, device="cuda", generator=generator) / 11).to(dtype)
     bias = torch.randn(50001, device="cuda", generator=generator).to(dtype)
     targets = torch.randint(50001, (300,), device="cuda", generator=generator)
-    targets[::3] = IGNORE
+    targets[::3] = IGNORED
     worst = {"loss": 0.0, "grad_hidden": 0.0, "grad_weight": 0.0, "grad_bias": 0.0}
     for terms in (
         {},
@@ -126,7 +127,7 @@ def main() -> int:
             for warps in (4, 8, 16, 32):
                 loss_triton._BLOCK, loss_triton._NUM_WARPS = block, warps
                 time = milliseconds(
-                    lambda: loss_triton.cross_entropy(logits32, targets[:chunk], None, terms, IGNORE, torch.bfloat16)
+                    lambda: loss_triton.cross_entropy(logits32, targets[:chunk], None, terms, IGNORED, torch.bfloat16)
                 )
                 result["kernel"][f"{block}/{warps}"] = round(time * rows / chunk, 2)
         pieces = {}

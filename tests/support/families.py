@@ -301,7 +301,7 @@ REFUSED: tuple[Refusal, ...] = (
         reason=SECOND_INPUT,
     ),
     Refusal(title="DeepSeek-V4", kind="deepseek_v4", reason="passes state from layer to layer"),
-    Refusal(title="BERT as a decoder", kind="bert", reason="ties its embedding to a head that is no plain matmul"),
+    Refusal(title="BERT as a decoder", kind="bert", reason="ties its embedding to a head that is not a plain matmul"),
     Refusal(title="RWKV", kind="rwkv", reason="has no attention heads"),
     Refusal(title="Mamba", kind="mamba", reason="has no attention heads"),
     Refusal(title="Gemma 4 (with vision)", kind="gemma4", reason=SECOND_INPUT),
@@ -314,7 +314,7 @@ REFUSED: tuple[Refusal, ...] = (
         changes={"text_config": {"model_type": "llama", **BASE}},
         reason="could not be run on a stub of an image",
     ),
-    Refusal(title="Fuyu", kind="fuyu", reason="asks more of its base than hidden states"),
+    Refusal(title="Fuyu", kind="fuyu", reason="needs more than hidden states from its base model"),
 )
 
 RANDOM_ROUTING = ("phimoe",)

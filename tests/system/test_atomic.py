@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.checkpoint import checkpoint
 from megatrain.checkpoint.export import save_pretrained
+from megatrain.checkpoint.save import save
 from megatrain.errors import StorageError
 from megatrain.system import atomic
 from megatrain.system.atomic import published, remove, staged, write_whole
@@ -25,7 +26,7 @@ def fill(folder: Path, text: str) -> None:
 
 
 def checkpoint_into(folder: Path, text: str) -> None:
-    checkpoint.save(folder, engine("bf16", seed=1), {"text": text}, step=1)
+    save(folder, engine("bf16", seed=1), {"text": text}, step=1)
     assert checkpoint.Checkpoint.open(folder).state().state == {"text": text}
 
 

@@ -149,13 +149,13 @@ def test_memory_that_a_dying_process_gives_back_is_waited_for(tmp_path: Path) ->
     settled = hardware.settled(machine, probe)
     assert settled is not None
     assert settled.memory_available == 40 * GIB
-    assert probe.looks == 7  # the last three without a change
+    assert probe.looks == 6  # the last two without a change
 
 
 def test_memory_that_does_not_become_more_is_not_waited_for(tmp_path: Path) -> None:
     probe = Releasing(tmp_path, [10, 10, 9, 10])
     assert hardware.settled(hardware.read(readers=probe, gpus=False), probe) is None
-    assert probe.looks == 3
+    assert probe.looks == 2
     described = hardware.from_description({"host": {"memory": "1GiB"}}, "a file")
     assert hardware.settled(described, probe) is None
 

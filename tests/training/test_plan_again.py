@@ -10,7 +10,8 @@ import torch
 
 from megatrain.checkpoint.step_folders import step_folder
 from megatrain.engine.step import Pass
-from megatrain.training.run_dir import read_status
+from megatrain.errors import StorageError
+from megatrain.training.run_dir import RunFolder, read_status
 from megatrain.training.stop import RunStopped
 from support.runs import settings
 from support.trainer import assert_bit_equal, fit, losses, stopped_after_two_steps
@@ -86,8 +87,43 @@ def test_a_second_failure_ends_the_run_with_its_last_step_on_the_disk(
     assert (status["state"], status["step"]) == ("failed", 2)
 
 
+def test_an_evaluation_that_runs_out_of_memory_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = settings(tmp_path, output={"dir": str(tmp_path / "plain")}, eval={"every": 2, "at_start": False})
+    wanted = fit(plain)
+    score, failed = Pass._loss, []
+
+    def failing(self: Pass, op: Any) -> None:
+        score(self, op)
+        if not self._training and not failed:
+            failed.append(op)
+            raise torch.OutOfMemoryError(WORDS)
+
+    monkeypatch.setattr(Pass, "_loss", failing)
+    found = fit(settings(tmp_path, eval={"every": 2, "at_start": False}))
+    assert len(failed) == 1
+    assert (found.eval_loss, found.best_step) == (wanted.eval_loss, wanted.best_step)
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    evaluated = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
+    assert records[2]["eval_loss_before"] == evaluated[1]["eval_loss"]
+
+
+def test_a_disk_without_room_for_the_correction_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 3)
+
+    def full(*_: Any) -> None:
+        raise StorageError("plan.json cannot be written: No space left on device")
+
+    monkeypatch.setattr(RunFolder, "correct_plan", full)
+    with pytest.raises(RunStopped, match=r"step 3: .*out of memory.*plan\.json cannot be written.*step-2"):
+        fit(settings(tmp_path))
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert "No space left on device" in status["reason"]
+
+
 def test_immediate_updates_that_cannot_be_taken_back_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backward, failed = Pass._embed_backward, []
 
@@ -102,6 +138,7 @@ def test_immediate_updates_that_cannot_be_taken_back_end_the_run(
     with pytest.raises(RunStopped, match=r"step 3: embed backward of .*out of memory.*there is no checkpoint yet"):
         fit(config)
     assert len(failed) == 1
+    assert "the run cannot begin again under a safer plan: " in caplog.text
 
 
 def test_what_the_configuration_asks_for_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named() -> None:
     for words in (
         "lacks model.norm.weight",
         "model.layers.9.mlp.up_proj.weight",
-        "no place",
+        "which the model does not have",
         "[3, 3]",
         "[48, 32]",
         "int8",

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.hf_folder import (
-    DTYPES,
     TOKENIZER_FILES,
     copy_files,
     folder_bytes,
@@ -38,6 +37,7 @@ from megatrain.config.paths import check_unused
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.models.hf_config import load_config
 from megatrain.models.meta_init import build_without_storage
+from megatrain.models.types import PRECISIONS
 from megatrain.system import safetensors_io
 from megatrain.system.atomic import flushing, staged
 from megatrain.system.safetensors_io import DamagedFile, Entry
@@ -48,7 +48,7 @@ from megatrain.weights.types import Core, Decoder, TensorRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "bf16", "fp32"]
 LayoutName = Literal["source", "library"]
@@ -170,12 +170,12 @@ def _types(decoder: Decoder, dtype: DtypeName) -> dict[str, torch.dtype]:
     """The type that each tensor of the model is written in."""
     target = _target(dtype, decoder.precision)
     model = decoder.model
-    if target != DTYPES[decoder.precision] and target.itemsize == 2:
-        # What the class builds in fp32 of its own accord does not show in a model that is fp32 anyway.
+    if target != PRECISIONS[decoder.precision] and target.itemsize == 2:
+        # Which tensors the class itself builds in fp32 cannot be seen in a model that is fp32 anyway.
         try:
             model = build_without_storage(copy.deepcopy(decoder.config), target)
         except ConfigError as error:
-            log.debug("the types that %s keeps are unknown: %s", type(model).__name__, error)
+            log.debug("the types in which %s keeps its tensors are unknown: %s", type(model).__name__, error)
     return _chosen_types(
         {name: ref.dtype for name, ref in decoder.tensors.items()},
         {name for name, ref in decoder.tensors.items() if ref.role == "trainable"},
@@ -223,7 +223,8 @@ class _LibraryModel:
             return build_without_storage(load_config(self._folder), self._dtype)
         except ConfigError as error:
             log.warning(
-                "the model's code cannot be loaded, so what transformers stores otherwise is unknown: %s", error
+                "the model's code cannot be loaded, so it is unknown what transformers stores in another type: %s",
+                error,
             )
             return None
 
@@ -287,6 +288,6 @@ def _check_layout(layout: str) -> None:
 
 
 def _target(dtype: DtypeName, precision: str) -> torch.dtype:
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(f"dtype must be auto, {' or '.join(DTYPES)}, not {dtype!r}")
-    return DTYPES[precision if dtype == "auto" else dtype]
+    if dtype != "auto" and dtype not in tuple(PRECISIONS):
+        raise ConfigError(f"dtype must be auto, {' or '.join(PRECISIONS)}, not {dtype!r}")
+    return PRECISIONS[precision if dtype == "auto" else dtype]

@@ -20,10 +20,7 @@ from megatrain.weights.types import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Types of weights by the precision that they are computed or exported in."""
+log: logging.Logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer*.json",

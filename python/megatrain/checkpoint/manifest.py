@@ -16,11 +16,11 @@ from typing import Any
 
 from megatrain.checkpoint.hf_folder import json_bytes
 from megatrain.errors import CheckpointError
+from megatrain.models.types import PRECISIONS
 from megatrain.system.atomic import CHUNK_BYTES, crc_per_chunk, is_regular, write_file
 from megatrain.units import is_count
 
 NAME = "manifest.json"
-PRECISIONS = ("bf16", "fp32")
 
 _FORMAT = "megatrain checkpoint"
 _VERSION = 1
@@ -112,7 +112,7 @@ def _checked(described: Mapping[str, Any]) -> Manifest:
     precision = described.get("precision")
     if not is_count(step, 0):
         raise _Invalid(f"its step is {step!r}")
-    if precision not in PRECISIONS:
+    if precision not in tuple(PRECISIONS):  # whatever JSON can hold
         raise _Invalid(f"its precision is {precision!r}")
     files = {}
     for name, facts in _mapping(described.get("files"), "its files").items():
@@ -156,7 +156,7 @@ class State:
     layout: Any
     """See `hf_layout.read_layout`; None in a checkpoint that does not say."""
     state: Mapping[str, Any]
-    """What was given to `checkpoint.save`."""
+    """What was given to `begin_save`."""
 
 
 def state_bytes(state: State, step: int) -> bytes:

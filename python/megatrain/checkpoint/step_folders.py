@@ -21,8 +21,8 @@ def is_step_folder(folder: Path) -> bool:
 
 
 def steps_in(run: str | Path) -> list[int]:
-    """Steps that a run has a checkpoint folder of, ascending; whether each is complete is for `Checkpoint.open` to
-    say. A folder that a killed save had moved aside is among them."""
+    """Steps that have a checkpoint folder in a run, ascending; `Checkpoint.open` tells whether one is complete.
+    Includes a folder that a killed save had renamed to make room."""
     parent = Path(run) / CHECKPOINTS
     if not parent.is_dir():
         return []

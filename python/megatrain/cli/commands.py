@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatrain.cli import bench
     from megatrain.config import Config
     from megatrain.system.hardware import Machine
+    from megatrain.training.forecast import Forecast
     from megatrain.training.trainer import Result
 
 
@@ -130,15 +131,20 @@ def _better_step(run: Path, result: "Result") -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from megatrain.config import paths
     from megatrain.planning import planner
     from megatrain.system import hardware as facts
     from megatrain.training.forecast import without_data
 
     config = _planned(args.target, args.settings)
-    machine = facts.read(Path.cwd()) if args.machine is None else _described(Path(args.machine))
+    if args.picture:
+        paths.check_writable(Path(args.picture), "--picture")
+    machine = facts.read(Path.cwd()) if args.machine is None else _described(args.machine)
     device = planner.choose_device(config, machine)
     planner.choose_precision(config, device, machine)
     report = without_data(config, machine)
+    if args.picture:
+        _draw(report, args.target, Path(args.picture))
     if args.json:
         json_line(report.to_dict())
     else:
@@ -159,16 +165,33 @@ def _planned(target: str, settings: list[str]) -> "Config":
         return Config.from_dict({"model": {"config": SHAPES[target.lower()].config()}}, settings)
     if "/" not in target and not target.startswith("python:") and not Path(target).exists():
         raise ConfigError(
-            f"{target!r} is no file or folder here and no known shape ({', '.join(SHAPES)}); a model on the hub is "
+            f"{target!r} is neither a file, a folder nor a known shape ({', '.join(SHAPES)}); a model on the hub is "
             "named OWNER/NAME"
         )
     return Config.from_dict({"model": {"path": target}}, settings)
 
 
-def _described(path: Path) -> "Machine":
+def _draw(report: "Forecast", model: str, path: Path) -> None:
+    """Writes the lanes of a step as an SVG file."""
+    from megatrain.cli import timeline
+    from megatrain.system.atomic import write_whole
+
+    spans, seconds = timeline.simulated(report)
+    machine = report.run_plan.machine
+    where = machine.gpu.name if report.run_plan.device == "cuda" and machine.gpu else f"{machine.cpus} processors"
+    caption = f"{model} on {where}: a step of {report.step_tokens:,} tokens, predicted {timeline.seconds_text(seconds)}"
+    write_whole(path, timeline.document(timeline.draw(spans, seconds, caption), caption))
+
+
+def _described(given: str) -> "Machine":
+    """A machine by the name of a preset, or from a file that describes it."""
     from megatrain.config import yaml12
+    from megatrain.planning import presets
     from megatrain.system import hardware as facts
 
+    path = Path(given)
+    if not path.exists() and not path.suffix and path.name == given:
+        return presets.preset(given)
     try:
         return facts.from_description(yaml12.load(path.read_text(encoding="utf-8"), str(path)), str(path))
     except OSError as error:
@@ -338,21 +361,25 @@ def _eval(args: argparse.Namespace) -> int:
     stop = Stop()
     with stopping(stop), stop.interruptible():
         from megatrain.training.loop import evaluate
+        from megatrain.training.progress import held_out
         from megatrain.training.setup import assemble
 
         parts = assemble(config, folder=None, resume=resume)
         try:
-            loss, tokens = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
+            found = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
+            assert found is not None  # no stop was given to it
         finally:
             parts.close()
     weights = _weights(config, resume)
     answer = {
-        "eval_loss": loss,
-        "tokens": tokens,
+        "eval_loss": found.loss,
+        "perplexity": found.perplexity,
+        "accuracy": found.accuracy,
+        "tokens": found.num_tokens,
         "weights": weights,
         "checkpoint": str(resume) if resume else None,
     }
-    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens, of {weights}")
+    json_line(answer) if args.json else line(f"{held_out(found)}, of {weights}")
     trained = config.output.dir
     if resume is None and trained is not None and run_dir.is_run(Path(trained)):
         _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")

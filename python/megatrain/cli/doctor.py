@@ -45,7 +45,7 @@ def examine(machine: Machine | None = None, folder: Path | None = None) -> list[
 
 
 def usable(findings: list[Finding]) -> bool:
-    """Whether nothing is missing that planning and training on the CPU need."""
+    """Whether everything is there that planning and training on the CPU need."""
     return all(finding.status != "missing" for finding in findings)
 
 
@@ -108,7 +108,7 @@ def _card(machine: Machine) -> list[Finding]:
         advice = "" if native else "no native bf16 (compute capability 8.0 is needed): training on it is refused"
         findings.append(Finding(f"GPU {index}", "ok" if native else "note", value, advice))
     if not machine.gpus:
-        advice = "planning, data, CPU training and export work without one"
+        advice = "planning, data preparation, training on the CPU and export work without one"
         findings.append(Finding("GPU", "note", machine.gpu_reason, advice))
     driver = facts.SYSTEM_PROBE.cuda_status().get("driver") if machine.gpus else None
     if driver:
@@ -123,7 +123,7 @@ def _card(machine: Machine) -> list[Finding]:
                 "torch for CUDA",
                 "note",
                 "this torch is a CPU build",
-                "pip install torch from the CUDA index to use the card",
+                "to use the card, install PyTorch's CUDA build with the command from pytorch.org",
             )
         )
     return findings
@@ -136,7 +136,7 @@ def _memory(machine: Machine) -> list[Finding]:
     lock, advice = machine.memlock, ""
     # Memory registered with the card does not count against this limit; a ring for direct file reads does.
     if lock is not None and lock < (64 << 20):
-        advice = "only registered I/O buffers are limited by this; raise it with: ulimit -l unlimited"
+        advice = "this limits only the registered buffers of file reads; raise it with: ulimit -l unlimited"
     shared = facts.SYSTEM_PROBE.disk_free(Path("/dev/shm"))
     pages = (facts.SYSTEM_PROBE.text("/sys/kernel/mm/transparent_hugepage/enabled") or "").strip()
     chosen = (re.search(r"\[(\w+)\]", pages) or [None, "unknown"])[1]
@@ -166,7 +166,7 @@ def _memory(machine: Machine) -> list[Finding]:
 
 
 def _few(cpus: int) -> str:
-    return "" if cpus > 1 else "one processor: the optimizer and the launching thread share it"
+    return "" if cpus > 1 else "with one processor, the optimizer and the thread that launches kernels share it"
 
 
 def _disk(machine: Machine) -> list[Finding]:

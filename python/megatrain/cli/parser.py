@@ -37,8 +37,14 @@ def build() -> argparse.ArgumentParser:
     plan.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
     )
-    plan.add_argument("--machine", metavar="FILE", help="plan for a machine described in a file instead of this one")
-    _verbose(plan, "every item, the lanes, the lower bound of the step time, and the numerics key")
+    plan.add_argument(
+        "--machine",
+        metavar="FILE|NAME",
+        help="plan for a machine described in a file instead of this one; or for one by the name of its card, such as "
+        "rtx4090 or h100",
+    )
+    plan.add_argument("--picture", metavar="FILE.svg", help="draw the lanes of a step, as predicted")
+    _verbose(plan, "every item, the lanes, plans not chosen, the lower bound of the step time, and the numerics key")
 
     probe = _verb(
         verbs, "probe", "measure this machine (link, memory, disk, matmul, optimizer) so that plans use its rates"
@@ -78,8 +84,8 @@ def build() -> argparse.ArgumentParser:
     )
 
     generate = _verb(verbs, "generate", "generate text with a run or a Hugging Face folder")
-    generate.add_argument("source", metavar="RUN|DIR")
-    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument("source", metavar="RUN|DIR", help="a run, or a Hugging Face folder")
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue, or to answer with a chat template")
     generate.add_argument(
         "--step",
         default=None,
@@ -109,8 +115,8 @@ def build() -> argparse.ArgumentParser:
     )
 
     export = _verb(verbs, "export", "write a Hugging Face folder: weights, config, tokenizer, template")
-    export.add_argument("run", metavar="RUN")
-    export.add_argument("out", metavar="OUT")
+    export.add_argument("run", metavar="RUN", help="a run's folder, or one checkpoint")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
     export.add_argument("--step", default=None, metavar="N|best|last", help="which checkpoint (default last)")
     export.add_argument(
         "--dtype",
@@ -126,7 +132,7 @@ def build() -> argparse.ArgumentParser:
     )
 
     report = _verb(verbs, "report", "write one self-contained HTML page about a run, or about several side by side")
-    report.add_argument("run", metavar="RUN", nargs="+")
+    report.add_argument("run", metavar="RUN", nargs="+", help="the folder of a run")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first run)")
     report.add_argument(
         "--trace",
@@ -161,7 +167,7 @@ def _verbose(parser: argparse.ArgumentParser, shows: str) -> None:
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
     )

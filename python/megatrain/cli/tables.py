@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def plan(report: "Forecast", *, verbose: bool = False) -> None:
     """The plan as `megatrain plan` and the dry run print it: a summary, or with `verbose` everything."""
-    for text in plan_summary.lines(report):
+    for text in plan_summary.lines(report, why=not verbose):
         line(text)
     if not verbose:
         line("more: --verbose lists every item, lane and the numerics key; --json has every byte")
@@ -29,7 +29,26 @@ def plan(report: "Forecast", *, verbose: bool = False) -> None:
     line(f"no step can take less than {report.step_s:.3g} s, {_bound_basis(report.timed)}")
     if report.free_clipping_tokens is not None:
         line(f"clipping costs no time from {report.free_clipping_tokens:,} tokens per step on")
+    runners_up(report)
     numerics(report)
+
+
+def runners_up(report: "Forecast") -> None:
+    """A table of the plans that were not chosen."""
+    chosen = report.timed.plan["estimate"]
+    rows = [("this plan", f"{chosen['expected_step_s']:.3g} s", "", chosen["bound"])]
+    for one in report.runners_up:
+        seconds = one.expected_step_s
+        fits = seconds is not None
+        rows.append(
+            (
+                one.change,
+                f"{seconds:.3g} s" if fits else "does not fit",
+                f"{seconds / chosen['expected_step_s'] - 1:+.1%}" if seconds is not None else "",
+                one.bound,
+            )
+        )
+    table(("why this plan", ">step", ">", "bound by"), rows)
 
 
 def numerics(report: "Forecast") -> None:

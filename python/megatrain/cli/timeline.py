@@ -35,21 +35,23 @@ class Span:
 
 
 def simulated(report: "Forecast") -> tuple[list[Span], float]:
-    """(operations, seconds of the step) of a planned step in steady state, on the planner's clock. Its axis is
-    stretched to the predicted step, which allows for what the simulated rates leave out."""
+    """(operations, seconds of the step) of a planned step in steady state, on the planner's clock: the second of the
+    two that it simulates, with the first one's updates beside it. Its axis is stretched to the predicted step, which
+    allows for what the simulated rates leave out."""
     from megatrain import _core
 
     timed = report.timed
     rates = {key: timed.rates[key] for key in timed.request["rates"]}
     found = json.loads(_core.simulate(json.dumps(timed.request), json.dumps(timed.plan), json.dumps(rates)))
     stretch = report.expected_step_s / found["step_s"]
+    begin = min(one["start_s"] for one in found["spans"] if one["step"] == 2 and one["lane"] == "compute")
     spans = [
         Span(
             one["lane"],
             one["kind"],
             f"{one['unit']}, micro-batch {one['micro_batch']}",
-            one["start_s"] * stretch,
-            one["end_s"] * stretch,
+            (one["start_s"] - begin) * stretch,
+            (one["end_s"] - begin) * stretch,
         )
         for one in found["spans"]
     ]

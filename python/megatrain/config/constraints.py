@@ -86,5 +86,5 @@ def check_eps(eps: float, betas: Sequence[Any], key: str) -> None:
     if eps < least:
         raise ConfigError(
             f"{key} is {eps:g}; with betas[1] {betas[1]:g} it must be at least {least:.2g}, since second moments below "
-            "1.2e-38 are stored as 0 and a smaller eps would divide by next to nothing. torch's default is 1e-8"
+            "1.2e-38 are stored as 0 and a smaller eps would divide by almost 0. torch's default is 1e-8"
         )

@@ -139,8 +139,8 @@ def _check_file(file: str, config: SourceConfig) -> None:
         raise ConfigError(f"{file}: {suffix} files are compressed inside and cannot be read through another; unpack it")
     if suffix not in SUFFIXES and config.format != "text":
         raise ConfigError(
-            f"{file}: the suffix is none of {', '.join(SUFFIXES)} (also compressed: {', '.join(COMPRESSED)}); to read "
-            "it as a document write format: text"
+            f"{file}: the suffix is not one of {', '.join(SUFFIXES)} (also compressed: {', '.join(COMPRESSED)}); to "
+            "read it as a document write format: text"
         )
     if not os.access(file, os.R_OK):
         raise ConfigError(f"{file} cannot be read: permission denied")
@@ -346,7 +346,7 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
         raise ConfigError(f"{where}: num_samples is not supported; write a fraction as the source's split")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt"):
-        raise ConfigError(f"{where}: formatting is {formatting!r}; there are alpaca and sharegpt")
+        raise ConfigError(f"{where}: formatting is {formatting!r}; it must be alpaca or sharegpt")
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
     fields: dict[str, str] = {}
     if formatting == "alpaca":

@@ -144,7 +144,7 @@ def _path(text: str, base: Path, key: str) -> str:
     if isinstance(text, _Resolved):
         return text
     if not text or "\0" in text:
-        raise ConfigError(f"{key} is {text!r}, which is no path; name one, or leave the key out")
+        raise ConfigError(f"{key} is {text!r}, which is not a path; name one, or leave the key out")
     return _Resolved(os.path.normpath(base.absolute() / Path(text).expanduser()))
 
 

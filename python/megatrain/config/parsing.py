@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain.config import yaml12
 from megatrain.errors import ConfigError
+from megatrain.names import nearest
 from megatrain.units import Duration, format_size, parse_size
 
 # What people write who come from other trainers.
@@ -114,8 +115,8 @@ def unknown_key(name: object, section: type, prefix: str, root: type) -> str:
     everywhere = all_keys(root)
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == text]
     if elsewhere:
-        near = difflib.get_close_matches(text, hints(section), n=1, cutoff=0.85)
-        own = f" did you mean {prefix}{near[0]}? Else" if near else ""
+        near = nearest(text, hints(section), cutoff=0.85)
+        own = f" did you mean {prefix}{near}? Else" if near else ""
         return f"{message};{own} {text} belongs to another section: {' or '.join(elsewhere)}"
     if meant := _meant(text, section, prefix, everywhere):
         return f"{message}; did you mean {meant}?"
@@ -280,8 +281,8 @@ def _wrong_type(value: Any, hint: Any, key: str) -> ConfigError:
         message += ". Write digits without underscores"
     choices = [choice for part in (hint, *typing.get_args(hint)) for choice in _choices(part)]
     if isinstance(value, str) and choices:
-        close = difflib.get_close_matches(value, choices, n=1)
-        message += f"; did you mean {close[0]}?" if close else ""
+        close = nearest(value, choices)
+        message += f"; did you mean {close}?" if close else ""
     return ConfigError(message)
 
 

@@ -119,10 +119,10 @@ class SourceConfig:
         if not 0 < self.weight < math.inf:
             raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
         if isinstance(self.split, float) and not 0 < self.split < 1:
-            raise ConfigError(f"split of {self.path} is {self.split}; a fraction lies between 0 and 1")
+            raise ConfigError(f"split of {self.path} is {self.split}; it must be between 0 and 1")
         for name in self.fields:
             if name not in _FIELDS:
-                raise ConfigError(f"fields of {self.path}: {name!r} is none of {', '.join(_FIELDS)}")
+                raise ConfigError(f"fields of {self.path}: {name!r} is not one of {', '.join(_FIELDS)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

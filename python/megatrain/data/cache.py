@@ -1,4 +1,4 @@
-"""Tokenized data on disk, found again by what it was made from.
+"""Tokenized data on disk, keyed by everything it was made from.
 
 An entry's key covers the tokenizer, the template, the rule of supervision and the bytes of every source file. Sequence
 length is not in it: rows are stored whole and cut when they are packed, so another length never sees a stale cut.
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.data.encoded import Encoded
 from megatrain.data.rows import Remark
-from megatrain.data.tokenization import Encoded
 from megatrain.errors import StorageError
 from megatrain.system.atomic import published, remove
 
@@ -37,9 +37,9 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     "skips": np.dtype("u1"),
 }
 KINDS = ("text", "completion", "chat")
-"""What a row is, by its number in `Tokens.kinds`."""
+"""Kinds of rows; `Tokens.kinds` holds indices into this."""
 _MOST_REMARKS = 200
-"""Remarks of one source that are told apart; columns may be named by data."""
+"""Most different remarks kept per source: a remark may contain a column name, of which data can have any number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Tokens:
     turn_ends: np.ndarray | None = None
     """(assistant turns of all rows,) int64: the token after each, in `tokens`."""
     turn_offsets: np.ndarray | None = None
-    """(rows + 1,) int64: row r has the turns turn_offsets[r] to turn_offsets[r + 1]; None where there are none."""
+    """(rows + 1,) int64: row r has the turns turn_offsets[r] to turn_offsets[r + 1]; None if no row has turns."""
     kinds: np.ndarray | None = None
     """(rows,) uint8: an index into KINDS; None where all are text."""
     skips: np.ndarray | None = None
@@ -93,12 +93,12 @@ def default_folder() -> Path:
 
 
 def key(*parts: Any) -> str:
-    """A name for what `parts` decide."""
+    """The name of a cache entry: a hash of `parts`."""
     return hashlib.sha256(json.dumps([_FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:40]
 
 
 def load(folder: Path, name: str) -> Tokens | None:
-    """A complete entry, or None. Anything that is not as its description says counts as absent."""
+    """The entry, or None if there is no complete one. An entry that does not match its description counts as absent."""
     entry = folder / name
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def save(folder: Path, name: str, rows: Iterable[Encoded]) -> Tokens:
         with published(entry) as partial:
             meta = _write(partial, rows)
             with contextlib.suppress(FileNotFoundError):
-                remove(entry)  # it is damaged, since `load` did not take it
+                remove(entry)  # damaged, since `load` did not accept it
         return _open(entry, meta, cached=False)
     except OSError as error:
         raise StorageError(
@@ -196,6 +196,6 @@ def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:
 def _map(entry: Path, meta: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for name, dtype in _ARRAYS.items():
         count = int(meta["counts"][name])
-        # An empty file cannot be mapped.
+        # mmap refuses empty files
         empty = np.zeros(0, dtype=dtype)
         yield name, np.memmap(entry / f"{name}.bin", dtype=dtype, mode="r", shape=(count,)) if count else empty

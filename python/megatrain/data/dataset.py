@@ -15,9 +15,10 @@ from megatrain.config import Config, SourceConfig
 from megatrain.data import cache, remarks, shuffle
 from megatrain.data import packing as pack
 from megatrain.data.cache import Tokens
+from megatrain.data.encoded import Encoded
 from megatrain.data.packing import Pieces, Sequences
 from megatrain.data.readers import Source
-from megatrain.data.tokenization import Encoded, Encoder
+from megatrain.data.tokenization import Encoder
 from megatrain.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:

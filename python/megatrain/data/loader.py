@@ -1,7 +1,7 @@
-"""Batches, each a pure function of the step's number.
+"""Batches of training data, each a pure function of the step number.
 
-`batch(step)` depends on the data set, the settings and `step` alone, so a run that goes on from a checkpoint meets the
-batches that it would have met, at whatever step it stopped.
+`batch(step)` depends only on the data set, the settings and `step`, so a run that resumes at any step gets the batches
+that it would have got without stopping.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 _CYCLE, _EPOCH = 2, 3
-"""Name the uses of a random order, so that no two uses share one."""
+"""Part of the key of a random order, so that different uses get different orders."""
 
 _SHORTEST = 128
-"""Tokens: shorter windows than the full one come in multiples of this, so that few shapes occur."""
+"""Windows below the full length are padded to a multiple of this many tokens, so that few shapes occur."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class StepBatch:
     epoch: int
     """From 0."""
     micro_batches: list["dict[str, torch.Tensor]"]
-    """Each (rows, length) int64: `input_ids`, `labels` (-100: not supervised; not shifted), and with packing
-    `position_ids` that start again at 0 with each row in a window (rows do not see each other), else
+    """Tensors (rows, length), int64: `input_ids`, `labels` (-100: not supervised; not shifted), and with packing
+    `position_ids`, which restart at 0 with each row of a window (rows do not attend to each other), without packing
     `attention_mask` (1: token, 0: padding)."""
     row_ids: tuple[int, ...]
-    """Rows of the data set, in the order of computing; a row that was split can come more than once."""
+    """Rows of the data set in the order they are computed; a row that was split may occur more than once."""
     num_supervised: int
-    """Tokens whose prediction counts in the loss."""
+    """Tokens whose prediction counts towards the loss."""
     num_tokens: int
     """Tokens, padding excluded."""
     lengths: tuple[int, ...]
@@ -52,7 +52,7 @@ class StepBatch:
 
 
 class Loader:
-    """Cuts a data set into optimizer steps, epoch by epoch; the next step's batch is made while one is computed."""
+    """Divides a data set into optimizer steps, epoch by epoch; builds the next step's batch in the background."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Loader:
         pad_id: int = 0,
         mark_padding: bool = False,
     ) -> None:
-        """`micro_batch`: sequences computed at a time (None: `plan.micro_batch`, else a whole step). `pad_id`: what
-        stands where there is no token; it is never supervised and never attended to. `mark_padding`: with packing,
-        batches also say in `padding_mask` (1: token, 0: padding) where that is."""
+        """`micro_batch`: sequences computed at a time (None: `plan.micro_batch`, else a whole step). `pad_id`: the
+        token that fills padding; it is never supervised and never attended to. `mark_padding`: with packing, batches
+        also have `padding_mask` (1: token, 0: padding)."""
         self._dataset = dataset
         self._data = config.data
         self._train = config.train
@@ -81,7 +81,7 @@ class Loader:
             assert self._train.batch_tokens is not None
             if self._train.batch_tokens % dataset.seq_len:
                 raise ConfigError(
-                    f"train.batch_tokens ({self._train.batch_tokens}) is no multiple of seq_len ({dataset.seq_len})"
+                    f"train.batch_tokens ({self._train.batch_tokens}) is not a multiple of seq_len ({dataset.seq_len})"
                 )
             self._per_step = self._train.batch_tokens // dataset.seq_len
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -92,8 +92,8 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of the first epoch. Others have as many, except where rows of unequal length fill `batch_tokens`
-        without packing."""
+        """Steps of the first epoch. Other epochs have as many, except with `batch_tokens` and without packing, where
+        rows of different length fill the steps."""
         return self._num_epoch_steps(0)
 
     @property
@@ -123,9 +123,9 @@ class Loader:
         return batch
 
     def eval_batches(self) -> Iterator[StepBatch]:
-        """One pass in fixed order, in batches the size of a training step, up to `eval.max_batches` of them.
+        """All rows once in fixed order, in batches of the size of a training step, at most `eval.max_batches` of them.
 
-        `StepBatch.step` counts these batches.
+        `StepBatch.step` is the number of the batch.
         """
         everything = np.arange(len(self._lengths), dtype=np.int64)
         bounds = self._bounds(everything)
@@ -136,7 +136,7 @@ class Loader:
             yield self._assemble(everything[bounds[index] : bounds[index + 1]], index, 0)
 
     def close(self) -> None:
-        """Stops the thread that works ahead."""
+        """Stops the background thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = self._next = None
@@ -148,7 +148,7 @@ class Loader:
         self.close()
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sequences of the epoch in order, where each step begins and the last one ends)."""
+        """The sequences of an epoch in order, and the boundaries of its steps: where each begins, and the end."""
         with self._lock:
             if epoch not in self._epochs:
                 chosen = np.concatenate(
@@ -159,14 +159,14 @@ class Loader:
                 )
                 if self._data.shuffle and len(self._dataset.parts) > 1:
                     chosen = chosen[shuffle.order(len(chosen), self._train.seed, _EPOCH, epoch)]
-                # Only what the step now and the one ahead need; the rest is made again when asked for.
+                # Keep only what the current and the next step need; other epochs are computed again when needed.
                 kept = dict(list(self._epochs.items())[-1:])
                 self._epochs = kept | {epoch: (chosen, self._bounds(chosen))}
             return self._epochs[epoch]
 
     def _chosen(self, part: Part, index: int, epoch: int) -> np.ndarray:
-        """A source's sequences in an epoch: the next `weight` times all of them in an endless row of shuffled passes,
-        so that over time each comes equally often."""
+        """A source's sequences in an epoch: the next `weight` times its number of sequences from an endless series of
+        shuffled passes, so that over time each occurs equally often."""
         count = len(part.sequences)
         wanted = max(1, round(count * part.source.config.weight))
         chosen: list[np.ndarray] = []
@@ -186,7 +186,7 @@ class Loader:
         count = len(sequences)
         if self._per_step is not None:
             return np.append(np.arange(0, count, self._per_step), count)
-        # Rows as long as they fit; one that is longer than the batch is a step of its own.
+        # As many rows as fit; a row that is longer than batch_tokens is a step of its own.
         assert self._train.batch_tokens is not None
         ends = np.cumsum(self._lengths[sequences])
         bounds = [0]
@@ -224,7 +224,7 @@ class Loader:
 
     def _assemble(self, sequences: np.ndarray, step: int, epoch: int) -> StepBatch:
         if not self._dataset.packing:
-            # Like lengths together, longest first: less padding, and the largest micro-batch shows its need at once.
+            # Sorted by length, longest first: less padding, and the largest micro-batch shows its memory at once.
             sequences = sequences[np.argsort(-self._lengths[sequences], kind="stable")]
         size = self._micro_batch or len(sequences)
         micro_batches = []
@@ -264,7 +264,7 @@ class Loader:
                 ids = part.tokens.tokens[start : start + length]
                 learnt = part.tokens.supervised[start + 1 : start + length] != 0
                 input_ids[line, at : at + length] = ids
-                # The first token of a row is predicted from nothing, least of all from the row before it.
+                # The first token of a row is never supervised: the row before it must not predict it.
                 labels[line, at + 1 : at + length] = np.where(learnt, ids[1:], IGNORED)
                 positions[line, at : at + length] = np.arange(length)
                 at += length

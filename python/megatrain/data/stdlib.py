@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the standard library's own sources and documentation.
+"""Text that is on every machine with Python: the standard library's sources and documentation.
 
 `python:stdlib`: one document for each top-level module that is Python source, in the order of their names, and one for
 each topic of `pydoc_data` (what `help("LISTS")` prints). `python:stdlib-chat`: questions about that documentation with
@@ -18,7 +18,7 @@ from typing import Any
 from megatrain.errors import ConfigError
 
 _LONGEST_ANSWER = 2400
-"""Characters: whole answers that fit a short context."""
+"""Characters, so that answers fit into a short context."""
 _SHORTEST_ANSWER = 40
 
 _QUESTIONS = (
@@ -37,13 +37,13 @@ def documents(path: str) -> tuple[tuple[str, Any], ...]:
         return tuple(rows)
     if path == "python:stdlib-chat":
         return tuple((f"{path}/{name}", _conversation(name, answer)) for name, answer in _answers())
-    raise ConfigError(f"{path} is not known; there are python:stdlib and python:stdlib-chat")
+    raise ConfigError(f"{path} is not known; use python:stdlib or python:stdlib-chat")
 
 
 def _modules() -> Iterator[tuple[str, str]]:
     folder = Path(sysconfig.get_path("stdlib"))
     for file in sorted(folder.glob("*.py")):
-        # What a distribution or an installer added beside them differs from machine to machine.
+        # Skips what a distribution or an installer added, which differs from machine to machine.
         if file.stem in sys.stdlib_module_names and not file.stem.startswith("_sysconfigdata"):
             yield file.name, file.read_text(encoding="utf-8")
 
@@ -80,7 +80,7 @@ def _answer(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> str | None:
 
 
 def _shorten(text: str) -> str:
-    """Whole paragraphs from the beginning, as many as fit."""
+    """The first paragraphs, as many as fit into `_LONGEST_ANSWER`."""
     text = text.strip()
     if len(text) <= _LONGEST_ANSWER:
         return text

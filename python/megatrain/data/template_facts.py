@@ -4,8 +4,12 @@ import dataclasses
 import datetime as dt
 import functools
 import json
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,3 +90,26 @@ def with_date(template: str, date: dt.date) -> str:
         "{%- endmacro %}\n"
     )
     return macro + template
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """One of a tokenizer's chat templates."""
+
+    text: str
+    """With the date put in."""
+    facts: TemplateFacts
+    """Of the template as it is."""
+
+
+def templates_of(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> dict[str, Template]:
+    """The tokenizer's templates by name; one without a name is called `default`. Raises ConfigError where there are
+    several and none is the default."""
+    own: Any = tokenizer.chat_template or {}
+    texts: dict[str, str] = {"default": own} if isinstance(own, str) else own
+    if texts and "default" not in texts:
+        raise ConfigError(
+            f"the tokenizer has the chat templates {', '.join(sorted(texts))} and none called default; name one as "
+            "model.chat_template"
+        )
+    return {name: Template(with_date(text, date), template_facts(text)) for name, text in texts.items()}

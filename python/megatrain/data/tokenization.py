@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatrain.data.chat import Turn, assistant_turns, supervised_tokens
-from megatrain.data.file_formats import OVERLAP
+from megatrain.data.chat import assistant_turns, one_of
+from megatrain.data.encoded import Encoded, agreement, sliced
 from megatrain.data.messages import REASONING, Message
 from megatrain.data.readers import Source
 from megatrain.data.rows import Remark, Row
-from megatrain.data.template_facts import TemplateFacts, template_facts, with_date
+from megatrain.data.template_facts import Template, templates_of
+from megatrain.data.turns import Turn, supervised_tokens
 from megatrain.errors import ConfigError
 from megatrain.system.hardware import usable_cpus
 
@@ -35,30 +36,7 @@ _CHUNK_ROWS = 256
 _CHUNK_CHARACTERS = 1 << 21
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Encoded:
-    """One row as tokens."""
-
-    row: Row
-    ids: np.ndarray
-    """(tokens,) int32."""
-    supervised: np.ndarray
-    """(tokens,) uint8; 1: the token is learnt."""
-    turn_ends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """(turns,) int64: the token after each turn of the assistant, in a row whose beginning may be kept alone."""
-    endless: int = 0
-    """Assistant turns that the template ends with no token."""
-    remarks: tuple[Remark, ...] = ()
-    """What should be said about the row."""
-    starts: np.ndarray | None = None
-    """(tokens,) int64, of a piece of a long text: the character that each token begins with, in the whole text."""
-    goes_on: bool = False
-    """Whether the row's tokens go on in the next one."""
-
-
 _NOTHING = np.zeros(0, dtype=np.int32)
-_AGREEING = 8
-"""Tokens to each side of a place where two pieces of a text are joined that both tokenize alike."""
 
 
 class Encoder:
@@ -93,9 +71,9 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
-        self._spelled = frozenset(tokenizer.convert_ids_to_tokens(sorted(self._special)))
+        self._spelled = one_of(tokenizer.convert_ids_to_tokens(sorted(self._special)))
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
-        self._templates = _templates(tokenizer, date or dt.date.today())
+        self._templates = templates_of(tokenizer, date or dt.date.today())
         self._stock = threading.Lock()
 
     def fingerprint(self) -> str:
@@ -172,11 +150,11 @@ class Encoder:
             if held is None or not piece.overlap:
                 item = self._beginning(item)
             else:
-                cut = _agreement(held, item)
+                cut = agreement(held, item)
                 if cut is None:  # as in a long run of one character
                     cut, item = (len(held.ids), 0), self._piece(item.row, piece.overlap)
-                yield _slice(held, 0, cut[0], goes_on=True)
-                item = _slice(item, cut[1], len(item.ids), goes_on=False)
+                yield sliced(held, 0, cut[0], goes_on=True)
+                item = sliced(item, cut[1], len(item.ids), goes_on=False)
             held = item
             if piece.last:
                 ids = self._closed(item.ids.tolist())
@@ -208,7 +186,7 @@ class Encoder:
     def _as_chat(self, row: Row) -> bool:
         return row.kind == "chat" or (self._form == "auto" and bool(self._templates))
 
-    def _template(self, row: Row) -> "_Template":
+    def _template(self, row: Row) -> Template:
         """The template that the stock call takes for a row: of several, `tool_use` where it has tools."""
         return self._templates["tool_use" if row.tools and "tool_use" in self._templates else "default"]
 
@@ -485,34 +463,6 @@ def _calls_in(message: Message, text: str) -> bool:
     return all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
 
 
-def _agreement(before: Encoded, after: Encoded) -> tuple[int, int] | None:
-    """Where two overlapping pieces may be joined: (tokens of the first, first token of the second), at a place as near
-    as possible to the middle of what they share, around which they have the same tokens. None where there is none."""
-    assert before.starts is not None
-    assert after.starts is not None
-    assert after.row.piece is not None
-    middle = after.row.piece.start + OVERLAP // 2
-    shared = np.intersect1d(before.starts[before.starts >= after.row.piece.start], after.starts)
-    for place in shared[np.argsort(np.abs(shared - middle), kind="stable")].tolist():
-        one = int(np.searchsorted(before.starts, place))
-        other = int(np.searchsorted(after.starts, place))
-        span = slice(one - _AGREEING, one + _AGREEING), slice(other - _AGREEING, other + _AGREEING)
-        if min(one, other) >= _AGREEING and np.array_equal(before.ids[span[0]], after.ids[span[1]]):
-            return one, other
-    return None
-
-
-def _slice(encoded: Encoded, start: int, stop: int, *, goes_on: bool) -> Encoded:
-    assert encoded.starts is not None
-    return dataclasses.replace(
-        encoded,
-        ids=encoded.ids[start:stop],
-        supervised=encoded.supervised[start:stop],
-        starts=encoded.starts[start:stop],
-        goes_on=goes_on,
-    )
-
-
 def _messages(row: Row) -> tuple[tuple[Message, ...], tuple[bool | None, ...]]:
     """A row as messages, with their marks."""
     if row.kind == "chat":
@@ -524,26 +474,6 @@ def _messages(row: Row) -> tuple[tuple[Message, ...], tuple[bool | None, ...]]:
 
 def _tools(row: Row) -> list[Any] | None:
     return list(row.tools) if row.tools else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Template:
-    text: str
-    """With the date put in."""
-    facts: TemplateFacts
-
-
-def _templates(tokenizer: "PreTrainedTokenizerBase", date: dt.date) -> dict[str, _Template]:
-    """The tokenizer's templates by name; one without a name is called `default`. Raises ConfigError where there are
-    several and none is the default."""
-    own: Any = tokenizer.chat_template or {}
-    texts: dict[str, str] = {"default": own} if isinstance(own, str) else own
-    if texts and "default" not in texts:
-        raise ConfigError(
-            f"the tokenizer has the chat templates {', '.join(sorted(texts))} and none called default; name one as "
-            "model.chat_template"
-        )
-    return {name: _Template(with_date(text, date), template_facts(text)) for name, text in texts.items()}
 
 
 def _affixes(backend: Any, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

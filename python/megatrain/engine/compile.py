@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, first_line
 
 RECOMPILES = 64
 """Graphs that torch may make of one code object: structures and passes of one layer class share it, and torch's own
@@ -33,8 +33,7 @@ class OneGraph:
             with config.patch(recompile_limit=max(config.recompile_limit, RECOMPILES)):
                 return self._run(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            reason = f"{first} ({type(error).__name__})"
+            reason = f"{first_line(error)} ({type(error).__name__})"
             raise ConfigError(
                 f"{self._name} cannot be compiled as one graph: {reason}; an engine with "
                 'plan={"compile": False} runs the layers as they are, which takes more memory and time'

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.logprobs import LossHead, PlainHead
-from megatrain.engine.loss import IGNORE, chunked_loss, default_chunk
+from megatrain.engine.loss import chunked_loss, default_chunk, is_largest
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
@@ -19,6 +19,7 @@ from megatrain.models.lm_head import HeadShell
 from megatrain.models.modules import copy_without, replace_module
 from megatrain.models.recorder import NO_MASK, EmbeddingCalls, Replay, forward_until_layers, stopping_layers
 from megatrain.models.vision import recompute_blocks
+from megatrain.names import IGNORED
 
 if TYPE_CHECKING:
     from megatrain.engine.inputs import MicroBatch
@@ -126,7 +127,7 @@ class EmbedTemplate:
         grad: Tensor,  # of the hidden states
         of_features: Sequence[Tensor],  # a gradient for each of the features that `forward` returned
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the rows of each embedding call (flat, a row each), and of `others`."""
+        """Gradients of each embedding call (one row per token, flattened), and of `others`."""
         if self.decoder.probe.plain_embedding and not micro.images:
             return [grad.reshape(-1, grad.shape[-1])], [None] * len(self.others)
         rows: list[Tensor] = []
@@ -149,10 +150,10 @@ class EmbedTemplate:
     def _run(
         self, micro: "MicroBatch", answer: Callable[[Tensor, Tensor, int | None], Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert micro.record is not None
+        record = micro.recorded
         for name, replay in self._replays.items():
-            replay.outputs = list(micro.record.side[name])
-        positions = micro.position_ids if micro.record.positions is None else micro.record.positions
+            replay.outputs = list(record.side[name])
+        positions = micro.position_ids if record.positions is None else record.positions
         call = self.decoder.recorder.call(micro.input_ids, micro.attention_mask, positions, micro.images)
         tables = {id(self.bound.tensors[index]) for index in self._tables}
 
@@ -183,17 +184,19 @@ class RowSums:
 
     def write(self, grad: Tensor) -> None:
         """`grad` (V, width) becomes these sums, zero elsewhere."""
-        assert self._sums is not None
         grad.zero_()
-        grad.index_copy_(0, self.rows, self._sums.to(grad.dtype))
-        self._sums = None
+        grad.index_copy_(0, self.rows, self._take().to(grad.dtype))
 
     def add_to(self, grad: Tensor) -> None:
         """These sums are added to `grad` (V, width)."""
-        assert self._sums is not None
         # the rows are distinct, so no two additions meet
-        grad.index_copy_(0, self.rows, grad.index_select(0, self.rows) + self._sums.to(grad.dtype))
-        self._sums = None
+        grad.index_copy_(0, self.rows, grad.index_select(0, self.rows) + self._take().to(grad.dtype))
+
+    def _take(self) -> Tensor:
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise RuntimeError("an embedding's gradient is written before any micro-batch was added")
+        return sums
 
 
 class HeadTemplate:
@@ -440,8 +443,9 @@ class HeadTemplate:
         )
 
     @torch.no_grad()
-    def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:
-        """Sum of losses (0-d) and log-probabilities of the targets (batch * seq,), 0 where not supervised."""
+    def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of losses (0-d), log-probabilities of the targets (batch * seq,), 0 where not supervised, and number of
+        targets with the largest logit (0-d)."""
         normed = self.tail(hidden)
         flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
@@ -457,14 +461,16 @@ class HeadTemplate:
                 need_logprobs=True,
             )
             assert result.logprobs is not None
-            return result.loss_sum, result.logprobs
+            assert result.correct is not None
+            return result.loss_sum, result.logprobs, result.correct.sum()
         chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
-        parts = [
-            token_losses(self.logits(flat[s : s + chunk].unsqueeze(0))[0], micro.targets[s : s + chunk], options)
-            for s in range(0, flat.shape[0], chunk)
-        ]
+        parts, correct = [], torch.zeros((), dtype=torch.int64, device=flat.device)
+        for part, targets in zip(torch.split(flat, chunk), torch.split(micro.targets, chunk), strict=True):
+            logits = self.logits(part.unsqueeze(0))[0]
+            parts.append(token_losses(logits, targets, options))
+            correct += is_largest(logits, targets).sum()
         losses = torch.cat(parts)
-        return losses.sum(dtype=torch.float64), -losses
+        return losses.sum(dtype=torch.float64), -losses, correct
 
 
 def _check_loss(loss: Any, device: torch.device) -> None:
@@ -491,8 +497,8 @@ def token_losses(logits: Tensor, targets: Tensor, options: LossOptions) -> Tenso
     """(N,) losses of logits (N, V), 0 where not supervised."""
     logits = logits.float() if logits.dtype != torch.float64 else logits
     losses = F.cross_entropy(
-        logits, targets, ignore_index=IGNORE, reduction="none", label_smoothing=options.label_smoothing
+        logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
     )
     if options.z_loss:
-        losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORE)
+        losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
     return losses

@@ -7,9 +7,7 @@ Where things are and in which order they move is the core's plan; what is comput
 """
 
 import json
-import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,40 +15,34 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import checkpoint, export
+from megatrain.checkpoint import export
+from megatrain.checkpoint.save import PendingCheckpoint
 from megatrain.config.constraints import refuse_unrepeatable
-from megatrain.engine import numerics
 from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
-from megatrain.engine.embed_head import HeadTemplate, LossFn
-from megatrain.engine.inputs import (
-    Batch,
-    InputPreprocessor,
-    MicroBatch,
-    StepInputs,
-    check_list_of_batches,
-    largest_shape,
-)
-from megatrain.engine.loss import default_chunk
+from megatrain.engine.checkpoints import Checkpoints
+from megatrain.engine.default_device import on_cpu
+from megatrain.engine.embed_head import LossFn
+from megatrain.engine.evaluation import Evaluation
+from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
-from megatrain.engine.transactions import Passes, StepOutput
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
+from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
 
 if TYPE_CHECKING:
     from megatrain import _core
 
-log = logging.getLogger(__name__)
 
-
+@arguments.known_keywords
 class Engine:
-    """A model in training. Not thread-safe, except `prepare`."""
+    """A model in training. One thread at a time may call it, except for `prepare`."""
 
-    @arguments.known_keywords
+    @on_cpu()
     def __init__(
         self,
         model: "nn.Module | Decoder",
@@ -75,34 +67,35 @@ class Engine:
         tokenizer: Any = None,
         tokenizer_dir: str | Path | None = None,
     ) -> None:
-        """`model` follows Hugging Face's layout of a decoder and is on meta or real; a real one is moved into the store
-        tensor by tensor and left without storage. One on meta is filled by `load`, or drawn at random from `seed`.
-        A model is left as it was when this raises before the first tensor was moved, as it does for what does not fit.
+        """`model` follows Hugging Face's layout of a decoder. If it has storage, its tensors are moved into the
+        engine's store one by one and it is left without. If it is on meta, `load` fills the store, or the weights are
+        drawn at random from `seed`. When this raises before the first tensor was moved (as it does when the plan does
+        not fit), the model is unchanged.
 
-        `micro_batch` is the largest (rows, seq) and `micro_batches` the most of a step; with both, everything is
-        planned and allocated now. Without, that happens at first use, for what is used first, and again (which needs
-        both plans' memory for a moment) whenever a step is larger.
+        `micro_batch` is the largest (rows, seq) and `micro_batches` the largest number of them in a step. With both,
+        everything is planned and allocated now. Otherwise that happens at first use, for the sizes that are used
+        first, and again whenever a step is larger; for a moment both plans' memory is needed then.
 
-        - `optimizer`: AdamW's settings; torch's defaults where it is left out.
+        - `optimizer`: AdamW's settings; default: torch's.
         - `max_grad_norm`: gradients are scaled down to this global norm; None does not clip.
         - `precision`: of weights and activations in compute, bf16 or fp32; `auto` is bf16 on CUDA, fp32 on the CPU.
-        - `grad_precision`: what gradients are sent to the host in, bf16 or fp32; with fp32 compute always fp32.
+        - `grad_precision`: bf16 or fp32, in which gradients are sent to the host; with fp32 compute always fp32.
         - `update`: `just_in_time` (once the norm is known) or `immediate` (as gradients arrive; without clipping).
         - `device`: auto, cuda, cuda:N or cpu.
-        - `memory`: bytes that may be used, such as {"gpu": "70GiB", "host": "200GiB"}.
-        - `plan`: numbers and switches of the plan instead of derived ones, such as {"slots": 3}; `loss_workspace` is
-          what a `loss_fn` allocates on the device at most beside `head.logprobs`, where it does not form the
-          cross-entropy of all logits at once, and `more_workspace` bytes that torch was found to need beyond what is
-          planned for it.
+        - `memory`: limits in bytes or as text, such as {"gpu": "70GiB", "host": "200GiB"}.
+        - `plan`: values to use instead of the planner's own, such as {"slots": 3}. `loss_workspace` is the most that a
+          `loss_fn` allocates on the device beside `head.logprobs`; give it when the loss is not a cross-entropy of all
+          logits at once. `more_workspace` adds bytes that torch was found to need beyond the planned ones.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
         - `seed`: of random initial weights and of dropout.
-        - `load`: fills the store, called once with the decoder and the core; None: from the model's own values.
-        - `rates`: the machine's measured rates, for the planner.
+        - `load`: called once with the decoder and the native engine to fill the store; None: with the model's values.
+        - `rates`: this machine's measured rates, for the planner.
         - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports.
 
-        Raises ConfigError for what cannot be done, DoesNotFit with the sum.
+        Raises ConfigError for settings or models that cannot be used, and DoesNotFit, with the sum, for a plan that
+        needs more memory than there is.
         """
         arguments.check(
             max_grad_norm=max_grad_norm,
@@ -130,7 +123,6 @@ class Engine:
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._preparer = InputPreprocessor(self.decoder, torch_device)
-        self._saving: checkpoint.PendingCheckpoint | None = None
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
@@ -164,9 +156,17 @@ class Engine:
             seed=seed,
             router=self.decoder.router,
         )
+        self._evaluation = Evaluation(self._runtime, self._preparer, self._passes)
+        self._checkpoints = Checkpoints(
+            self.decoder,
+            self._runtime,
+            self._passes,
+            tokenizer=tokenizer,
+            tokenizer_dir=tokenizer_dir,
+        )
 
     @classmethod
-    @arguments.known_keywords
+    @on_cpu()
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
@@ -195,12 +195,12 @@ class Engine:
         tokenizer_dir: str | Path | None = None,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id (of which `revision` is a branch, tag or commit). The
-        files are checked now, and read straight into the store when it exists.
+        files are checked now, and read directly into the store once it is allocated.
 
-        `attention` is sdpa, eager or auto. `trust_remote_code` runs code that the folder brings with it.
-        `progress(what, done, total)` is called with the bytes read so far; `auto` is a line on standard error where
-        that is a terminal, or below a notebook's cell, None nothing. `tokenizer_dir` is the model's folder where it is
-        not given. Everything else is as for the constructor. Raises what that raises.
+        `attention` is sdpa, eager or auto. `trust_remote_code` runs code from the model's folder. `progress(what, done,
+        total)` is called with the bytes read so far; `auto` shows a line on a terminal's standard error or below a
+        notebook's cell, None shows nothing. `tokenizer_dir` defaults to the model's folder. Everything else is as for
+        the constructor, errors included.
         """
         core_device, torch_device = open_device(device)
         decoder, load, folder = open_pretrained(
@@ -235,9 +235,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- training
 
+    @on_cpu()
     def prepare(self, micro_batches: Sequence[Batch], *, with_loss_fn: bool = False) -> StepInputs:
-        """Checks and records a step's micro-batches on the CPU. `step` does it itself; a loader's thread may do it a
-        step ahead. Raises ConfigError, which names the micro-batch."""
+        """Checks a step's micro-batches and precomputes masks and positions on the CPU. `step` does this itself; a data
+        loader's thread may do it one step ahead. Raises ConfigError, which names the micro-batch."""
         self._runtime.check()
         return self._preparer.prepare(
             micro_batches, need_labels=not with_loss_fn, keep_empty=with_loss_fn, more_keys=with_loss_fn
@@ -253,13 +254,13 @@ class Engine:
     ) -> StepOutput:
         """One optimizer step over micro-batches: dicts of integer tensors (batch, seq) `input_ids`, `labels` (-100 is
         not supervised; shifted inside) and `attention_mask` or `position_ids`. Another key is refused, except with
-        `loss_fn`, which is given the whole dict.
+        `loss_fn`, which receives the whole dict.
 
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
-        `loss_fn(hidden, head, batch)` gives another sum: `head(hidden)` are all logits, `head.logprobs(hidden, labels,
-        entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`). Returns when loss and norm are
-        known; updates may still run.
+        `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
+        `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).
+        Returns when loss and norm are known; updates may still run.
         With `check` forward and backward run twice from the same weights and random state, the second time one
         operation at a time, and gradients and losses are compared bit for bit before the update: about twice the time
         of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
@@ -283,10 +284,10 @@ class Engine:
         loss_fn: LossFn | None = None,
         normalizer: float | None = None,
     ) -> float:
-        """The first half of `step`: gradients are formed, nothing is updated. Returns the loss. Called again before
-        `optimizer_step` it adds to them, which needs one `normalizer` for all calls, and an engine that was made with
-        `micro_batch` and `micro_batches` needs `plan={"accumulate": True}` for it: else the call is refused, and the
-        gradients that were there wait on."""
+        """The first half of `step`: computes gradients without updating anything, and returns the loss. When called
+        again before `optimizer_step`, it adds to the gradients. That needs the same `normalizer` in all calls, and
+        `plan={"accumulate": True}` if the engine was created with `micro_batch` and `micro_batches`; otherwise the call
+        raises ConfigError and the earlier gradients are kept."""
         self._usable()
         if self._passes.num_waiting and self.update == "immediate":
             raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")
@@ -297,7 +298,8 @@ class Engine:
             )
         prepared = self._prepared(micro_batches, loss_fn)
         if not self._passes.num_waiting:
-            self._runtime.plan_sums()
+            with on_cpu():
+                self._runtime.plan_sums()
         elif self.decoder.router is not None:
             raise ConfigError(
                 "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
@@ -308,7 +310,7 @@ class Engine:
         return loss
 
     def optimizer_step(self) -> StepOutput:
-        """The second half of `step`. Raises ConfigError when there is no first."""
+        """The second half of `step`. Raises ConfigError unless `forward_backward` was called."""
         self._usable()
         if self._passes.waiting is None:
             raise ConfigError("optimizer_step was called without forward_backward; call that first")
@@ -321,8 +323,8 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps done, those before a `load` included. After an interrupt it tells whether the step that the
-        interrupt met is among them."""
+        """Optimizer steps done, including those of a loaded checkpoint. After an interrupt it shows whether the
+        interrupted step was finished or dropped."""
         self._usable()
         return self._passes.num_steps
 
@@ -341,7 +343,7 @@ class Engine:
         self._passes.discard()
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of the next updates; groups with their own keep their ratio to it."""
+        """Sets the learning rate of the next updates. Groups with a rate of their own keep their ratio to it."""
         self._usable()
         self.optimizer.set_lr(lr)
 
@@ -361,147 +363,97 @@ class Engine:
 
     # ----------------------------------------------------------------------------------- without training
 
+    @on_cpu()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per supervised token, without smoothing, router's auxiliary loss or other terms. No update.
+        """Mean loss per supervised token, without label smoothing, router loss or other terms. Updates nothing.
 
-        As many batches pass through the model at a time as a step was planned for; one, where nothing was planned yet.
+        Computes as many batches at a time as a step was planned for, or one if nothing has been planned yet.
         """
-        self._usable()
-        total, tokens = 0.0, 0
-        check_list_of_batches(batches)
-        if not batches:
-            raise ConfigError("evaluate needs at least one batch")
-        for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
-            run = self._passes.evaluate(prepared, largest=largest_shape(batches))
-            total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
-            tokens += prepared.num_tokens
-        if not tokens:
-            raise ConfigError("no batch has a supervised token, so there is no loss to take the mean of")
-        return total / tokens
+        return self.evaluate_metrics(batches).loss
 
+    @on_cpu()
+    def evaluate_metrics(self, batches: Sequence[Batch]) -> EvalOutput:
+        """As `evaluate`, with perplexity and the share of supervised tokens that the model finds the likeliest."""
+        self._usable()
+        return self._evaluation.metrics(batches)
+
+    @on_cpu()
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1) fp32 on the CPU: log-probability of each next token by `labels` (or by
-        `input_ids` where there are none), 0 where not supervised. No update."""
+        `input_ids` where there are none), 0 where not supervised. Updates nothing."""
         self._usable()
-        check_list_of_batches(batches)
-        given: Sequence[Any] = batches  # whether each is a dict is said when it is prepared
-        labelled = [
-            {**b, "labels": b.get("input_ids")} if isinstance(b, Mapping) and b.get("labels") is None else b
-            for b in given
-        ]
-        found: list[Tensor] = []
-        for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches or 1, keep_empty=True):
-            run = self._passes.evaluate(prepared, largest=largest_shape(labelled))
-            for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
-                assert values is not None
-                found.append(values.view(micro.shape)[:, :-1].float().cpu())
-        return found
+        return self._evaluation.logprobs(batches)
 
+    @on_cpu()
     def logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length). No update."""
+        """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length). Updates nothing."""
         self._usable()
-        prepared = self._preparer.prepare([{"input_ids": input_ids}], need_labels=False, keep_empty=True)
-        run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
-        assert run.collected[0] is not None
-        return run.collected[0].float().cpu()
+        return self._evaluation.logits(input_ids)
 
+    @on_cpu()
     def all_logits(self, batch: Batch) -> Tensor:
         """Logits (batch, seq, V) of every token of a batch, fp32 on the CPU, computed a few rows at a time: for metrics
-        over a vocabulary, for which losses and `logprobs` do not suffice. No update."""
+        that need the whole distribution. Updates nothing."""
         self._usable()
-        prepared = self._preparer.prepare([batch], need_labels=False, keep_empty=True)
-
-        def collect(head: HeadTemplate, hidden: Tensor) -> Tensor:
-            rows = default_chunk(self.decoder.vocab_size, self.device.type)
-            flat = head.tail(hidden).flatten(0, 1)
-            found = [head.logits(part.unsqueeze(0))[0].float().cpu() for part in torch.split(flat, rows)]
-            return torch.cat(found).view(*hidden.shape[:2], -1)
-
-        run = self._passes.evaluate(prepared, collect)
-        assert run.collected[0] is not None
-        return run.collected[0]
+        return self._evaluation.all_logits(batch)
 
     # ------------------------------------------------------------------------------------- reading, saving
 
     def state_dict(self) -> StateDict:
-        """Hugging Face names to master weights, read one by one when asked for."""
+        """A mapping from Hugging Face names to master weights, each read when it is accessed."""
         self._usable()
         return StateDict(self)
 
+    @on_cpu()
     def weight(self, name: str) -> Tensor:
-        """A copy of a parameter: its fp32 master, or a frozen tensor in its own type."""
+        """A copy of a parameter: its fp32 master, or a frozen tensor in its stored type. Raises KeyError for a name
+        that the model does not have."""
         return state.weight(self.core, self._ref(name))
 
+    @on_cpu()
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """`exp_avg` and `exp_avg_sq` (fp32 copies) and `step` of a trained parameter."""
         return state.optimizer_state(self.core, self._ref(name, trained=True))
 
+    @on_cpu()
     def gradient(self, name: str) -> Tensor:
-        """A copy of a parameter's last gradient, before clipping, widened to fp32. With `update: immediate` the
-        landing places are used again within a step, so there is nothing to read."""
+        """A copy of a parameter's last gradient, before clipping, widened to fp32. Raises ConfigError with
+        `update: immediate`, where the buffers of gradients are reused within a step."""
         ref = self._ref(name, trained=True)
         if self.update == "immediate":
             raise ConfigError("update: immediate keeps no gradients; read them with update: just_in_time")
         return state.read(self.core, ref, "gradient", torch.float32)
 
+    @on_cpu()
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
-        """Writes a checkpoint: weights, residuals, moments and counts, and `state` (JSON) beside the engine's own."""
+        """Writes a checkpoint: weights, residuals, moments, step counts and the engine's own state, and `state`, which
+        must be JSON. Raises StorageError when the disk is too full or fails; nothing is left of it then."""
         self.begin_save(folder, state, step=step).finish()
 
+    @on_cpu()
     def begin_save(
         self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None
-    ) -> checkpoint.PendingCheckpoint:
-        """Begins such a checkpoint and returns: it is written beneath the steps that follow, until its `finish`. While
-        gradients wait for `optimizer_step` it is complete on return, without them."""
+    ) -> PendingCheckpoint:
+        """Like `save`, but returns at once: the checkpoint is written in the background while later steps run, and is
+        complete when its `finish` returns. If gradients wait for `optimizer_step`, it is complete on return and does
+        not contain them."""
         self._usable()
-        if self._passes.num_waiting and self.update == "immediate":
-            raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
-        if self._saving is not None and not self._saving.over:
-            raise ConfigError(f"{self._saving.folder} is still being written; finish it, or give it up, first")
-        arguments.mapping("state", state)
-        own = {"step": self._passes.num_steps, "lr": self.optimizer.lr, "numerics": self.numerics()}
-        self._saving = checkpoint.begin_save(
-            arguments.folder(folder),
-            self,
-            {"engine": own, "run": dict(state or {})},
-            step=self._passes.num_steps if step is None else step,
-            tokenizer=self._tokenizer,
-            tokenizer_dir=self._tokenizer_dir,
-        )
-        if self._passes.num_waiting:
-            self._saving.finish()  # the pass that would carry it begins after their update
-        return self._saving
+        return self._checkpoints.begin_save(folder, state, step)
 
+    @on_cpu()
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Restores a checkpoint bit for bit and returns the `state` it was saved with. Gradients that wait for
-        `optimizer_step` are dropped. Once the first value is replaced, an interrupt or a damaged file leaves an engine
-        that refuses everything but another load; until then one that goes on as before."""
-        runtime = self._runtime
-        before, runtime.undefined = runtime.undefined, ""
-        begun = threading.Event()
-        try:
-            self._usable()
-            saved = checkpoint.load(arguments.folder(folder), self, begin=begun.set)
-            self._passes.discard()
-            own = saved.get("engine", {})
-            if "lr" in own:
-                self.optimizer.set_lr(own["lr"])
-            self._passes.num_steps = int(own.get("step", 0))
-        except BaseException as error:
-            why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"
-            mixed = f"loading {folder} {why}, so weights of two states are mixed; load a checkpoint"
-            runtime.undefined = mixed if begun.is_set() else before
-            raise
-        changed = numerics.differences(own.get("numerics", {}), self.numerics())
-        if changed:
-            log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
-        return dict(saved.get("run", {}))
+        """Restores a checkpoint bit for bit and returns the `state` it was saved with. Drops gradients that wait for
+        `optimizer_step`. An interrupt or a damaged file after the first value was replaced leaves an engine that
+        refuses everything but another load; before that, the engine is unchanged. Raises CheckpointError."""
+        return self._checkpoints.load(folder)
 
+    @on_cpu()
     def save_pretrained(
         self, folder: str | Path, *, dtype: Any = "auto", layout: Any = "source", overwrite: bool = False
     ) -> None:
-        """Writes the model as a Hugging Face folder, in the layout of its source or in the library's own. Raises
-        ConfigError for a model in a wrapper (PEFT's, say), whose names for its tensors nothing else can load."""
+        """Writes the model as a Hugging Face folder. `dtype` is auto (the compute precision), bf16 or fp32; `layout` is
+        `source` (tensor names and shapes as in the model's own files) or `library` (as transformers has them). Raises
+        ConfigError for a model inside a wrapper (such as PEFT's), whose tensor names nothing else can load."""
         self._usable()
         arguments.refuse_wrapper(self.decoder.model)
         export.save_pretrained(
@@ -518,16 +470,7 @@ class Engine:
     def numerics(self) -> dict[str, Any]:
         """The numerics key (`numerics.py`)."""
         self._usable()
-        return numerics.key(
-            self.decoder,
-            self.device,
-            micro_batch=self._runtime.nominal[0],
-            micro_batches=self._runtime.nominal[1],
-            grad_precision=self.grad_precision,
-            loss_chunk=self._runtime.settings.get("loss_chunk"),
-            compiled=self._runtime.compiled,
-            deterministic=self.deterministic,
-        )
+        return self._passes.numerics()
 
     def stats(self) -> Stats:
         """Where the last step's time went."""
@@ -544,16 +487,16 @@ class Engine:
         self.core.drain()
 
     def close(self) -> None:
-        """Gives all memory back. The engine cannot be used any more; what it was still writing is removed. In a fork
-        of its process there is nothing to do."""
+        """Frees all memory; the engine cannot be used any more. A checkpoint that is still being written is cancelled
+        and removed. Does nothing in a forked child of the engine's process."""
         if self._passes.guard.is_forked:
             return
         self._passes.guard.leave()
-        if self._saving is not None:
-            self._saving.cancel()
+        self._checkpoints.cancel()
         self._runtime.close()
 
     def __repr__(self) -> str:
+        """Model, parameters, precision, device and planned sizes."""
         decoder = self.decoder
         split = self._runtime.micro_batch
         planned = f"{self._runtime.micro_batches} micro-batches of {split}" if split is not None else "not planned yet"
@@ -563,7 +506,7 @@ class Engine:
         )
 
     def __reduce__(self) -> Any:
-        """Refused: an engine is memory and threads of this process, so that a copy of it would be none."""
+        """Refused: an engine consists of this process's memory and threads, which cannot be copied."""
         raise TypeError("an engine cannot be pickled or copied; use engine.save(folder) and engine.load(folder)")
 
     def __enter__(self) -> "Engine":
@@ -578,14 +521,16 @@ class Engine:
         return state.find(self.decoder, name, trained)
 
     @property
+    @on_cpu()
     def core(self) -> "_core.Engine":
-        """The native engine; planned and allocated here where it is not yet."""
+        """The native engine. The first access plans and allocates it if no step has done so."""
         self._usable()
         return self._runtime.core
 
     @property
+    @on_cpu()
     def plan(self) -> dict[str, Any]:
-        """The plan in force."""
+        """The current plan, as `megatrain._core.plan` returned it."""
         self._usable()
         return self._runtime.plan
 
@@ -596,19 +541,19 @@ class Engine:
 
     @property
     def grad_precision(self) -> str:
-        """What gradients are sent in: bf16 or fp32."""
+        """In which precision gradients are sent to the host: bf16 or fp32."""
         return self._runtime.grad_precision
 
+    @on_cpu()
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
-        """What the planner is asked for steps of this size; see `request.plan_request`."""
+        """The planner's input for steps of this size; see `profile.plan_request`."""
         self._usable()
         return self._runtime.request(micro_batch, micro_batches)
 
     def _usable(self) -> None:
-        """Raises EngineBroken, with the cause, after `close` and once something has failed. Waits for a step that an
-        interrupt has left behind."""
-        self._passes.guard.settle()
-        self._runtime.check()
+        """Raises EngineBroken, with the cause, after `close` and once something has failed. First waits for a step that
+        still runs after an interrupt."""
+        self._passes.check()
 
 
-__all__ = ["Engine", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]
+__all__ = ["Engine", "EvalOutput", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatrain.engine.loss import IGNORE
 from megatrain.engine.numerics import full_precision
-from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.per_document import DocumentBuckets, bucket_documents, layers_mixing_documents
 from megatrain.models.recorder import Record
 from megatrain.models.varlen_attention import is_documents
 from megatrain.models.vision import INPUTS, PLACEHOLDERS, count_features
+from megatrain.names import IGNORED, suggest
 
 Batch = Mapping[str, Any]
 """`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
@@ -60,15 +59,22 @@ class MicroBatch:
     counted: Tensor | None
     """(batch * seq, 1), fp32: 0 for padding, which a router's auxiliary loss leaves out; None: every token counts."""
     record: Record | None
-    """None: that of the shape, which the recorder's cache holds."""
+    """None: the record of its shape, from the recorder's cache."""
     document_buckets: DocumentBuckets | None
     """The documents of packed rows, for layers that cannot keep them apart; None: all can."""
     lookups: list[Tensor]
-    """An embedding call each: rows looked up, counted among the distinct rows of the step (flat, int64)."""
+    """Per embedding call: the rows looked up, as indices into the step's distinct rows (flat, int64)."""
     batch: dict[str, Any]
-    """What the caller gave."""
+    """The micro-batch as the caller passed it."""
     images: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What the model takes beside the tokens, by its own names; empty without an image."""
+    """Model inputs other than tokens, by the model's names; empty without an image."""
+
+    @property
+    def recorded(self) -> Record:
+        """The record of a micro-batch that `InputPreprocessor.with_record` has returned."""
+        if self.record is None:
+            raise RuntimeError(f"micro-batch {self.index} is computed before its record was looked up")
+        return self.record
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -76,7 +82,7 @@ class StepInputs:
     """The micro-batches of one step, checked and recorded."""
 
     micro_batches: list[MicroBatch]
-    """Those with a supervised token (all of them, where a loss function of the caller's decides)."""
+    """Those with a supervised token; all of them with a `loss_fn`."""
     num_tokens: int
     """Supervised tokens of all."""
     tables: dict[int, tuple[Tensor, int]]
@@ -207,9 +213,9 @@ class InputPreprocessor:
         return tensor if tensor.is_cuda else tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
 
     def end_copies(self) -> None:
-        """To be called when all copies of a pass's beginning are queued: lets the card compute something behind them.
+        """To be called when all copies at the beginning of a pass are queued: queues a small kernel after them.
 
-        On an H100 whatever was queued behind these copies after uploads had begun, an event included, ran only once the
+        On an H100 whatever was queued after these copies once uploads had begun, an event included, ran only once the
         uploads paused, which at 3B and 32k tokens was 60 ms later: it seems to be queued where the last copy was, on
         the engine that the uploads then keep busy. That a kernel between them ends this has not been measured yet."""
         if self._device.type == "cuda":
@@ -234,7 +240,7 @@ class InputPreprocessor:
         for key, value in batch.items():
             if key not in known and key not in PLACEHOLDERS and value is not None and not more_keys:
                 raise ConfigError(
-                    f"{where} has {key!r}, which is not read ({nearest(key, known)}); only a loss_fn, given the "
+                    f"{where} has {key!r}, which is not used ({suggest(key, known)}); only a loss_fn, given the "
                     "whole dict, may read more"
                 )
         ids = _matrix(where, "input_ids", batch.get("input_ids"), None)
@@ -252,21 +258,21 @@ class InputPreprocessor:
         labels = batch.get("labels")
         if labels is None and need_labels:
             raise ConfigError(f"{where} has no labels")
-        targets = torch.full(shape, IGNORE, dtype=torch.int64)
+        targets = torch.full(shape, IGNORED, dtype=torch.int64)
         if labels is not None:
             labels = _matrix(where, "labels", labels, shape)
             targets[:, :-1] = labels[:, 1:]
-            supervised = targets != IGNORE
+            supervised = targets != IGNORED
             _in_range(where, "label", targets[supervised], decoder.vocab_size, "the model's head has")
         targets = targets.flatten()
-        rows = (targets != IGNORE).nonzero().flatten()
+        rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
         counted = self._counted(where, batch, mask, shape)
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
         causal = "token_type_ids" not in images
         if mask is not None and causal:
-            mask = _without_what_follows(mask, (targets != IGNORE).view(shape))
+            mask = _without_what_follows(mask, (targets != IGNORED).view(shape))
         record, document_buckets = None, None
         if mask is not None or positions is not None or images:
             with self._lock:
@@ -366,7 +372,7 @@ class InputPreprocessor:
         if images:
             raise ConfigError(
                 f"{where}: images in packed rows, but layers.{min(layers)} is given each document as a row of its own, "
-                "whose images are not told apart; put one document in each row (data.packing: false)"
+                "where images cannot be assigned to documents; put one document in each row (data.packing: false)"
             )
         if bool((positions[begins] != 0).any()):
             raise ConfigError(
@@ -459,7 +465,7 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
         tensor = tensor.clone() if tensor.is_inference() else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
-    # a mask of true and false is one of integers; token ids are none
+    # a boolean mask counts as one of integers; boolean token ids do not
     number = (tensor.dtype == torch.bool and name.endswith("mask")) or tensor.dtype in _INTEGERS
     if tensor.ndim != 2 or not number or 0 in tensor.shape:
         raise ConfigError(

@@ -1,14 +1,19 @@
 """Ctrl-C between steps, never inside one: what computes runs on a thread of its own.
 
-Python raises KeyboardInterrupt, and whatever another signal's handler raises, on the main thread, after any call that
-happens to return then. No `try` closes all the gaps between a native call and the line that notes what it did. So the
-main thread waits here, and the work goes on where no signal's exception can reach it. No handler is installed for that:
-the exception is caught where the main thread waits, and raised again once the work is where it may end.
+Python raises KeyboardInterrupt, and whatever another signal's handler raises, on the main thread, between any two
+instructions. No `try` covers all the gaps between a native call and the line that records what it did, and with
+immediate updates a step that has begun must end. So the main thread waits here, and the work runs where no signal's
+exception can reach it. No handler is installed for that: the exception is caught where the main thread waits, and
+raised again once the work is where it may end.
 
-The work sees the caller's context variables, CUDA stream, default device and number of threads. What torch keeps for
-each thread beyond these (a profiler, a dispatch mode, hooks on saved tensors) stays with the caller. On any thread but
-the main one there is nothing to shield from, and the work runs there. Whichever thread it is, one piece of work runs at
-a time, and none in a fork of the process, which has the engine's memory and none of its threads.
+The work sees the caller's context variables, CUDA stream, default device and number of threads; grad mode, inference
+mode and autocast are the step's own (`numerics.arithmetic`). What torch keeps per thread and offers no way to hand over
+(`observer`: a profiler, for one) would see nothing of the work, so under one the work runs on the caller's thread. An
+interrupt, or any other exception that is not megatrain's own, then leaves an engine that refuses everything. On any
+thread but the main one there is nothing to guard against, and the work runs there.
+
+Whichever thread it is, one piece of work runs at a time, and none in a fork of the process, which has the engine's
+memory and none of its threads.
 """
 
 import atexit
@@ -24,30 +29,33 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatrain.errors import ConfigError, EngineBroken
+from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _GRACE_S = 0.5
-"""How long an interrupt waits for work that gives way, before it leaves it to end by itself."""
+"""How long an interrupt waits for work that was asked to stop, before it is raised while the work still runs."""
 
 _EXIT_S = 5.0
 """How long the end of the process waits for such work."""
 
 _LOOK_S = 0.1
-"""How long a thread waits before it looks for itself whether the work has ended: an interrupt may have fallen between
-the end and the word that passes it on."""
+"""How often a waiting thread checks by itself whether the work has ended: an interrupt may have come between the end of
+the work and its notification."""
 
 
 class GivenUp(BaseException):
-    """Work gave way to an interrupt. Raised on the shield's thread and seen by nobody else."""
+    """Work stopped because of an interrupt. Raised on the guard's thread and caught there."""
 
 
 class InterruptGuard:
-    """A thread for the work of one engine, and what an interrupt has left on it."""
+    """A thread for the work of one engine, and the work that still runs there after an interrupt."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,23 +64,27 @@ class InterruptGuard:
         """The last one; it may still run when an interrupt did not wait for its end."""
         self.broken = ""
         """Why what ran can no longer be trusted; empty while it can."""
+        self._cut = ""
+        """Why what ran on the caller's thread cannot be trusted, unless it still runs."""
         self._process = os.getpid()
         self._busy = threading.Lock()
         """Held by the work that runs, where no interrupt arrives."""
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="megatrain-step", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
-        _SHIELDS.add(self)
+        _GUARDS.add(self)
 
     def run(self, body: Callable[[], T], *, finish: bool) -> T:
-        """What `body` returns. An interrupt meanwhile is raised when the work has ended. With `finish` that is its
-        proper end, and a second interrupt is raised at once and leaves the engine broken; without, the work is asked to
-        give way (`check`), and after half a second the interrupt is raised while the work is still about to. Raises
+        """What `body` returns. An interrupt that comes meanwhile is raised when the work has ended. With `finish` the
+        work is completed first; a second interrupt is raised at once and leaves the engine broken. Without, the work is
+        asked to stop (`check`), and after half a second the interrupt is raised even if it still runs. Raises
         ConfigError when other work is under way."""
         self.settle()
         body = self._alone(body)
         if threading.current_thread() is not threading.main_thread():
             return body()
+        if (watched := observer()) is not None:
+            return self._on_the_callers_thread(body, watched)
         job = self._job = _Job(self._as_the_caller(body))
         try:
             self._jobs.put(job)
@@ -83,7 +95,9 @@ class InterruptGuard:
             try:
                 if not job.withdraw():
                     if finish:
-                        log.warning("interrupted: finishing the step first; once more leaves the engine unusable")
+                        log.warning(
+                            "interrupted: finishing the step first; a second interrupt leaves the engine unusable"
+                        )
                     job.wait(None if finish else _GRACE_S)
             except BaseException:
                 if finish:
@@ -100,21 +114,24 @@ class InterruptGuard:
             raise EngineBroken("the engine was closed by another thread while it computed") from None
 
     def check(self) -> None:
-        """For the work: raises GivenUp when it shall end here."""
+        """Called by the work: raises GivenUp when it has been asked to stop."""
         job = self._job
         if job is not None and job.given_up:
             raise GivenUp
 
     def settle(self) -> None:
-        """Waits for what an interrupt left running. Raises EngineBroken when it cannot be trusted, and in a fork."""
+        """Waits for work that still runs after an interrupt. Raises EngineBroken when it cannot be trusted, and in a
+        fork."""
         job = self._job
         if self.is_forked:
             raise EngineBroken(
                 f"this engine belongs to process {self._process}, of which this one is a fork without its threads; "
-                "make the engine after the fork, or start such processes with spawn"
+                "create the engine after the fork, or start such processes with spawn"
             )
         if self.broken:
             raise EngineBroken(self.broken)
+        if self._cut and not self._busy.locked():
+            raise EngineBroken(self._cut)
         if job is not None and threading.current_thread() is not self._thread:
             job.wait()
             if threading.current_thread() is threading.main_thread():
@@ -126,20 +143,20 @@ class InterruptGuard:
         return os.getpid() != self._process
 
     def leave(self, seconds: float | None = None) -> None:
-        """Waits for what still runs, whatever has become of it; it ends before its next operation."""
+        """Asks work that still runs to stop before its next operation, and waits for it."""
         job = self._job
         if job is not None and threading.current_thread() is not self._thread:
             job.given_up = True
             job.wait(seconds)
 
     def _alone(self, body: Callable[[], T]) -> Callable[[], T]:
-        """`body` with nothing else of the engine's beside it."""
+        """`body`, which runs only while no other work of this engine does."""
 
         def run() -> T:
             if not self._busy.acquire(blocking=False):
                 raise ConfigError(
                     "another pass of this engine is under way (in another thread, or this call came from its loss_fn); "
-                    "one ends before the next one begins"
+                    "wait for its end"
                 )
             try:
                 return body()
@@ -147,6 +164,21 @@ class InterruptGuard:
                 self._busy.release()
 
         return run
+
+    def _on_the_callers_thread(self, body: Callable[[], T], watched: str) -> T:
+        """What `body` returns. An exception that may be an interrupt's is raised and leaves the engine broken."""
+        self._cut = (
+            f"a pass of this engine was cut off under {watched}, where nothing guards it against interrupts, so its "
+            "state is not known; create the engine again and load a checkpoint"
+        )
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                found = body()
+        except MegatrainError:
+            self._cut = ""
+            raise
+        self._cut = ""
+        return found
 
     def _as_the_caller(self, body: Callable[[], T]) -> Callable[[], T]:
         """`body` under what torch and Python keep for the calling thread."""
@@ -166,6 +198,19 @@ class InterruptGuard:
                 return context.run(body)
 
         return run
+
+
+def observer() -> str | None:
+    """What observes or changes the operations of the calling thread alone, for a message; None where nothing does."""
+    if torch._C._autograd._profiler_enabled():
+        return "a torch profiler"
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in functions if not isinstance(mode, DeviceContext)]  # the default device is handed over
+    for mode in (*modes, *_get_current_dispatch_mode_stack()):
+        return type(mode).__name__
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "hooks on saved tensors"
+    return None
 
 
 class _Job:
@@ -225,13 +270,13 @@ class _Job:
         return self._answer
 
 
-_SHIELDS: "weakref.WeakSet[InterruptGuard]" = weakref.WeakSet()
+_GUARDS: "weakref.WeakSet[InterruptGuard]" = weakref.WeakSet()
 
 
 @atexit.register
 def _at_exit() -> None:
-    """What computes must not be inside torch any more when the interpreter takes it down."""
-    for guard in list(_SHIELDS):
+    """No thread may be inside torch when the interpreter shuts it down."""
+    for guard in list(_GUARDS):
         guard.leave(_EXIT_S)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.engine.loss import IGNORE, matmul_grad_hidden, matmul_logits, token_logprobs, workspace_bytes
+from megatrain.engine.loss import matmul_grad_hidden, matmul_logits, token_logprobs, workspace_bytes
 from megatrain.engine.matmul import add_matmul
 from megatrain.errors import ConfigError
+from megatrain.names import IGNORED
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -117,13 +118,13 @@ class LossHead:
                 f"head.logprobs was given hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}; they must be "
                 "(batch, seq, width) and (batch, seq), neither of them shifted"
             )
-        targets = torch.full_like(labels, IGNORE, dtype=torch.int64)
+        targets = torch.full_like(labels, IGNORED, dtype=torch.int64)
         targets[:, :-1] = labels[:, 1:]
-        wrong = (targets != IGNORE) & ((targets < 0) | (targets >= self._vocab))
+        wrong = (targets != IGNORED) & ((targets < 0) | (targets >= self._vocab))
         if bool(wrong.any()):
             raise ConfigError(
                 f"head.logprobs was given the label {int(targets[wrong][0])}, and the model has {self._vocab} tokens; "
-                f"a position without a label is {IGNORE}"
+                f"a position without a label is {IGNORED}"
             )
         return targets.flatten()
 
@@ -134,7 +135,7 @@ class LossHead:
         def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
             logits = self._logits(hidden.unsqueeze(0))[0]
             logp = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-            supervised = target != IGNORE
+            supervised = target != IGNORED
             found = logp.gather(1, torch.where(supervised, target, 0).unsqueeze(1)).squeeze(1)
             spread = -(logp.exp() * logp).sum(-1) * supervised if entropy else None
             return torch.where(supervised, found, 0), spread
@@ -190,7 +191,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             rows_t = targets[start : start + head.chunk]
             logp, _ = head.logits(hidden[start : start + head.chunk])
             _log_softmax_(logp)
-            supervised = rows_t != IGNORE
+            supervised = rows_t != IGNORED
             found = logp.gather(1, torch.where(supervised, rows_t, 0).unsqueeze(1)).squeeze(1)
             spread = -logp.mul_(logp.exp()).sum(1)
             parts.append((torch.where(supervised, found, 0), torch.where(supervised, spread, 0)))
@@ -223,7 +224,7 @@ def _backward(
     for start in range(0, hidden.shape[0], head.chunk):
         part = slice(start, start + head.chunk)
         rows_h, rows_t = hidden[part], targets[part]
-        supervised = rows_t != IGNORE
+        supervised = rows_t != IGNORED
         logp, slope = head.logits(rows_h)
         _log_softmax_(logp)
         weight = torch.where(supervised, grad[part], 0).to(logp.dtype)

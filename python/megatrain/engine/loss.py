@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.matmul import TILE_ROWS, add_matmul, mixed_matmul
+from megatrain.names import IGNORED
 
-log = logging.getLogger(__name__)
-
-IGNORE = -100
-"""Target of a row that is not supervised, as in Hugging Face."""
+log: logging.Logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
 _CHUNK_SHARE = 32
@@ -36,6 +34,8 @@ class LossResult(NamedTuple):
     """(N, H), dtype of `hidden`: gradient of `scale * loss_sum`."""
     logprobs: Tensor | None
     """(N,), fp32 or better: log-probability of each target, 0 where not supervised; only when asked for."""
+    correct: Tensor | None
+    """(N,), bool: whether no other token has a larger logit than the target; with `logprobs` only."""
 
 
 def default_chunk(vocab: int, device: str, card_bytes: int | None = None) -> int:
@@ -66,7 +66,7 @@ def workspace_bytes(rows: int, vocab: int, hidden: int, chunk: int, dtype: torch
 @torch.no_grad()
 def chunked_loss(
     hidden: Tensor,  # (N, H), bf16, fp16, fp32 or fp64
-    targets: Tensor,  # (N,), int64, token ids already shifted; IGNORE where not supervised
+    targets: Tensor,  # (N,), int64, token ids already shifted; IGNORED where not supervised
     weight: Tensor,  # (V, H), dtype of `hidden`
     bias: Tensor | None = None,  # (V,)
     *,
@@ -94,6 +94,7 @@ def chunked_loss(
     chunk = min(chunk or default_chunk(vocab, hidden.device.type), max(rows, 1))
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
     logprobs = torch.empty(rows, dtype=arithmetic, device=hidden.device) if need_logprobs else None
+    correct = torch.empty(rows, dtype=torch.bool, device=hidden.device) if need_logprobs else None
     if need_grad and grad_hidden is None:
         grad_hidden = torch.empty_like(hidden)
     elif not need_grad:
@@ -106,11 +107,13 @@ def chunked_loss(
         rows_t = targets[start : start + chunk]
         logits = logits_buffer[: rows_h.shape[0]]
         matmul_logits(rows_h, weight, logits)
+        if correct is not None:
+            correct[start : start + chunk] = is_largest(logits, rows_t, bias)
         if in_kernel:
             from megatrain.engine import loss_triton
 
             losses, logp, dlogits = loss_triton.cross_entropy(
-                logits, rows_t, bias, terms, IGNORE, out_dtype=hidden.dtype if need_grad else None
+                logits, rows_t, bias, terms, IGNORED, out_dtype=hidden.dtype if need_grad else None
             )
         else:
             losses, logp, dlogits = _cross_entropy(logits, rows_t, bias, terms, need_grad)
@@ -127,12 +130,12 @@ def chunked_loss(
             grad_bias += dlogits.sum(0, dtype=grad_bias.dtype)
         # last, because the caller may let it overwrite `hidden`
         matmul_grad_hidden(dlogits, weight, grad_hidden[start : start + chunk])
-    return LossResult(loss_sum, grad_hidden, logprobs)
+    return LossResult(loss_sum, grad_hidden, logprobs, correct)
 
 
 def token_logprobs(
     hidden: Tensor,  # (N, H)
-    targets: Tensor,  # (N,), int64; IGNORE gives 0
+    targets: Tensor,  # (N,), int64; IGNORED gives 0
     weight: Tensor,  # (V, H)
     bias: Tensor | None = None,  # (V,)
     *,
@@ -140,7 +143,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """(N,) log-probabilities of the targets, fp32 or better; 0 where the target is IGNORE."""
+    """(N,) log-probabilities of the targets, fp32 or better; 0 where the target is IGNORED."""
     result = chunked_loss(
         hidden,
         targets,
@@ -204,7 +207,7 @@ def _cross_entropy(
     kernel, and what runs where there is none."""
     vocab = logits.shape[1]
     smoothing = terms.label_smoothing
-    supervised = targets != IGNORE
+    supervised = targets != IGNORED
     index = torch.where(supervised, targets, 0).unsqueeze(1)
     if bias is not None:
         logits += bias
@@ -240,6 +243,17 @@ def _cross_entropy(
     if slope is not None:
         weights *= slope
     return losses, logp, weights
+
+
+def is_largest(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(R,) bool: whether a supervised target's logit is the largest of its row (R, V). Neither scale nor cap changes
+    that."""
+    index = torch.where(targets != IGNORED, targets, 0).unsqueeze(1)
+    found = []
+    for rows, wanted in zip(torch.split(logits, TILE_ROWS), torch.split(index, TILE_ROWS), strict=True):
+        summed = rows if bias is None else rows + bias
+        found.append(summed.gather(1, wanted).squeeze(1) >= summed.amax(1))
+    return torch.cat(found) & (targets != IGNORED)
 
 
 def matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -81,7 +81,7 @@ def _flash_takes(decoder: Decoder) -> bool:
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """What differs between two keys, a sentence each."""
+    """The differences between two keys, one sentence per entry."""
     return [
         f"{name}: {stored.get(name)!r} -> {current.get(name)!r}"
         for name in sorted({*stored, *current})
@@ -149,7 +149,7 @@ class _Fp32Settings(NamedTuple):
 
     @classmethod
     def read(cls) -> "_Fp32Settings":
-        """Those in force."""
+        """The current settings."""
         try:
             matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         except RuntimeError:  # the caller has used both interfaces, and the newer one counts
@@ -161,7 +161,7 @@ class _Fp32Settings(NamedTuple):
         )
 
     def set(self) -> None:
-        """Puts them in force."""
+        """Applies them."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.backends.cudnn.allow_tf32 = self.cudnn
         for kernel, wanted, own in zip(_fp32_kernels(), self.kernels, self.own, strict=True):
@@ -186,7 +186,7 @@ full_precision = _FullPrecision()
 
 @contextlib.contextmanager
 def arithmetic(device: torch.device, deterministic: bool) -> Iterator[None]:
-    """Random state, arithmetic and determinism as a pass wants them, and as the caller had them afterwards."""
+    """Sets random state, arithmetic and determinism for a pass, and restores the caller's afterwards."""
     cuda = device.type == "cuda"
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_precision)

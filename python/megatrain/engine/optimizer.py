@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatrain.config.constraints import check_eps
-from megatrain.engine.options import known_keywords, nearest
+from megatrain.engine.options import known_keywords
 from megatrain.errors import ConfigError
-from megatrain.names import match
+from megatrain.names import match, suggest
 
 CoreGroup = tuple[float, float, float, float, float]
 """lr, beta1, beta2, eps, weight_decay: what the core takes for one group."""
@@ -31,6 +31,7 @@ class Group:
         return self.lr * lr_factor, self.betas[0], self.betas[1], self.eps, self.weight_decay
 
 
+@known_keywords
 class AdamW:
     """Settings in torch.optim.AdamW's words and with its defaults; a group names its parameters by patterns.
 
@@ -39,7 +40,6 @@ class AdamW:
     Raises ConfigError for values out of range.
     """
 
-    @known_keywords
     def __init__(
         self,
         lr: float = 1e-3,
@@ -54,7 +54,7 @@ class AdamW:
             where = f"optimizer.groups[{number}]"
             unknown = sorted(set(given) - {"params", *_KEYS})
             if unknown:
-                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; {nearest(unknown[0], ('params', *_KEYS))}")
+                raise ConfigError(f"{where}: unknown key {unknown[0]!r}; {suggest(unknown[0], ('params', *_KEYS))}")
             params = given.get("params")
             params = (params,) if isinstance(params, str) else tuple(params or ())
             if not params or not all(isinstance(p, str) for p in params):

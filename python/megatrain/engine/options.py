@@ -1,7 +1,6 @@
-"""What may be asked of an engine: every argument checked before anything is opened, allocated or moved."""
+"""An engine's arguments, checked before anything is opened, allocated or moved."""
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -13,14 +12,12 @@ from typing import Any, ParamSpec, TypeVar
 from megatrain.config import NvmeConfig, constraints
 from megatrain.config.paths import check_state_folder
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
 from megatrain.units import is_count, parse_size
 
 UPDATES = ("just_in_time", "immediate")
 MEMORY_KEYS = ("gpu", "host")
 """What `memory` of an engine may limit."""
-
-_SHOWN = 8
-"""Most names that a refusal lists."""
 
 
 def check(
@@ -37,9 +34,9 @@ def check(
     seed: Any,
     precisions: Iterable[str],
 ) -> None:
-    """Raises ConfigError for the first of an engine's arguments that it cannot be made with."""
+    """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
-    if grad_precision not in precisions:
+    if grad_precision not in tuple(precisions):
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
@@ -82,7 +79,7 @@ def check_max_grad_norm(max_grad_norm: Any, update: str) -> None:
 
 
 def mapping(name: str, given: Any) -> None:
-    """Raises ConfigError for what is neither a dict nor left out."""
+    """Raises ConfigError unless `given` is a mapping or None."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} must be a dict, not {type(given).__name__}")
 
@@ -92,7 +89,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
     limits = {}
     for key, given in (memory or {}).items():
         if key not in (*MEMORY_KEYS, "nvme"):
-            raise ConfigError(f"memory: unknown key {key!r}; {nearest(key, (*MEMORY_KEYS, 'nvme'))}")
+            raise ConfigError(f"memory: unknown key {key!r}; {suggest(key, (*MEMORY_KEYS, 'nvme'))}")
         if key == "nvme" or given is None or given == "auto":
             continue
         limits[key] = _size(f"memory.{key}", given)
@@ -109,7 +106,7 @@ def state_disk(memory: Mapping[str, Any] | None) -> NvmeConfig | None:
         raise ConfigError(f"memory.nvme must be a dict with a path, such as {{'path': '/nvme'}}, not {given!r}")
     for key in given:
         if key not in ("path", "size"):
-            raise ConfigError(f"memory.nvme: unknown key {key!r}; {nearest(key, ('path', 'size'))}")
+            raise ConfigError(f"memory.nvme: unknown key {key!r}; {suggest(key, ('path', 'size'))}")
     paths = given["path"] if isinstance(given["path"], list | tuple) else [given["path"]]
     if not all(isinstance(path, str | os.PathLike) for path in paths):
         raise ConfigError(f"memory.nvme.path must be a folder, or a list of folders, not {given['path']!r}")
@@ -124,7 +121,7 @@ def state_disk(memory: Mapping[str, Any] | None) -> NvmeConfig | None:
 
 
 def _size(name: str, given: Any) -> int:
-    """Bytes of a size. Raises ConfigError for what is none."""
+    """Bytes of a size. Raises ConfigError for anything that is not a size."""
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise ConfigError(f"{name} is {given!r}; write bytes as a whole number, or a size such as '12GiB'")
     try:
@@ -144,7 +141,7 @@ def check_length(micro_batch: tuple[int, int] | None, positions: int | None) -> 
 
 
 def refuse_wrapper(model: Any) -> None:
-    """Raises ConfigError for a module that wraps a whole transformers model: what it saves has the wrapper's names."""
+    """Raises ConfigError for a module that wraps a whole transformers model: its tensors have the wrapper's names."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -168,7 +165,7 @@ def model_path(given: Any) -> str:
 
 
 def folder(given: Any) -> Path:
-    """A folder's path. Raises ConfigError for what is none, or for one that no file system has."""
+    """A folder's path. Raises ConfigError for anything else, or for a path that no file system can have."""
     try:
         path = Path(given)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -188,28 +185,37 @@ def positive(value: Any) -> bool:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
-def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, with a TypeError for a misspelt keyword that names the nearest one."""
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+def known_keywords(owner: C) -> C:
+    """A class whose constructor and public methods answer a misspelt keyword with a TypeError that names the nearest
+    one."""
+    for name, member in list(vars(owner).items()):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if inspect.isfunction(member):
+            setattr(owner, name, _known_keywords(member))
+        elif isinstance(member, classmethod):
+            setattr(owner, name, classmethod(_known_keywords(member.__func__)))
+    return owner
+
+
+def _known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name not in ("self", "cls")]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {nearest(name, names)}")
+                hint = suggest(name, names) if names else "it takes none"
+                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {hint}")
         return function(*args, **kwargs)
 
     return call
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """`did you mean …?` where one of `known` looks like `name`, else a list of them."""
-    known = list(known)
-    shown = ", ".join(known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known are {shown}"
 
 
 def _is_number(value: Any) -> bool:

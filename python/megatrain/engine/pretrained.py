@@ -42,12 +42,12 @@ def open_pretrained(
     matching.match(weights, decoder)
 
     def load(decoder: Decoder, core: Any) -> None:
-        told = progress_line() if progress == "auto" else progress
+        report = progress_line() if progress == "auto" else progress
         loader.load(
             weights,
             decoder,
             core,
-            progress=None if told is None else lambda done, total: told("reading weights", done, total),
+            progress=None if report is None else lambda done, total: report("reading weights", done, total),
         )
 
     return decoder, load, files.folder

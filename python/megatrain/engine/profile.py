@@ -19,16 +19,16 @@ from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
 from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, first_line
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
 from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
-from megatrain.models.types import CORE_DTYPES, PRECISIONS, Unit
+from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
     if getattr(output, "shape", None) != hidden.shape:
-        raise ConfigError(f"{type(module).__name__} does not return hidden states like those it is given")
+        raise ConfigError(f"{type(module).__name__} does not return hidden states of the shape it receives")
     kept = turn.staged_bytes
     if first in decoder.mixing_layers:
         kept = per_document.kept_bytes(kept, hidden.numel() * hidden.element_size())
@@ -139,8 +139,9 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         )
     except Exception as error:
         # whatever tracing may raise for a layer whose work depends on values, the count of the plain layer is an answer
-        reason = str(error).partition("\n")[0]
-        log.info("%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, reason)
+        log.info(
+            "%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, first_line(error)
+        )
         return eager
     router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
     running = max(found.forward, found.kept + found.backward)
@@ -186,8 +187,6 @@ def plan_request(
         )
     if decoder.precision == "fp32":
         grad_precision = "fp32"
-    if grad_precision not in PRECISIONS:
-        raise ConfigError(f"grad_precision must be one of {', '.join(PRECISIONS)}, not {grad_precision!r}")
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
     numbers = {name: number for number, name in enumerate(_trained(decoder))}

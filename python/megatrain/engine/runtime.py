@@ -26,6 +26,7 @@ from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitL
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
+from megatrain.names import suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
@@ -33,7 +34,7 @@ from megatrain.weights import initialize
 if TYPE_CHECKING:
     from megatrain.engine.state_dict import Plane
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""
@@ -75,7 +76,7 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {arguments.nearest(unknown[0], sorted(PLAN_KEYS))}")
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder = decoder
         self.set_optimizer(optimizer)
         self._core_device, self.device = core_device, device
@@ -91,7 +92,7 @@ class Runtime:
         self._rates = dict(rates or {})
         declared = self.settings.get("loss_workspace")
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
-        """Whether a loss function of the caller's is planned for, and with how many bytes if that was declared."""
+        """Whether the plan includes a `loss_fn`, and with how many bytes if those were declared."""
         self._load, self._seed = load, seed
         self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
@@ -105,9 +106,9 @@ class Runtime:
         self._plan: dict[str, Any] = {}
         self._closed = False
         self.undefined = ""
-        """Why the state is no state of training, where a load was cut off."""
+        """Why the weights belong to no single training step, after a load was interrupted."""
         self._emptied = False
-        """Whether values were taken out of the model; they are gone when setting up fails after that."""
+        """Whether values were moved out of the model; they are lost when setting up fails after that."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -128,12 +129,12 @@ class Runtime:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan in force."""
+        """The current plan."""
         assert self.core is not None  # which makes it
         return self._plan
 
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
-        """What the planner is asked; see `request.plan_request`."""
+        """The planner's input; see `profile.plan_request`."""
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
         if self._disk is not None:
@@ -156,11 +157,12 @@ class Runtime:
     def set_optimizer(self, optimizer: AdamW) -> None:
         """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
         self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        """AdamW's present settings."""
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
+        return core_groups(self._decoder, self.optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -245,11 +247,11 @@ class Runtime:
             self._core.check()
         elif self._emptied:
             raise EngineBroken(
-                "setting up the engine was cut off after the model's weights had been taken; load the model again"
+                "creating the engine was interrupted after the model's weights were moved into it; load the model again"
             )
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
@@ -314,7 +316,7 @@ class Runtime:
         return hardware.read().with_free_memory(self.device.index)
 
     def _fill(self, core: _core.Engine) -> None:
-        """Puts the model's values into the store, each tensor given up as soon as it is there."""
+        """Moves the model's values into the store; each tensor is freed as soon as it was copied."""
         decoder = self._decoder
         values = decoder.values
         if self._load is not None:

@@ -1,4 +1,4 @@
-"""What an engine holds, read as tensors: weights, moments, gradients, and the figures of its last step."""
+"""An engine's weights, moments and gradients, read as tensors, and the statistics of its last step."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.engine.options import nearest
+from megatrain.names import suggest
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -27,13 +27,14 @@ class Stats:
     lanes: dict[str, float]
     """Seconds each lane was busy."""
     bound: str
-    """The lane that was busy longest; `launching` where a card mostly waited for the launches of what it computes."""
+    """The lane that was busy longest; `launching` where the card mostly waited for kernels to be launched."""
     raw: dict[str, Any]
     """Everything the core reports."""
 
 
 class StateDict(Mapping[str, Tensor]):
-    """Hugging Face names to master weights (fp32; frozen tensors in their own type), each read when asked for."""
+    """A mapping from Hugging Face names to master weights (fp32; frozen tensors in their stored type), each read when
+    it is accessed."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
@@ -50,7 +51,7 @@ class StateDict(Mapping[str, Tensor]):
         return len(self._names)
 
     def __reduce__(self) -> Any:
-        """Refused: what is pickled would be the engine with all it holds, not the weights."""
+        """Refused: pickling this would pickle the engine with everything it holds."""
         raise TypeError(
             "engine.state_dict() reads weights from the engine when asked for them, so it cannot be pickled: save "
             "dict(engine.state_dict()), which copies all of them into memory, or call engine.save_pretrained(folder)"
@@ -58,10 +59,11 @@ class StateDict(Mapping[str, Tensor]):
 
 
 def find(decoder: "Decoder", name: str, trained: bool) -> "TensorRef":
-    """The tensor of a Hugging Face name. Raises KeyError where there is none, or it is not trained and has to be."""
+    """The tensor of a Hugging Face name. Raises KeyError for an unknown name, and with `trained` for a frozen
+    tensor."""
     ref = decoder.tensors.get(decoder.aliases.get(name, name))
     if ref is None:
-        raise KeyError(f"the model has no parameter {name!r}; {nearest(name, decoder.tensors)}")
+        raise KeyError(f"the model has no parameter {name!r}; {suggest(name, decoder.tensors)}")
     if trained and ref.role != "trainable":
         raise KeyError(f"{name} is frozen, so it has neither moments nor gradient")
     return ref

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatrain.models.state_changes import StateSnapshot, refusal
 from megatrain.models.vision import add_features, feature_grad
 from megatrain.names import format_names
 from megatrain.system.out_of_memory import is_out_of_memory
+from megatrain.system.splitmix import draw
 
 T = TypeVar("T")
 
@@ -80,6 +81,32 @@ class StepTemplates:
         return run
 
 
+class Held(Generic[T]):
+    """A value that one operation of a pass leaves for a later one. The schedule orders them, so a missing value is a
+    bug of ours."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T | None = None) -> None:
+        self._value = value
+
+    def put(self, value: T) -> None:
+        """Leaves a value, in place of what was there."""
+        self._value = value
+
+    def get(self) -> T:
+        """The value, which stays."""
+        if self._value is None:
+            raise RuntimeError("an operation ran before the one whose result it needs")
+        return self._value
+
+    def take(self) -> T:
+        """The value, which nothing here refers to any more: its memory is free when the caller drops it."""
+        value = self.get()
+        self._value = None
+        return value
+
+
 class Pass:
     """The micro-batches of one step on their way through the model."""
 
@@ -105,18 +132,19 @@ class Pass:
         if templates.casts is not None:
             templates.casts.clear()
         count = len(prepared.micro_batches)
-        # Now, before the core sends any weights: a copy of a few kilobytes would wait behind every load that is queued.
+        # Now, before the core sends any weights: a copy of a few kilobytes would wait for every load that is queued.
         with_batch = options.loss_fn is not None
         moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
         moved[: templates.group] = map(preparer.with_record, moved[: templates.group])
-        self._micro: list[MicroBatch | None] = list(moved)
+        self._micro = [Held(micro) for micro in moved]
         tables = prepared.tables if training else {}
         self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
         preparer.end_copies()
-        self._hidden: list[Tensor | None] = [None] * count
-        self._grad: list[Tensor | None] = [None] * count
+        self._hidden: list[Held[Tensor]] = [Held() for _ in range(count)]
+        self._grad: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        """Of each micro-batch, what is added behind a unit on the way forward, and its gradient on the way back."""
+        """Per micro-batch: the features added after a unit in the forward pass, then their gradients in the backward
+        pass."""
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
@@ -132,6 +160,8 @@ class Pass:
         """Sum of losses of each micro-batch (0-d, on the device)."""
         self.logprobs: list[Tensor | None] = [None] * count
         """Without training: log-probabilities of each micro-batch's targets (batch * seq,)."""
+        self.correct: list[Tensor | None] = [None] * count
+        """Without training: how many targets of each micro-batch have the largest logit (0-d, on the device)."""
         self.collected: list[Tensor | None] = [None] * count
         """What `collect` made of each micro-batch."""
         self._phases: dict[Phase, Callable[[Any], None]] = {
@@ -176,29 +206,27 @@ class Pass:
     def _embed(self, op: ComputeOp) -> None:
         m = op.micro_batch
         templates = self._templates
-        micro = self._micro[m]
-        assert micro is not None
+        micro = self._micro[m].get()
         if m >= templates.group:  # masks of one group at a time
-            micro = self._micro[m] = self._preparer.with_record(micro)
+            micro = self._preparer.with_record(micro)
+            self._micro[m].put(micro)
         templates.embed.bound.bind(op.weights, 0)
         self._reseed(m, 0)
         forward = (
             templates.drawing(templates.embed, templates.embed.forward) if self._training else templates.embed.forward
         )
-        self._hidden[m], features = forward(micro)
+        hidden, features = forward(micro)
+        self._hidden[m].put(hidden)
         self._features[m] = dict(enumerate(features, 1))
 
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
-        templates, micro, hidden = self._templates, self._micro[m], self._hidden[m]
-        assert micro is not None
-        assert micro.record is not None
-        assert hidden is not None
+        templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
         template = templates.layers[unit - 1]
         template.bind(op.weights, unit - 1)
         layer = self._layer(template, micro, unit - 1)
         if not self._training:
-            self._hidden[m] = self._with_features(micro, unit, m, layer(hidden))
+            self._hidden[m].put(self._with_features(micro, unit, m, layer(hidden)))
             return
         turn = CheckpointedCall(
             layer,
@@ -209,13 +237,13 @@ class Pass:
             templates.casts.region if templates.casts is not None else None,
         )
         if op.stage is not None:
-            shared = micro.record.storages() | (
+            shared = micro.recorded.storages() | (
                 micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
             )
             turn.use_stage(templates.stage, op.stage, templates.staged_bytes[unit], shared)
-        self._hidden[m] = None  # the turn holds it, or the stage does
         before = None if template.tried else StateSnapshot(template.module)
-        self._hidden[m] = self._with_features(micro, unit, m, turn.forward(hidden, op.activation, op.input_on_host))
+        after = turn.forward(hidden, op.activation, op.input_on_host)
+        self._hidden[m].put(self._with_features(micro, unit, m, after))
         if before is not None:
             if changed := before.changed():
                 raise ConfigError(refusal(templates.decoder.units[unit].name, changed))
@@ -227,54 +255,48 @@ class Pass:
     def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
         """What a layer returned, with the features of images that the model adds to it."""
         features = self._features[m].pop(unit, None)
-        if features is None or micro.record is None or micro.record.visual is None:
-            return hidden
-        return add_features(hidden, micro.record.visual, features)
+        visual = micro.recorded.visual
+        return hidden if features is None or visual is None else add_features(hidden, visual, features)
 
     def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
         """The `layer`-th layer as a function of the micro-batch's hidden states."""
         by_document = micro.document_buckets is not None and layer in micro.document_buckets.layers
-        assert micro.record is not None
+        record = micro.recorded
         if by_document and micro.document_buckets is not None:
             call: Any = micro.document_buckets.call(template, layer, self._training)
         elif self._training:
-            call = template.training_call(micro.record.args[layer], micro.record.kwargs[layer], micro.counted)
+            call = template.training_call(record.args[layer], record.kwargs[layer], micro.counted)
         else:
-            return template.call(micro.record.args[layer], micro.record.kwargs[layer])
+            return template.call(record.args[layer], record.kwargs[layer])
         compiled = template.compiled and not by_document
         return call if compiled or not self._training else self._templates.drawing(template, call)
 
     def _loss(self, op: ComputeOp) -> None:
         m = op.micro_batch
-        templates, micro, hidden = self._templates, self._micro[m], self._hidden[m]
-        assert micro is not None
-        assert hidden is not None
-        self._hidden[m] = None
+        templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
         templates.head.bind(op.weights, op.tied_weights)
         if not self._training:
             if self._collect is not None:
                 self.collected[m] = self._collect(templates.head, hidden)
             else:
-                self.losses[m], self.logprobs[m] = templates.head.score(hidden, micro, self._options)
-            self._micro[m] = None
+                scores = templates.head.score(hidden, micro, self._options)
+                self.losses[m], self.logprobs[m], self.correct[m] = scores
+            self._micro[m].take()
             return
         self._reseed(m, op.unit)
         sums = self._targets(op)
-        self.losses[m], self._grad[m] = templates.head.train_step(
+        self.losses[m], grad = templates.head.train_step(
             hidden, micro, self._options, sums, self._tied_sum(op), op.first
         )
+        self._grad[m].put(grad)
         self._round(op)
         if op.round_tied:
             self._round_tied(op)
 
     def _backward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
-        templates, grad = self._templates, self._grad[m]
-        assert grad is not None
-        micro = self._micro[m]
-        assert micro is not None
-        assert micro.record is not None
-        vision_spec, visual = templates.decoder.vision_spec, micro.record.visual
+        templates, grad = self._templates, self._grad[m].get()
+        vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
         if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
             self._features[m][unit] = feature_grad(grad, visual)
         template = templates.layers[unit - 1]
@@ -287,7 +309,7 @@ class Pass:
         weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
         grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
         assert grads[0] is not None
-        self._grad[m] = grads[0]
+        self._grad[m].put(grads[0])
         self._require_gradients(op, weight_grads.finish(grads[1:]))
         self._round(op)
 
@@ -316,10 +338,7 @@ class Pass:
 
     def _embed_backward(self, op: ComputeOp) -> None:
         m = op.micro_batch
-        templates, micro, grad = self._templates, self._micro[m], self._grad[m]
-        assert micro is not None
-        assert grad is not None
-        self._grad[m] = self._micro[m] = None
+        templates, micro, grad = self._templates, self._micro[m].take(), self._grad[m].take()
         templates.embed.bound.bind(op.weights, 0)
         if op.first:
             self._rows = {table: RowSums(rows, padding) for table, (rows, padding) in self._tables.items()}
@@ -420,11 +439,8 @@ class Pass:
 
 
 def random_key(*numbers: int) -> int:
-    """63 bits that depend on every number and on their order (the finalizer of splitmix64, chained)."""
+    """63 bits that depend on every number and on their order: splitmix64, chained."""
     key = 0
     for number in numbers:
-        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
-        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFF_FFFF_FFFF_FFFF
-        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & 0xFFFF_FFFF_FFFF_FFFF
-        key ^= key >> 31
+        key = draw(key + number)
     return key >> 1

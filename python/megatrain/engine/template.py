@@ -21,7 +21,7 @@ from megatrain.models.moe import RoutedLayer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """Where one tensor lies in its unit."""
+    """Where one tensor is stored in its unit."""
 
     element: int
     """First element in the trainable plane (trainable tensors)."""
@@ -34,7 +34,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """Where everything of one unit lies, as the core has laid it out."""
+    """Where the tensors of one unit are stored, as laid out by the core."""
 
     elements: int
     """Elements of the trainable plane, padding included."""

@@ -1,13 +1,13 @@
 """Passes over a model's units, and the gradients that wait for their update: where each begins and ends.
 
-Every pass and every verdict runs in an `InterruptGuard`, so that an interrupt finds the state of a finished step: just
-in time, the step that it meets is dropped, or finished where its verdict has been asked for; with immediate updates it
-is always finished first.
-"""
+Every pass and every `apply` runs in an `InterruptGuard`, so that an interrupt leaves the state of a finished step. Just
+in time, the interrupted step is dropped, or finished if `apply` was already called; with immediate updates it is always
+finished first."""
 
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatrain import _core
 from megatrain.engine import numerics, repeat_check
+from megatrain.engine.default_device import on_cpu, on_present_default
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
 from megatrain.engine.interrupt_guard import InterruptGuard
@@ -27,7 +28,7 @@ from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 from megatrain.models.moe import RouterLoss
 from megatrain.models.support import refuse_global_hooks
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -45,12 +46,33 @@ class StepOutput:
     skipped: bool = False
     """Whether nothing was updated."""
     clip: float = 1.0
-    """What the gradients were multiplied with."""
+    """The factor that clipping multiplied the gradients by."""
     reason: str = ""
     """Why nothing was updated."""
     aux_loss: float | None = None
     """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
     coefficient."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOutput:
+    """Result of an evaluation."""
+
+    loss: float
+    """Mean over the supervised tokens."""
+    accuracy: float
+    """Share of the supervised tokens that the model finds the likeliest ones."""
+    num_tokens: int
+    """Supervised tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large."""
+        return math.exp(self.loss) if self.loss < _MOST_EXP else math.inf
+
+
+_MOST_EXP = 709.0
+"""exp of this is finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +86,11 @@ class Waiting:
     seen: bool = False
     """Whether a micro-batch had an image."""
     normalizer: float | None = None
-    """What the sum was divided by; None: by the supervised tokens of the one pass."""
+    """What the sum was divided by; None: the supervised tokens of the one pass."""
 
 
 class Passes:
-    """Forward, backward and verdict of one engine."""
+    """Forward, backward and update of one engine."""
 
     def __init__(
         self,
@@ -84,7 +106,7 @@ class Passes:
         router: RouterLoss | None,
     ) -> None:
         self._runtime, self._preparer = runtime, preparer
-        self.max_grad_norm, self._immediate = max_grad_norm, immediate
+        self.max_grad_norm, self.immediate = max_grad_norm, immediate
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
@@ -95,6 +117,26 @@ class Passes:
         self.num_steps = 0
         """Optimizer steps done."""
 
+    def check(self) -> None:
+        """Raises EngineBroken, with the cause, after a close and once something has failed. First waits for a step that
+        still runs after an interrupt."""
+        self.guard.settle()
+        self._runtime.check()
+
+    def numerics(self) -> dict[str, Any]:
+        """The numerics key (`numerics.py`)."""
+        runtime = self._runtime
+        return numerics.key(
+            self._preparer.decoder,
+            runtime.device,
+            micro_batch=runtime.nominal[0],
+            micro_batches=runtime.nominal[1],
+            grad_precision=runtime.grad_precision,
+            loss_chunk=runtime.settings.get("loss_chunk"),
+            compiled=runtime.compiled,
+            deterministic=self._deterministic,
+        )
+
     def train(
         self,
         prepared: StepInputs,
@@ -104,9 +146,17 @@ class Passes:
         apply: bool,
         check: bool = False,
     ) -> StepOutput | float:
-        """Forward and backward; with `apply` the verdict too, and the step's result instead of the loss. With `check`
+        """Forward and backward, and the loss. With `apply` also the update, and the step's result instead. With `check`
         forward and backward run twice and are compared; see `repeat_check.py`."""
         self._refuse_loss(loss_fn)
+        if loss_fn is not None:
+            loss_fn = on_present_default(loss_fn)
+        with on_cpu():
+            return self._train_prepared(prepared, loss_fn, normalizer, apply, check)
+
+    def _train_prepared(
+        self, prepared: StepInputs, loss_fn: LossFn | None, normalizer: float | None, apply: bool, check: bool
+    ) -> StepOutput | float:
         if normalizer is not None and not positive(normalizer):
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         normalizer = None if normalizer is None else float(normalizer)
@@ -148,10 +198,10 @@ class Passes:
             )
             return self._apply() if apply else loss
 
-        return self._run(body, finish=self._immediate)
+        return self._run(body, finish=self.immediate)
 
     def _refuse_loss(self, loss_fn: LossFn | None) -> None:
-        """Raises ConfigError for a loss function that cannot be called, or that takes a setting's place."""
+        """Raises ConfigError for a loss function that cannot be called, or that makes a setting meaningless."""
         if loss_fn is None:
             return
         if not callable(loss_fn):
@@ -159,11 +209,11 @@ class Passes:
         for name, value in (("label_smoothing", self._label_smoothing), ("z_loss", self._z_loss)):
             if value:
                 raise ConfigError(
-                    f"{name} is {value} and shapes the built-in loss only; with loss_fn create the engine without it"
+                    f"{name} is {value} and applies to the built-in loss only; for loss_fn create the engine without"
                 )
 
     def _refuse_other(self, normalizer: float | None) -> None:
-        """Raises ConfigError where gradients wait that were divided by something else; they wait on."""
+        """Raises ConfigError where the gradients of earlier calls were divided by something else; they are kept."""
         before = self.waiting
         if before is None or not before.micro_batches or (before.normalizer == normalizer and normalizer is not None):
             return
@@ -179,12 +229,12 @@ class Passes:
         )
 
     def apply(self) -> StepOutput:
-        """The verdict over the gradients that wait."""
-        return self._run(self._apply, finish=self._immediate)
+        """Clips and applies the gradients that wait, or skips the step when one is not finite."""
+        return self._run(self._apply, finish=self.immediate)
 
     def discard(self) -> None:
-        """Drops the gradients that wait: their weights have been replaced."""
-        if self.num_waiting and self._immediate:
+        """Drops the gradients that wait, because the weights they belong to have been replaced."""
+        if self.num_waiting and self.immediate:
             self.apply()  # has happened already, but for its report
         elif self.num_waiting:
             self._runtime.core.abandon()
@@ -196,7 +246,7 @@ class Passes:
         collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,
         largest: tuple[int, int] = (0, 0),
     ) -> Pass:
-        """A pass without backward, with what it found. `largest`: (batch, seq) of what is to be evaluated after it."""
+        """A pass without backward, and its results. `largest`: (batch, seq) of the batches to evaluate after it."""
         core = self._runtime.ready(prepared, not self.num_waiting, largest)
         options = LossOptions(scale=1.0, chunk=self._runtime.settings.get("loss_chunk"))
 
@@ -220,7 +270,7 @@ class Passes:
         try:
             return self.guard.run(body, finish=finish)
         except ValueError:
-            self._runtime.check()  # the core's own word for an engine that another thread has closed meanwhile
+            self._runtime.check()  # raises a better error if another thread has closed the engine meanwhile
             raise
 
     @property
@@ -264,9 +314,9 @@ class Passes:
     def _train(
         self, core: _core.Engine, prepared: StepInputs, options: LossOptions, *, synchronous: bool = False
     ) -> Pass:
-        self._tell_of_math(prepared)
+        self._warn_about_math(prepared)
         run = self._pass(prepared, options, training=True)
-        immediate = self._immediate
+        immediate = self.immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
         with numerics.arithmetic(self._runtime.device, self._deterministic):
             try:
@@ -287,8 +337,8 @@ class Passes:
                 raise
         return run
 
-    def _tell_of_math(self, prepared: StepInputs) -> None:
-        """Says once where a deterministic run on a card does not have the attention that it asks for."""
+    def _warn_about_math(self, prepared: StepInputs) -> None:
+        """Warns once when a deterministic run on a card cannot use the attention kernel that it asks for."""
         if self._math_reported or not self._deterministic or self._runtime.device.type != "cuda":
             return
         reason = numerics.why_math(self._preparer.decoder, self._preparer.masked(prepared))

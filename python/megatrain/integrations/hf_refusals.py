@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.options import nearest
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
+
+_LOSSES = ("nll", "chunked_nll")
+"""SFTConfig's names, of several releases of TRL, for the loss of the next token."""
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -58,7 +61,7 @@ def check_keywords(owner: type, parameters: Mapping[str, inspect.Parameter], giv
     if len(known) == len(parameters):
         for name in given:
             if name not in known:
-                hint = nearest(name, [*known, "engine_options"])
+                hint = suggest(name, [*known, "engine_options"])
                 raise TypeError(f"{owner.__qualname__} has no argument {name!r}; {hint}")
     for name, why in _KEYWORDS.items():
         if given.get(name) is not None:
@@ -103,7 +106,7 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"{name} is {_short(value)}: {why}")
     if str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS:
         raise ConfigError(f"optim is {str(args.optim)!r}: the engine's optimizer is AdamW; write optim='adamw_torch'")
-    if getattr(args, "loss_type", "nll") != "nll":
+    if getattr(args, "loss_type", "nll") not in _LOSSES:
         raise ConfigError(f"loss_type is {args.loss_type!r}: the engine computes the loss of the next token, 'nll'")
     template = getattr(args, "chat_template_path", None)
     if template is not None and not str(template).endswith((".jinja", ".j2")):

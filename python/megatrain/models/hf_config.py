@@ -3,7 +3,6 @@ name. Nothing is built here, and torch is not imported.
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import logging
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.names import nearest
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _EVERY_MODEL = frozenset(
     "model_type architectures auto_map transformers_version dtype torch_dtype quantization_config tokenizer_class "
@@ -60,7 +60,7 @@ def check(config: Any) -> None:
     kind = config.model_type
     refuse_kind(config, kind)
     if not getattr(config, "auto_map", None) and not _has_class(config):
-        raise ConfigError(f"{kind} is no causal language model: the installed transformers has none of this kind")
+        raise ConfigError(f"{kind} is not a causal language model in the installed transformers")
     if getattr(text_config(config), "num_attention_heads", None) is None:
         raise ConfigError(
             f"{kind} has no attention heads; models whose layers all carry a state from token to token are not "
@@ -120,10 +120,8 @@ def _check_kind(kind: Any) -> None:
     if kind in CONFIG_MAPPING:
         return
     message = f"model.config.model_type is {kind!r}, which the installed transformers does not know"
-    close = difflib.get_close_matches(str(kind), list(DECODERS), n=1) or difflib.get_close_matches(
-        str(kind), list(CONFIG_MAPPING.keys()), n=1
-    )
-    raise ConfigError(f"{message}; did you mean {close[0]}?" if close else f"{message}; write one such as llama")
+    close = nearest(kind, DECODERS) or nearest(kind, CONFIG_MAPPING.keys())
+    raise ConfigError(f"{message}; did you mean {close}?" if close else f"{message}; write one such as llama")
 
 
 def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
@@ -133,8 +131,8 @@ def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
 
     for name in _unknown(config, given):
         known = {field.name for field in dataclasses.fields(type(config))} | set(config.attribute_map)
-        close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-        hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
+        close = nearest(name, sorted(known))
+        hint = f"did you mean {prefix}{close}?" if close else "remove it"
         raise ConfigError(f"{prefix}{name} is not a key of {config.model_type}; {hint}")
     for name, value in given.items():
         part = vars(config).get(name)

@@ -28,7 +28,7 @@ from megatrain.models.vision import VisionSpec, stub_out, trace_vision
 from megatrain.names import format_names, match, patterns
 from megatrain.weights.hf_layout import library, published
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Place = Literal["embed", "head"] | int
 """Where a tensor belongs: embed, head, or the index of a layer."""
@@ -75,7 +75,7 @@ def _inspect(
     places = _Places(parts, recorder, found, taken.aliases)
     tied = head.weight is not None and places.of(head.weight) == "embed"
     if not head.plain and any(places.of(name) == "embed" for name in head.used):
-        raise ConfigError(f"{type(parts.model).__name__} ties its embedding to a head that is no plain matmul")
+        raise ConfigError(f"{type(parts.model).__name__} ties its embedding to a head that is not a plain matmul")
     trials = try_layers(parts, recorder, gates)
     untrained = [
         *trials.untrained,
@@ -198,7 +198,7 @@ def _freeze(model: nn.Module, freeze: tuple[str, ...], untrained: list[str], ali
         model.get_parameter(name).requires_grad_(False)
     if untrained:
         log.warning(
-            "the loss passes no gradient on to these parameters, so they are left as they are: %s",
+            "these parameters get no gradient from the loss, so they are not trained: %s",
             format_names(untrained),
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):

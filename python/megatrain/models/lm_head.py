@@ -138,7 +138,7 @@ def _used(parts: ModelParts, names: dict[int, str]) -> tuple[frozenset[str], fro
             logits = shell(hidden)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         name = type(parts.model).__name__
-        raise ConfigError(f"{name} asks more of its base than hidden states: {error}") from error
+        raise ConfigError(f"{name} needs more than hidden states from its base model: {error}") from error
     if changed := watch.changed():
         raise ConfigError(refusal(type(parts.model).__name__, changed))
     leaves = leaves_of([logits])

@@ -71,7 +71,7 @@ def build_without_storage(
 
     check_library()
     if attention not in ("auto", "sdpa", "eager"):
-        raise ConfigError(f"model.attention: {attention!r} is none of auto, sdpa, eager")
+        raise ConfigError(f"model.attention: {attention!r} must be auto, sdpa or eager")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if experts is not None:
         options["experts_implementation"] = experts

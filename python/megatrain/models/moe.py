@@ -26,7 +26,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.lm_head import HeadShell
 from megatrain.models.support import ModelParts
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-5
 _PROBE = (2, 6)
@@ -147,7 +147,9 @@ def _fit(parts: ModelParts, gates: Sequence[Gates]) -> RouterLoss | None:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             continue  # not the number of experts
         if plain is None or masked is None:
-            log.warning("output_router_logits: %s adds no auxiliary loss of its router, so neither is one here", name)
+            log.warning(
+                "output_router_logits: %s adds no auxiliary loss of its router, so megatrain adds none either", name
+            )
             return None
         for top_k in range(1, num_experts + 1):
             loss = RouterLoss(coefficient=_coefficient(parts, *plain), num_experts=num_experts, top_k=top_k)

@@ -283,7 +283,9 @@ class Recorder:
                 if name == "position_ids" and self.places_by_layer:
                     continue
                 if name not in self.accepts:
-                    raise ConfigError(f"{type(self.base).__name__} takes no {name}: do without padding or packing")
+                    raise ConfigError(
+                        f"{type(self.base).__name__} accepts no {name}: use rows without padding and packing"
+                    )
                 call[name] = value
         if self._caches:
             call["use_cache"] = False

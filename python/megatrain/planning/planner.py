@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatrain.engine.optimizer import AdamW
     from megatrain.models.decoder import Decoder
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 MICRO_BATCH_TOKENS = {"cuda": (32768, 8192), "cpu": (4096,)}
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
@@ -184,13 +184,13 @@ def plan_run(
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
         kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
         options = {key: value for key, value in kept.items() if value is not None} | options
-    nominal = _Planner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
+    nominal = SplitPlanner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
     options = (correction or {}) | options
-    roomiest = _Planner(config, decoder, device, machine.idle(), rates, options)
+    roomiest = SplitPlanner(config, decoder, device, machine.idle(), rates, options)
     size = first = _first_split(config, device, rows, saved, nominal)
     while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
         size = -(-size // 2)
-    planner = _Planner(config, decoder, device, machine, rates, options)
+    planner = SplitPlanner(config, decoder, device, machine, rates, options)
     try:
         request, plan = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
@@ -203,7 +203,9 @@ def plan_run(
         spilled = _spilled(config, decoder, device, machine, rates, options, (size, -(-rows // size)))
         raise remedies.explained(error, config, device, machine, planner.budget, changes, spilled) from None
     if size != first:
-        log.info("micro-batches of %d rows do not fit, so they have %d; this is part of the numerics key", first, size)
+        log.info(
+            "micro-batches of %d rows do not fit, so %d rows are used; this is part of the numerics key", first, size
+        )
     return RunPlan(
         device=device,
         precision=decoder.precision,  # type: ignore[arg-type]
@@ -234,7 +236,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
         if any(getattr(config.plan, key) is not None for key in change):
             continue
         correction = run_plan.correction | {"more_workspace": more} | change
-        planner = _Planner(
+        planner = SplitPlanner(
             config, decoder, run_plan.device, run_plan.machine, run_plan.rates, run_plan.options | correction
         )
         with contextlib.suppress(DoesNotFit, ConfigError):
@@ -271,7 +273,7 @@ def _spilled(
 
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:
     """Whether a run with these settings could be planned, with whatever split of a step fits."""
-    planner = _Planner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
+    planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
     rows = nominal_rows(config)
     size = config.plan.micro_batch or _even_parts(rows, MICRO_BATCH_TOKENS[device][0], config.data.seq_len)
     size = min(size, rows)
@@ -297,7 +299,7 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
     """The most rows that could be computed at a time, by trying."""
     options = {key: value for key, value in run_plan.options.items() if key != "group"}  # of several micro-batches
-    planner = _Planner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
+    planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:
         with contextlib.suppress(DoesNotFit):
@@ -388,7 +390,7 @@ def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
     return -(-rows // -(-rows // max(1, tokens // seq_len)))
 
 
-def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "_Planner") -> int:
+def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "SplitPlanner") -> int:
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
     that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest."""
     asked = config.plan.micro_batch
@@ -408,8 +410,8 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     return best
 
 
-class _Planner:
-    """Plans one configuration for splits of different sizes."""
+class SplitPlanner:
+    """Plans one configuration for splits of different sizes, or with other numbers asked for (`options`)."""
 
     def __init__(
         self,

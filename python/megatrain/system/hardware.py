@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.errors import first_line
 from megatrain.system import atomic
 from megatrain.units import parse_size
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -30,7 +31,7 @@ GIB = 1 << 30
 _UNLIMITED = 1 << 62
 
 
-_SETTLING_S, _SETTLED = 0.2, 3
+_SETTLING_S, _SETTLED = 0.1, 2
 """Seconds between two looks at memory that is being given back, and how many without a change mean that it is over."""
 _RELEASED = 64 * MIB
 """What counts as a change."""
@@ -81,6 +82,8 @@ class Machine:
     name: str = ""
     described: bool = False
     """Whether this came from a description rather than from the machine itself."""
+    assumed: str = ""
+    """What a preset assumes beside its card, in words; empty for every other machine."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -222,7 +225,7 @@ class SystemProbe:
             free, _ = torch.cuda.mem_get_info(card)
             unused = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
         except RuntimeError as error:  # not even a context has room, or the card is in exclusive use
-            log.warning("cuda:%d does not say what is free: %s", card, str(error).partition("\n")[0])
+            log.warning("cannot ask cuda:%d for its free memory: %s", card, first_line(error))
             return 0
         return int(free) + int(unused)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatrain.system.atomic import CHUNK_BYTES, is_regular, storage_error
 from megatrain.units import is_count
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one shard, as the hub has them."""
@@ -118,8 +118,8 @@ def read_shard(path: Path) -> Shard:
             length = int.from_bytes(start[:8], "little")
             if length > min(_HEADER_LIMIT, size - 8):
                 raise DamagedFile(
-                    f"{path} is damaged or no safetensors file: its header claims {length} bytes, so the file should "
-                    f"have at least {8 + length}, and it has {size}; fetch or copy it again"
+                    f"{path} is damaged or not a safetensors file: its header claims {length} bytes, so the file needs "
+                    f"at least {8 + length}, and it has {size}; fetch or copy it again"
                 )
             file.seek(8)
             header = file.read(length)
@@ -140,8 +140,8 @@ def read_shard(path: Path) -> Shard:
         end += entry.nbytes
     if size < end:
         raise DamagedFile(
-            f"{path} is cut: expected {end} bytes, found {size} ({end - size} missing); most likely a download or copy "
-            "that did not finish, so fetch it again"
+            f"{path} is truncated: expected {end} bytes, found {size} ({end - size} missing); most likely a download "
+            "or copy that did not finish, so fetch it again"
         )
     if size > end:
         raise DamagedFile(
@@ -259,7 +259,9 @@ def read_into(file: int, buffer: memoryview, offset: int, path: Path) -> None:
     while done < len(buffer):
         got = os.preadv(file, [buffer[done:]], offset + done)
         if got == 0:
-            raise DamagedFile(f"{path} ended at byte {offset + done} while it was read; it was cut meanwhile")
+            raise DamagedFile(
+                f"{path} ended at byte {offset + done} while it was read; something truncated it meanwhile"
+            )
         done += got
 
 

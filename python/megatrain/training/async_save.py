@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Duration
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.checkpoint import PendingCheckpoint
+    from megatrain.checkpoint.save import PendingCheckpoint
     from megatrain.config.schema import OutputConfig
     from megatrain.engine.engine import Engine
     from megatrain.training.run_dir import RunFolder
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 _POLL_S = 0.05
 

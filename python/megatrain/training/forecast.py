@@ -3,6 +3,7 @@
 `megatrain plan`, the dry run and the start of a run all report it from here.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.planning import calibrate, planner
+from megatrain.config.data_files import find
+from megatrain.errors import ConfigError
+from megatrain.planning import alternatives, calibrate, planner
+from megatrain.planning.alternatives import Alternative
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
@@ -88,6 +92,30 @@ class Forecast:
         return planner.largest_micro_batch(self.config, self.decoder, self.run_plan)
 
     @property
+    def runners_up(self) -> list[Alternative]:
+        """Plans with one decision changed, the fastest first; found by planning, which takes a moment."""
+        return alternatives.runners_up(self.config, self.decoder, self.timed)
+
+    @property
+    def expected_tokens_per_s(self) -> float:
+        """Predicted tokens per second."""
+        return self.step_tokens / self.expected_step_s
+
+    @property
+    def run_tokens(self) -> int | None:
+        """Tokens of the whole run: of its steps, or as many as the files of its data are likely to hold, where these
+        were not read. None where neither is known."""
+        if self.total_steps is not None:
+            return self.total_steps * self.step_tokens
+        size = data_bytes(self.config)
+        return None if size is None else round((self.config.train.epochs or 1) * size / BYTES_PER_TOKEN)
+
+    @property
+    def run_s(self) -> float | None:
+        """Predicted seconds of the whole run, evaluations and checkpoints not counted; None where `run_tokens` is."""
+        return None if self.run_tokens is None else self.run_tokens / self.expected_tokens_per_s
+
+    @property
     def checkpoint_s(self) -> float | None:
         """Seconds to write a checkpoint at the disk's measured rate; None when it was not measured."""
         rate, size = self.run_plan.rates.get("disk_write_gbs"), self.disk["checkpoint"]
@@ -130,6 +158,12 @@ class Forecast:
             "step_s": self.step_s,
             "expected_step_s": self.expected_step_s,
             "tokens_per_s": self.step_tokens / self.step_s if self.step_s else None,
+            "expected_tokens_per_s": self.expected_tokens_per_s,
+            "steps": self.total_steps,
+            "run_tokens": self.run_tokens,
+            "run_hours": None if self.run_s is None else self.run_s / 3600,
+            "runners_up": [dataclasses.asdict(one) for one in self.runners_up],
+            "assumed": run_plan.machine.assumed or None,
             "bound": self.estimate["bound"],
             "lanes": self.estimate["lanes"],
             "rates": run_plan.rates,
@@ -182,6 +216,27 @@ def forecast(
         free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
         estimate=_estimate(timed),
     )
+
+
+BYTES_PER_TOKEN = 4
+"""Of English text under a vocabulary of 32,000 tokens or more; only for data that was not tokenized yet."""
+
+
+def data_bytes(config: Config) -> int | None:
+    """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
+    total = 0.0
+    for source in config.data.train:
+        if source.path.startswith("python:"):
+            return None
+        with contextlib.suppress(ConfigError):
+            files = find(source).files
+            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
+                return None
+            part = source.split if isinstance(source.split, float) else 1.0
+            total += sum(Path(file).stat().st_size for file in files) * part * source.weight
+            continue
+        return None
+    return round(total) or None
 
 
 PROBE_MARGIN = 1.25

@@ -9,6 +9,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from megatrain.errors import first_line
 from megatrain.system.hardware import format_bytes
 from megatrain.system.out_of_memory import wanted_bytes
 
@@ -70,7 +71,7 @@ def release(error: BaseException) -> None:
 def _joined(facts: list[str], error: BaseException) -> str:
     if facts:
         return "; ".join(facts)
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def _torch_peak() -> int:

@@ -1,16 +1,12 @@
 """A plan in at most twelve lines for a person to act on: what goes where, whether it fits, how long it takes, what to
 change. `megatrain plan` prints them, and a run logs them when it starts."""
 
-import contextlib
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config
-from megatrain.config.data_files import find
-from megatrain.errors import ConfigError
 from megatrain.planning import calibrate
 from megatrain.system.hardware import format_bytes
+from megatrain.training.forecast import BYTES_PER_TOKEN, data_bytes
 from megatrain.training.metrics import duration
 
 if TYPE_CHECKING:
@@ -28,12 +24,12 @@ _GROUPS = (
 )
 _OTHER = "workspace and other"
 
-_BYTES_PER_TOKEN = 4
-"""Of English text under a vocabulary of 32,000 tokens or more; only for data that was not tokenized yet."""
+_MOST_RUNNERS_UP = 3
+"""Plans that were not chosen that one line names."""
 
 
-def lines(report: "Forecast") -> list[str]:
-    """The summary, top to bottom."""
+def lines(report: "Forecast", *, why: bool = False) -> list[str]:
+    """The summary, top to bottom. `why`: with the plans that were not chosen, for which more plans are made."""
     return [
         _headline(report),
         *_memory(report),
@@ -42,6 +38,7 @@ def lines(report: "Forecast") -> list[str]:
         _step(report),
         _time(report),
         *_run(report),
+        *(_why(report) if why else []),
         *_given_up(report),
         *_checks(report),
         *(f"to change: {advice}" for advice in _advice(report)),
@@ -152,8 +149,8 @@ def _step(report: "Forecast") -> str:
 
 
 def _time(report: "Forecast") -> str:
-    rate = report.step_tokens / report.expected_step_s
-    return f"time: about {_seconds(report.expected_step_s)} per step, {rate:,.0f} tokens/s; bound by {report.bound}"
+    rate = f"{report.expected_tokens_per_s:,.0f} tokens/s"
+    return f"time: about {_seconds(report.expected_step_s)} per step, {rate}; bound by {report.bound}"
 
 
 def _run(report: "Forecast") -> list[str]:
@@ -161,32 +158,23 @@ def _run(report: "Forecast") -> list[str]:
     if report.total_steps is not None:
         hours = _hours(report.total_steps * report.expected_step_s)
         return [f"run: {report.total_steps:,} steps, about {hours}, evaluations not counted"]
-    rate, epochs = report.step_tokens / report.expected_step_s, report.config.train.epochs or 1
-    size = _data_bytes(report.config)
-    if size is None:
+    size, epochs = data_bytes(report.config), report.config.train.epochs or 1
+    if size is None or report.run_s is None:
         counted = "`megatrain train --dry-run` counts those of your data"
-        return [f"run: about {_hours(1e9 / rate)} per billion tokens ({counted})"]
+        return [f"run: about {_hours(1e9 / report.expected_tokens_per_s)} per billion tokens ({counted})"]
     passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of {format_bytes(size)} of data"
-    hours = _hours(epochs * size / _BYTES_PER_TOKEN / rate)
     counted = "`megatrain train --dry-run` counts the tokens"
-    return [f"run: roughly {hours} for {passes} at {_BYTES_PER_TOKEN} bytes per token ({counted})"]
+    return [f"run: roughly {_hours(report.run_s)} for {passes} at {BYTES_PER_TOKEN} bytes per token ({counted})"]
 
 
-def _data_bytes(config: Config) -> int | None:
-    """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
-    total = 0.0
-    for source in config.data.train:
-        if source.path.startswith("python:"):
-            return None
-        with contextlib.suppress(ConfigError):
-            files = find(source).files
-            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
-                return None
-            part = source.split if isinstance(source.split, float) else 1.0
-            total += sum(Path(file).stat().st_size for file in files) * part * source.weight
-            continue
-        return None
-    return round(total) or None
+def _why(report: "Forecast") -> list[str]:
+    """The plans next to the chosen one, in a line."""
+    others = [one for one in report.runners_up if one.expected_step_s is not None]
+    if not others:
+        return []
+    chosen = report.timed.plan["estimate"]["expected_step_s"]
+    shown = [f"{one.change} {(one.expected_step_s or 0) / chosen - 1:+.0%}" for one in others[:_MOST_RUNNERS_UP]]
+    return [f"why this plan: other choices change the step's time: {', '.join(shown)} (--verbose has all)"]
 
 
 def _given_up(report: "Forecast") -> list[str]:
@@ -206,7 +194,11 @@ def _advice(report: "Forecast") -> list[str]:
     """At most two changes that are known to help."""
     run_plan, config = report.run_plan, report.config
     advice = []
-    if not run_plan.measured:
+    if run_plan.machine.assumed:
+        advice.append(
+            f"assumed are {run_plan.machine.assumed}: describe yours in a file (docs/machines.md) for its own"
+        )
+    elif not run_plan.measured:
         advice.append("the rates are those of a usual machine, not of this one: run `megatrain probe` to measure it")
     elif not run_plan.machine.described and (busy := calibrate.kept_busy(run_plan.machine, run_plan.device)):
         advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")

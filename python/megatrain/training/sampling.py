@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.checkpoint import checkpoint
 from megatrain.checkpoint.step_folders import steps_in
 from megatrain.data.train_tokenizer import without_remark_on_type
-from megatrain.errors import CheckpointError, ConfigError, MegatrainError
+from megatrain.errors import CheckpointError, ConfigError, MegatrainError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,14 +135,14 @@ def _load(folder: Path, device: str) -> tuple[Any, "PreTrainedTokenizerBase"]:
         with without_remark_on_type():
             tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{folder} has no tokenizer that transformers can read: {_first_line(error)}") from None
+        raise ConfigError(f"{folder} has no tokenizer that transformers can read: {first_line(error)}") from None
     try:
         with _without_bars():
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
     except MegatrainError:
         raise
     except Exception as error:  # whatever transformers or safetensors say about a folder that is not ours
-        raise ConfigError(f"{folder} holds no model that transformers can read: {_first_line(error)}") from None
+        raise ConfigError(f"{folder} holds no model that transformers can read: {first_line(error)}") from None
     return model.to(device).eval(), tokenizer
 
 
@@ -196,7 +196,3 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
         worker.join()
     if failed:
         raise failed[0]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

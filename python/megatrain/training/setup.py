@@ -6,6 +6,7 @@ Training, evaluation and the dry run all start here.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from megatrain.weights.types import Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -196,15 +197,16 @@ def prepare_run(
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
     correction = read_correction(folder) if folder is not None else None
-    run_plan = planner.plan_run(
+    plan_run = functools.partial(
+        planner.plan_run,
         config,
         decoder,
         device=model_setup.device,
         machine=machine,
-        rows=nominal,
         saved=numerics,
         correction=correction,
     )
+    run_plan = plan_run(rows=nominal)
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
         planner.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
@@ -218,15 +220,7 @@ def prepare_run(
     _warn_of_ends(model_setup, tokenizer, train)
     rows = most_rows(config, train, held_out)
     if rows != nominal:
-        run_plan = planner.plan_run(
-            config,
-            decoder,
-            device=model_setup.device,
-            machine=machine,
-            rows=rows,
-            saved=numerics,
-            correction=correction,
-        )
+        run_plan = plan_run(rows=rows)
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
     planned = PlannedRun(
         model_setup=model_setup,

@@ -29,7 +29,7 @@ from megatrain.weights.permute import boxes
 if TYPE_CHECKING:
     from megatrain.weights.types import Weights
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _METHODS = ("fp8", "mxfp4")
 _FP8 = torch.float8_e4m3fn
@@ -117,7 +117,7 @@ class _Quantised(Protocol):
         """The source's tensors that it is made from; the first holds the values."""
 
     def read(self, start: int, count: int, buffer: Tensor) -> Tensor:
-        """As `Weights.read`; the result lies in `buffer`."""
+        """As `Weights.read`; the result is a view of `buffer`."""
 
 
 class Dequantised:
@@ -213,7 +213,7 @@ def _fp8(source: "Weights", told: Mapping[str, Any]) -> "dict[str, _Quantised]":
         if scale is None:
             raise ConfigError(f"{where} holds {name} in {_FP8}, but no file holds its scales {name + _SCALE}; {_AGAIN}")
         if len(entry.shape) < 2:
-            raise ConfigError(f"{where} holds {name} in {_FP8} of shape {list(entry.shape)}, which is no matrix")
+            raise ConfigError(f"{where} holds {name} in {_FP8} of shape {list(entry.shape)}, which is not a matrix")
         rows, columns = entry.shape[-2:]
         size = (rows, columns) if block is None else (block[0], block[1])
         counts = _bands(entry.shape, size)

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from megatrain.units import is_count
 from megatrain.weights.permute import gather
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of one tensor of the model that lie one behind the other in a file and, but for their order, in the
+    """Elements of one tensor of the model that are contiguous in a file and, but for their order, in the
     model."""
 
     name: str
@@ -44,7 +44,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file: its shape, and the blocks that it consists of, one behind the other."""
+    """A tensor of a file: its shape, and the consecutive blocks that it consists of."""
 
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -195,7 +195,7 @@ class _Views(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        """By storage: a tensor without one of the model's own, and those whose elements it has one behind the other."""
+        """By storage: a tensor without one of the model's own, and those whose elements it holds consecutively."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""Random weights as Hugging Face would draw them, straight into the store: one unit at a time, never a whole model.
+"""Random initial weights by transformers' own rules, written to the store one unit at a time.
 
-Each module's own rule (`_init_weights` of the model's class) runs on a copy of the module with real memory. The random
-numbers are keyed by seed and module name, so they depend neither on order nor on plan, only on the kind of device that
-draws them: a card draws billions in the time in which one processor core draws millions.
+The rule (`_init_weights` of the model's class) runs on a copy of each module with real memory. Random numbers are keyed
+by seed and module name, so they depend neither on order nor on the plan, only on the kind of device that draws them. A
+card is used where there is one: it draws billions of numbers in the time in which a processor core draws millions.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def initialize(
     device: str = "cpu",  # what draws: cpu or cuda
     progress: Callable[[int, int], None] | None = None,  # tensors done, tensors in all
 ) -> None:
-    """Writes initial values of every parameter; persistent buffers get the values that the model was built with.
+    """Writes the initial value of every parameter; persistent buffers get the values that the model was built with.
 
     Raises ConfigError for a parameter that the model's class does not initialise.
     """
@@ -42,13 +42,13 @@ def initialize(
         if progress is not None:
             progress(done, len(decoder.tensors))
     if device == "cuda":
-        # the memory that drew is planned for layers
+        # the plan counts this memory as free for layers
         torch.cuda.empty_cache()
 
 
 def _roots(decoder: Decoder) -> Iterator[tuple[str, list[TensorRef]]]:
-    """Modules to draw one after another, each with the tensors in it: a unit's own module where it has one, else the
-    modules that own its tensors."""
+    """The modules to initialise, one after another, each with its tensors: a unit's module where it is one, else the
+    modules that own the unit's tensors."""
     units: dict[int, list[TensorRef]] = {}
     for ref in decoder.tensors.values():
         units.setdefault(ref.unit, []).append(ref)
@@ -79,11 +79,11 @@ def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tens
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                # NaN, so that what nobody draws is seen
+                # NaN, so that a parameter that no rule initialises is found
                 values = torch.full(parameter.shape, torch.nan, device=device)
                 owner._parameters[name] = nn.Parameter(values, requires_grad=False)
     rule = _rule(model, root)
-    # children first, as the library does: a parent may draw its children's weights anew
+    # children first, as transformers does: a parent may initialise its children's weights again
     modules = [(f"{root}.{name}" if name else root, part) for name, part in module.named_modules()]
     for name, part in sorted(modules, key=lambda item: -item[0].count(".")):
         if any(True for _ in part.parameters()):
@@ -97,7 +97,7 @@ def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tens
 
 
 def _draw_by_constructor(rule: Callable[[nn.Module], None], part: nn.Module, name: str, seed: int, device: str) -> None:
-    """For a module that the model's class says nothing about: what torch's constructor would have drawn."""
+    """Initialises a module that the model's class has no rule for as torch's constructor would."""
     with _seeded(seed, name, device):
         if callable(getattr(part, "reset_parameters", None)):
             part.reset_parameters()  # type: ignore[operator]
@@ -105,25 +105,27 @@ def _draw_by_constructor(rule: Callable[[nn.Module], None], part: nn.Module, nam
     for leaf, parameter in part.named_parameters(recurse=False):
         if bool(parameter.isnan().any()):
             raise ConfigError(
-                f"the model's class does not say how {name}.{leaf} starts; begin from pretrained weights "
+                f"the model's class has no initial values for {name}.{leaf}; start from pretrained weights "
                 "(model.init: pretrained) instead"
             )
 
 
 def _rule(model: nn.Module, root: str) -> Callable[[nn.Module], None]:
-    """`_init_weights` of the innermost model that `root` lies in."""
+    """`_init_weights` of the innermost model that contains `root`."""
     parts = root.split(".")
     for end in range(len(parts), -1, -1):
         owner = model.get_submodule(".".join(parts[:end]))
         rule = getattr(owner, "_init_weights", None)
         if callable(rule):
             return rule  # type: ignore[no-any-return]
-    raise ConfigError(f"{type(model).__name__} has no rule for initial weights; begin from pretrained ones")
+    raise ConfigError(
+        f"{type(model).__name__} has no rule for initial weights; start from pretrained ones (model.init: pretrained)"
+    )
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, name: str, device: str) -> Iterator[None]:
-    """Within, the device's generator is seeded by (seed, name); afterwards it is as before."""
+    """Seeds the device's generator by (seed, name), and restores its state afterwards."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     cards = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=cards):

@@ -91,7 +91,7 @@ def _cut(stored: Stored, entry: Entry) -> Iterator[_Piece]:
 
 
 def _read(source: Weights, piece: _Piece, buffer: Tensor) -> Tensor:
-    """A piece's values in the order of the model; may lie in `buffer`."""
+    """A piece's values in the model's order; may be a view of `buffer`."""
     if not piece.block.order:
         return source.read(piece.theirs, piece.begin + piece.start, piece.count, buffer)
 

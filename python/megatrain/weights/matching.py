@@ -1,4 +1,5 @@
-"""Which elements of the model each tensor of a source stands for, and what there is missing, left over or wrong."""
+"""Matches the tensors of a source to the model's, and finds what is missing, left over or of the wrong shape or
+type."""
 
 import re
 from collections.abc import Mapping
@@ -17,28 +18,28 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 16 << 20
 
 _NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$")
-"""Buffers that older files hold and that no current model has as a weight."""
+"""Buffers in older files that current models no longer store."""
 
 
 def match(source: "Weights", decoder: "Decoder") -> Layout:
-    """Source name to the elements it stands for, together every tensor of the model once, but for further names of tied
-    ones. Tensors may be stored as the library holds them or as the hub publishes them (every expert apart, transposed,
-    several in one); the prefix of the base model (`model.`) may be there on one side and not on the other; what the
-    model's class says to leave out is left out. Raises ConfigError that names what is missing, left over, or of another
-    shape or type."""
+    """The elements of the model that each source tensor holds, by source name. Together they cover every tensor of the
+    model once; further names of tied tensors are included. Tensors may be stored as transformers holds them or as the
+    hub publishes them (one tensor per expert, transposed, several in one). The base model's prefix (`model.`) may be
+    missing on either side. Names that the model's class ignores are ignored. Raises ConfigError, which names what is
+    missing, left over, or of another shape or type."""
     found, twins = matched(source, decoder)
     return found | twins
 
 
 def exported(source: "Weights", decoder: "Decoder") -> Layout | None:
-    """How an export is laid out: as the source is, or as models of its kind are published where that is quantised.
-    Raises ConfigError as `match`."""
+    """The layout of an export: the source's own, or None (as models of its kind are published) for a quantized source.
+    Raises ConfigError, as `match` does."""
     layout = match(source, decoder)
     return None if source.quantised else layout
 
 
 def matched(source: "Weights", decoder: "Decoder") -> tuple[Layout, Layout]:
-    """The same, and further names of tied tensors that the source holds beside the first."""
+    """As `match`, in two parts: the first name of each tensor, and further names of tied tensors."""
     prefix = getattr(decoder.model, "base_model_prefix", "")
     prefix = prefix + "." if prefix else ""
     places = _Places(decoder)
@@ -60,7 +61,7 @@ def matched(source: "Weights", decoder: "Decoder") -> tuple[Layout, Layout]:
             found[stored] = name
     problems = places.problems(found)
     if unknown:
-        problems.append(f"holds {_listed(unknown)}, for which the model has no place")
+        problems.append(f"holds {_listed(unknown)}, which the model does not have")
     for stored, theirs in found.items():
         problems += _mismatch(stored, theirs, source.entries[theirs], decoder)
     if problems:
@@ -91,7 +92,7 @@ def _mismatch(stored: Stored, theirs: str, entry: Entry, decoder: "Decoder") -> 
 
 
 class _Places:
-    """Where tensors of a file belong, by every name the model has for them."""
+    """Finds the model's elements for a tensor of a file, under every name that it may have there."""
 
     def __init__(self, decoder: "Decoder") -> None:
         shapes = {name: tuple(ref.shape) for name, ref in decoder.tensors.items()}
@@ -112,7 +113,7 @@ class _Places:
         return fitting[0] if fitting else own or (places[0] if places else None)
 
     def problems(self, found: Mapping[Stored, str]) -> list[str]:
-        """What is not there, or there twice."""
+        """What is missing, or present twice."""
         there = dict.fromkeys(self._whole, 0)
         for stored in found:
             for block in stored.blocks:
@@ -144,7 +145,7 @@ def _require_equal(source: "Weights", first: str, second: str) -> None:
     if not same:
         raise ConfigError(
             f"{first} and {second} are one tied weight in the configuration, but {source.where(second)} holds "
-            "different values for them; set tie_word_embeddings: false in the model's config.json to train them apart"
+            "different values for them; to train each, set tie_word_embeddings: false in the model's config.json"
         )
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megatrain.config.paths import check_model
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, first_line
 from megatrain.system import safetensors_io
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
 from megatrain.weights.dequantize import dequantised
 from megatrain.weights.types import Weights
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PACKAGE = "python:"
@@ -146,14 +146,10 @@ def _fetch(name: str, revision: str | None) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ConfigError(
             f"model.path is {name!r}: there is no such folder here, and the hub cannot be reached or is switched off "
-            f"(HF_HUB_OFFLINE); fetch it where there is a network, or name a local folder ({_first_line(error)})"
+            f"(HF_HUB_OFFLINE); fetch it where there is a network, or name a local folder ({first_line(error)})"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"fetching the hub's {at} failed: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"fetching the hub's {at} failed: {first_line(error)}") from None
 
 
 # ------------------------------------------------------------------------------------------------------- sources
@@ -175,7 +171,7 @@ class FileWeights:
         return str(self._shards[name].path)
 
     def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:
-        """See `Weights.read`; the result lies in `buffer`."""
+        """See `Weights.read`; the result is a view of `buffer`."""
         entry, path = self.entries[name], self._shards[name].path
         size = entry.dtype.itemsize
         view = buffer[: count * size]
@@ -222,7 +218,7 @@ def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
         # stock code knows every quantised format; it is the one case where a whole model exists beside the store
         model = AutoModelForCausalLM.from_pretrained(str(files.folder), gguf_file=path.name, dtype=torch.float32)
     except (OSError, ValueError, ImportError, NotImplementedError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{path} ({path.stat().st_size} bytes) cannot be read: {_first_line(error)}") from None
+        raise ConfigError(f"{path} ({path.stat().st_size} bytes) cannot be read: {first_line(error)}") from None
     # Tied tensors once: that transformers' dict has a name for each says nothing about the file.
     own = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return TensorWeights(dict(reversed(own.values())), str(path))

@@ -1,4 +1,5 @@
-"""What this folder and `checkpoint/` need of a model, of the core that stores it, and of a source of weights."""
+"""Protocols: what this folder and `checkpoint/` need from a model, from the core that stores it, and from a source of
+weights."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from megatrain.weights.hf_layout import Layout
 
 
 class TensorRef(Protocol):
-    """Where one tensor of the model lies in the store."""
+    """Where one tensor of the model is stored."""
 
     @property
     def unit(self) -> int: ...
@@ -35,10 +36,11 @@ class Decoder(Protocol):
 
     @property
     def layout(self) -> Layout | None:
-        """How its source holds the tensors, so that an export does too; None: as models of its kind are published."""
+        """How the model's source stores its tensors, so that an export does the same; None: as models of its kind are
+        published."""
 
     def set_layout(self, layout: Layout | None) -> None:
-        """Once the source is known."""
+        """Called once the source is known."""
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
@@ -76,6 +78,15 @@ class Core(Protocol):
     def cancel_save(self) -> None: ...
 
 
+class Stored(Protocol):
+    """A model and the core that stores it; `megatrain.Engine`."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def core(self) -> Core: ...
+
+
 class Weights(Protocol):
     """Tensors that can be read in pieces."""
 
@@ -85,14 +96,15 @@ class Weights(Protocol):
 
     @property
     def transposed(self) -> frozenset[str]:
-        """Those whose last two dimensions the model has the other way round."""
+        """Those whose last two dimensions are swapped in the model."""
 
     @property
     def quantised(self) -> bool:
-        """Whether values are made from others: then an export is laid out as published models that are not."""
+        """Whether values are dequantized: an export is then laid out as models of its kind are published
+        unquantized."""
 
     def where(self, name: str) -> str:
         """The file a tensor is in, for messages."""
 
     def read(self, name: str, start: int, count: int, buffer: Tensor) -> Tensor:
-        """Elements [start, start + count) of a tensor, flat, in its own dtype; may lie in `buffer` (uint8)."""
+        """Elements [start, start + count) of a tensor, flat, in its own dtype; may be a view of `buffer` (uint8)."""

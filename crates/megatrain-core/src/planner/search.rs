@@ -108,7 +108,7 @@ impl OnDiskChoices {
     }
 }
 
-/// The candidate with as many landing places as fit, if it fits at all.
+/// The candidate with as many slabs as fit, if it fits at all.
 fn fitted(candidate: &Candidate, on_disk: &OnDisk, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
     let point = Point { on_disk: on_disk.units, ..point };

@@ -1,7 +1,7 @@
 """Tokens per second of `megatrain data` beside `datasets.map` with the same tokenizer and as many workers: a JSON line.
 
     pip install 'megatrain[datasets]'
-    python benches/tokenize.py [--rows 20000] [--workers 2] [--tokenizer FOLDER]
+    python benches/tokenization.py [--rows 20000] [--workers 2] [--tokenizer FOLDER]
 
 Both start from the same JSONL file and end with token ids on disk; neither has a cache. `datasets.map` tokenizes in
 batches of 1,000 rows, once with `num_proc` processes and once in one process whose tokenizer uses all its threads, as

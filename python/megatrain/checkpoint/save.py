@@ -1,0 +1,195 @@
+"""Writing a checkpoint (`checkpoint.py`): begun between two steps, written in the background while later steps run."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint.checkpoint import MOMENTS
+from megatrain.checkpoint.hf_folder import folder_bytes, json_bytes, write_index, write_model_files
+from megatrain.checkpoint.manifest import State
+from megatrain.checkpoint.step_folders import is_step_folder
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.models.types import PRECISIONS
+from megatrain.system import atomic, safetensors_io
+from megatrain.system.atomic import staged, write_file
+from megatrain.system.safetensors_io import Entry, Shard
+from megatrain.units import is_count
+from megatrain.weights import hf_layout
+from megatrain.weights.types import Stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def save(
+    folder: str | Path,
+    engine: Stored,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer_dir: str | Path | None = None,
+) -> None:
+    """`begin_save`, and waits until the checkpoint is complete."""
+    begin_save(folder, engine, state, step=step, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir).finish()
+
+
+def begin_save(
+    folder: str | Path,
+    engine: Stored,
+    state: Mapping[str, Any],  # what else the run needs to go on; JSON
+    *,
+    step: int,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
+    tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
+) -> "PendingCheckpoint":
+    """Begins a checkpoint of the engine's state after `step` optimizer steps, pending updates included. It is written
+    in the background while later passes run, each unit before its next update, and complete when its `finish` returns.
+
+    A checkpoint at `folder` is replaced once the new one is complete; anything else there is refused by ConfigError.
+    Where `folder` is a symbolic link, its target is written. Raises StorageError with the bytes needed and free when
+    the disk is too full, CheckpointError for a state that is not JSON; nothing is left on disk then.
+    """
+    folder = Path(folder)
+    if not is_count(step, 0):
+        raise ConfigError(f"step must be a whole number and not negative, not {step!r}")
+    _refuse_other(folder)
+    decoder = engine.decoder
+    trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
+    planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
+    if decoder.precision == "bf16":
+        planes["residual"] = [Entry(ref.name, torch.int16, tuple(ref.shape)) for ref in trainable]
+    for moment in MOMENTS:
+        planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
+    try:
+        # a copy: the caller may change it before the save ends
+        state = json.loads(json_bytes(dict(state)))
+    except TypeError as error:
+        raise CheckpointError(f"the state to save is not JSON: {error}") from error
+    needed = folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(staged(folder, needed))
+        files = [
+            shard
+            for stem, entries in planes.items()
+            if entries
+            for shard in safetensors_io.plan_shards(temporary, stem, entries, by_width=True)
+        ]
+        refs = decoder.tensors
+        engine.core.begin_save(
+            [
+                (
+                    str(shard.path),
+                    "weights" if shard.stem == "model" else shard.stem,
+                    shard.header,
+                    [(refs[entry.name].unit, refs[entry.name].tensor) for entry in shard.entries],
+                )
+                for shard in files
+            ],
+            atomic.CHUNK_BYTES,
+            needed,
+        )
+        return PendingCheckpoint(
+            folder, step, engine, stack.pop_all(), temporary, files, state, tokenizer, tokenizer_dir
+        )
+
+
+class _Cancelled(Exception):
+    pass
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written. `begin_save` makes it; `finish` or `cancel` ends it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        engine: Stored,
+        place: contextlib.ExitStack,  # puts the folder in its place, or removes it
+        temporary: Path,
+        files: Sequence[Shard],
+        state: Mapping[str, Any],
+        tokenizer: "PreTrainedTokenizerBase | None",
+        tokenizer_dir: str | Path | None,
+    ) -> None:
+        self.folder, self.step = folder, step
+        self.over = False
+        """Whether it has ended: completed, failed or cancelled."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called once, after the folder has its final name, by the thread that renamed it."""
+        self._failure: Exception | None = None
+        self._ending = threading.Lock()
+        self._decoder, self._core = engine.decoder, engine.core
+        self._place, self._temporary, self._files = place, temporary, files
+        self._state, self._tokenizer, self._tokenizer_dir = state, tokenizer, tokenizer_dir
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` will return or raise without waiting for large files. Raises EngineBroken."""
+        try:
+            return self.over or self._core.save_progress()[1]
+        except ValueError:  # another thread has taken the core's answer already, and completes the save
+            return True
+
+    def finish(self) -> None:
+        """Waits for the files, completes the folder and renames it to its final name; of several callers, one does so.
+        Raises StorageError in all of them when the disk failed. Nothing is left then, nor after an interrupt."""
+        with self._ending:
+            if self.over:
+                if self._failure is not None:
+                    raise self._failure
+                return
+            try:
+                self._complete()
+                if self.on_complete is not None:
+                    self.on_complete()
+            except BaseException as error:
+                interrupted = CheckpointError(f"the save of {self.folder} was interrupted")
+                self._failure = error if isinstance(error, Exception) else interrupted
+                raise
+            finally:
+                self.over = True
+
+    def _complete(self) -> None:
+        decoder = self._decoder
+        with self._place:
+            try:
+                written, counts = self._core.finish_save()
+            finally:
+                self._core.cancel_save()  # after an interrupt nothing may write into a folder about to be removed
+            for stem in dict.fromkeys(shard.stem for shard in self._files):
+                write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
+            weights = PRECISIONS[decoder.precision]
+            write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
+            shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
+            layout = hf_layout.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published"
+            trained = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
+            state = State({ref.name: counts[ref.unit][ref.tensor] for ref in trained}, layout, self._state)
+            write_file(self._temporary / "state.json", manifest.state_bytes(state, self.step))
+            crc32 = {Path(path).name: sums for path, sums in written}
+            manifest.write(self._temporary, self.step, decoder.precision, crc32)
+
+    def cancel(self) -> None:
+        """Cancels the save and removes what was written, unless it has ended already."""
+        with self._ending:
+            if self.over:
+                return
+            self.over, self._failure = True, CheckpointError(f"the save of {self.folder} was cancelled")
+            with contextlib.suppress(_Cancelled), self._place:
+                self._core.cancel_save()
+                raise _Cancelled
+
+
+def _refuse_other(folder: Path) -> None:
+    """Raises ConfigError when `folder` exists and is neither a checkpoint, nor a run's checkpoint folder, nor empty."""
+    if not folder.exists() or is_step_folder(folder) or (folder / manifest.NAME).is_file():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists already and is not a checkpoint; name another folder, or remove it first")

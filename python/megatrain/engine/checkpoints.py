@@ -1,0 +1,92 @@
+"""Checkpoints of an engine: the one that is being written, and what a load replaces."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint.load import load
+from megatrain.checkpoint.save import PendingCheckpoint, begin_save
+from megatrain.engine import numerics
+from megatrain.engine import options as arguments
+from megatrain.engine.runtime import Runtime
+from megatrain.engine.transactions import Passes
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from megatrain import _core
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """What an engine saves and restores; see `Engine.begin_save` and `Engine.load`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        runtime: Runtime,
+        passes: Passes,
+        *,
+        tokenizer: Any,
+        tokenizer_dir: str | Path | None,
+    ) -> None:
+        self.decoder, self._runtime, self._passes = decoder, runtime, passes
+        self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
+        self._pending: PendingCheckpoint | None = None
+
+    @property
+    def core(self) -> "_core.Engine":
+        """The native engine; planned and allocated here where it is not yet."""
+        return self._runtime.core
+
+    def begin_save(self, folder: str | Path, state: Mapping[str, Any] | None, step: int | None) -> PendingCheckpoint:
+        """Begins a checkpoint of what the finished steps left."""
+        passes = self._passes
+        if passes.num_waiting and passes.immediate:
+            raise ConfigError("update: immediate has updated the weights already; call optimizer_step before a save")
+        if self._pending is not None and not self._pending.over:
+            raise ConfigError(f"{self._pending.folder} is still being written; call its finish or cancel first")
+        arguments.mapping("state", state)
+        own = {"step": passes.num_steps, "lr": self._runtime.optimizer.lr, "numerics": passes.numerics()}
+        self._pending = begin_save(
+            arguments.folder(folder),
+            self,
+            {"engine": own, "run": dict(state or {})},
+            step=passes.num_steps if step is None else step,
+            tokenizer=self._tokenizer,
+            tokenizer_dir=self._tokenizer_dir,
+        )
+        if passes.num_waiting:
+            self._pending.finish()  # the pass that would carry it begins after their update
+        return self._pending
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Restores a checkpoint and returns the `state` it was saved with."""
+        runtime, passes = self._runtime, self._passes
+        before, runtime.undefined = runtime.undefined, ""
+        begun = threading.Event()
+        try:
+            passes.check()
+            saved = load(arguments.folder(folder), self, begin=begun.set)
+            passes.discard()
+            own = saved.get("engine", {})
+            if "lr" in own:
+                runtime.optimizer.set_lr(own["lr"])
+            passes.num_steps = int(own.get("step", 0))
+        except BaseException as error:
+            why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"
+            mixed = f"loading {folder} {why}, so weights of two states are mixed; load a checkpoint"
+            runtime.undefined = mixed if begun.is_set() else before
+            raise
+        changed = numerics.differences(own.get("numerics", {}), passes.numerics())
+        if changed:
+            log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
+        return dict(saved.get("run", {}))
+
+    def cancel(self) -> None:
+        """Cancels the checkpoint that is being written, if there is one, and removes what was written of it."""
+        if self._pending is not None:
+            self._pending.cancel()

@@ -266,7 +266,7 @@ def _spilled(
     changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, nvme=disk))
     described = dataclasses.replace(machine, described=True)  # so that no folder is looked for
     with contextlib.suppress(DoesNotFit):
-        _, plan = _Planner(changed, decoder, device, described, rates, options).fit(*split)
+        _, plan = SplitPlanner(changed, decoder, device, described, rates, options).fit(*split)
         return int(plan["totals"]["disk"])
     return None
 

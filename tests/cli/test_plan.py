@@ -583,5 +583,6 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     told = next(line for line in lines if line.startswith("state on disk: "))
     assert format_bytes(disk["bytes"]) in told
     assert "written per day" in told
-    assert main(["plan", *words, "memory.nvme={path: /nvme, size: 1GiB}"]) == 2
+    too_small = disk["bytes"] - (1 << 30)
+    assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}"]) == 2
     assert "disk space for optimizer state" in capsys.readouterr().err

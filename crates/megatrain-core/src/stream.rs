@@ -321,6 +321,7 @@ impl Engine {
             let _ = thread.join();
         }
         self.shared.settle();
+        self.shared.memory.release_files();
     }
 
     fn lock_threads(&self) -> std::sync::MutexGuard<'_, Vec<JoinHandle<()>>> {

@@ -91,11 +91,14 @@ fn files_hold_what_memory_would_by_rings_and_by_threads_on_one_path_or_several()
                         paths.len()
                     );
                     engine.close();
+                    assert!(
+                        one.names().is_empty() && other.names().is_empty(),
+                        "a closed engine leaves nothing behind"
+                    );
                 }
             }
         }
     }
-    assert!(one.names().is_empty() && other.names().is_empty(), "nothing is left behind");
 }
 
 #[test]

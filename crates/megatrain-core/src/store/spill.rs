@@ -168,12 +168,6 @@ impl Spill {
         Ok(Self { files, units })
     }
 
-    /// Whether a unit's home is a disk.
-    #[must_use]
-    pub fn holds(&self, unit: usize) -> bool {
-        self.units.get(unit).is_some_and(Option::is_some)
-    }
-
     /// Bytes of all files.
     #[must_use]
     pub fn bytes(&self) -> u64 {

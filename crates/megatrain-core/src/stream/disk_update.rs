@@ -1,6 +1,6 @@
 //! Updates of state whose home is a disk, part by part: read into a buffer, updated there by the host, written back. And the way
 //! of callers and checkpoints to that state.
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 use super::execute::within;
 use super::rows::{Share, element_ranges};
@@ -19,11 +19,11 @@ const WINDOW_ELEMENTS: u64 = 128 << 10;
 
 impl Shared {
     pub(super) fn on_disk(&self, unit: usize) -> bool {
-        self.memory.spill.as_ref().is_some_and(|spill| spill.holds(unit))
+        !self.placement.disk_parts[unit].is_empty()
     }
 
-    fn spill(&self) -> &Spill {
-        self.memory.spill.as_ref().expect("a plan with state on disk has files for it")
+    fn spill(&self) -> Result<Arc<Spill>> {
+        self.memory.spill().ok_or(Error::Closed)
     }
 
     fn disk_buffer(&self, op: &Op) -> &HostSpan {
@@ -39,7 +39,7 @@ impl Shared {
         if self.options.poison {
             buffer.fill(0xff);
         }
-        self.spill().transfer(Direction::Read, op.unit as usize, op.part as usize, buffer)
+        self.spill()?.transfer(Direction::Read, op.unit as usize, op.part as usize, buffer)
     }
 
     /// Writes it back; nothing when the updates are skipped.
@@ -47,7 +47,7 @@ impl Shared {
         if decision.is_some_and(|decision| decision.skip) {
             return Ok(());
         }
-        self.spill().transfer(Direction::Write, op.unit as usize, op.part as usize, self.disk_buffer(op))
+        self.spill()?.transfer(Direction::Write, op.unit as usize, op.part as usize, self.disk_buffer(op))
     }
 
     /// Updates a part whose state is in its buffer.
@@ -56,7 +56,7 @@ impl Shared {
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let layout = &self.placement.layouts[unit];
         let image = self.memory.store.image(unit).expect("weights of state on disk are on the host");
-        let PartPlanes { residual, exp_avg, exp_avg_sq } = self.spill().planes(unit, part, self.disk_buffer(op));
+        let PartPlanes { residual, exp_avg, exp_avg_sq } = self.spill()?.planes(unit, part, self.disk_buffer(op));
         let (grad, grad_dtype) = self.host_gradient(op);
         let elements = &self.placement.disk_parts[unit][part];
         let mut updates = Vec::new();
@@ -93,7 +93,7 @@ impl Shared {
         let (dtype, _) = self.plane_of(unit, tensor, plane)?;
         let (len, size) = (out.len(), usize::try_from(dtype.size()).expect("a few bytes"));
         self.through_disk_window(unit, tensor, start, len, dtype, |window, first, count| {
-            window.fill(self.spill(), plane)?;
+            window.fill(&*self.spill()?, plane)?;
             window.planes.read(&window.layout, 0, plane, 0, &mut out[first * size..(first + count) * size])
         })
         .map_err(|error| self.broken_by_disk(unit, "read", error))
@@ -112,7 +112,7 @@ impl Shared {
         let size = usize::try_from(dtype.size()).expect("a few bytes");
         self.through_disk_window(unit, tensor, start, source.len(), dtype, |window, first, count| {
             window.planes.write(&window.layout, 0, plane, 0, dtype, &source[first * size..(first + count) * size])?;
-            window.keep(self.spill(), plane)
+            window.keep(&*self.spill()?, plane)
         })
         .map_err(|error| self.broken_by_disk(unit, "write", error))
     }

@@ -1,5 +1,5 @@
 //! Everything that an engine allocates, once, before the first step.
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::Options;
 use crate::device::{Device, DeviceMemory, Stream};
@@ -17,7 +17,7 @@ pub(crate) struct Memory {
     /// Weights, residuals and moments on the host.
     pub(crate) store: Store,
     /// State on disk.
-    pub(crate) spill: Option<Spill>,
+    spill: RwLock<Option<Arc<Spill>>>,
     /// Buffers through which it passes.
     pub(crate) disk_buffers: Vec<HostSpan>,
     /// Slabs of gradients.
@@ -61,7 +61,7 @@ impl Memory {
             0 => None,
             _ => {
                 let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default())?;
-                Some(Spill::new(files, &placement.layouts, &placement.disk_parts)?)
+                Some(Arc::new(Spill::new(files, &placement.layouts, &placement.disk_parts)?))
             }
         };
         let spilled: Vec<usize> =
@@ -120,10 +120,10 @@ impl Memory {
         warnings.sort();
         warnings.dedup();
         warnings.extend(pinning.warning());
-        warnings.extend(spill.as_ref().and_then(Spill::note));
+        warnings.extend(spill.as_ref().and_then(|spill| spill.note()));
         let memory = Self {
             store,
-            spill,
+            spill: RwLock::new(spill),
             disk_buffers,
             slabs,
             areas,
@@ -140,6 +140,17 @@ impl Memory {
         };
         memory.write_norm_tables(placement, device)?;
         Ok(memory)
+    }
+
+    /// State on disk, where the plan has any, until the engine is closed.
+    pub(crate) fn spill(&self) -> Option<Arc<Spill>> {
+        // It guards no value that a panic could leave half-changed.
+        self.spill.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives the room on disk back as soon as nobody uses it, however long this lives.
+    pub(crate) fn release_files(&self) {
+        self.spill.write().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// A device region, whole.
@@ -189,7 +200,7 @@ impl Memory {
         let carved = total(&self.slabs) + total(&self.areas) + self.window.len() as u64;
         add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
-        add("optimizer state", Tier::Disk, self.spill.as_ref().map_or(0, Spill::bytes), false);
+        add("optimizer state", Tier::Disk, self.spill().map_or(0, |spill| spill.bytes()), false);
         add("disk buffers", Tier::Host, total(&self.disk_buffers), false);
         items
     }

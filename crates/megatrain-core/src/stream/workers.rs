@@ -23,7 +23,9 @@ pub(super) fn start(shared: &Arc<Shared>, threads: &mut Vec<JoinHandle<()>>) -> 
         threads.push(thread.map_err(|e| Error::Worker(format!("thread {name} could not be started: {e}")))?);
         Ok(())
     };
-    for lane in WORKED.into_iter().filter(|&lane| shared.memory.spill.is_some() || !lane.moves_state_on_disk()) {
+    for lane in
+        WORKED.into_iter().filter(|&lane| !shared.placement.disk_buffers.is_empty() || !lane.moves_state_on_disk())
+    {
         spawn(format!("megatrain-{}", lane.name()), Box::new(move |shared| issue(shared, lane)))?;
     }
     for stream in Stream::ALL {

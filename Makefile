@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_soak.py
+
+types: $(VENV)/.development ## whether every public name has a known type, by pyright (with its Node.js, 200 MB)
+	$(PYTHON) -m pip install --quiet 'pyright[nodejs]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m pyright --verifytypes megatrain --ignoreexternal
 
 wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
 	$(PYTHON) -m pip install --quiet ziglang

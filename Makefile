@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-crash test-examples test-gpu bench docs help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-crash test-examples test-gpu test-fuzz test-soak wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_soak.py
+
+wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
+	$(PYTHON) -m pip install --quiet ziglang
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m maturin build --release --locked --zig --compatibility manylinux_2_34
 
 bench: ## optimizer kernels and copies
 	cargo bench --workspace --locked

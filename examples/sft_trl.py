@@ -47,7 +47,7 @@ def main() -> None:
         model=engine,
         processing_class=tokenizer,
         train_dataset=rows["train"],
-        eval_dataset=rows["test"].select(range(min(32, len(rows["test"])))),
+        eval_dataset=rows["test"].select(range(min(8, len(rows["test"])))),
         args=SFTConfig(
             given.out,
             max_steps=given.steps,
@@ -55,7 +55,7 @@ def main() -> None:
             learning_rate=1e-4,
             warmup_steps=given.steps // 10,
             lr_scheduler_type="cosine",
-            max_length=256,
+            max_length=128,
             logging_steps=1,
             eval_strategy="steps",
             eval_steps=max(1, given.steps // 2),

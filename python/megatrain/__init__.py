@@ -24,6 +24,7 @@ from megatrain.errors import (  # noqa: E402
 if TYPE_CHECKING:
     from megatrain.config import Config as Config
     from megatrain.engine.engine import Engine as Engine
+    from megatrain.engine.engine import EvalOutput as EvalOutput
     from megatrain.engine.engine import StepOutput as StepOutput
     from megatrain.engine.optimizer import AdamW as AdamW
     from megatrain.models.decoder import Decoder as Decoder
@@ -36,6 +37,7 @@ _LAZY = {
     "Config": "config",
     "Decoder": "models.decoder",
     "Engine": "engine.engine",
+    "EvalOutput": "engine.transactions",
     "StepOutput": "engine.transactions",
     "Trainer": "training.trainer",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "DoesNotFit",
     "Engine",
     "EngineBroken",
+    "EvalOutput",
     "MegatrainError",
     "StepOutput",
     "StorageError",

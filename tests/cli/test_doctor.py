@@ -38,7 +38,7 @@ def test_without_a_card_it_says_why_and_what_still_works() -> None:
     card = finding(doctor.examine(a_machine()), "GPU")
     assert card.status == "note"
     assert "libcuda" in card.value
-    assert "CPU training" in card.advice
+    assert "training on the CPU" in card.advice
 
 
 def test_a_card_without_native_bf16_is_named() -> None:

@@ -61,7 +61,7 @@ def test_an_empty_path_is_refused_and_never_the_folder_of_the_configuration(
 ) -> None:
     section, name = key.split(".")
     given = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "output": {"dir": "run"}}
-    with pytest.raises(ConfigError, match=f"{key} is .*, which is no path"):
+    with pytest.raises(ConfigError, match=f"{key} is .*, which is not a path"):
         Config.from_dict({**given, section: {**given[section], name: path}}, base=tmp_path)
 
 

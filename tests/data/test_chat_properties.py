@@ -57,7 +57,8 @@ def conversation(draw, style):
             message = answer_of(draw, style) | {"content": ""}
             call = {"name": "add", "arguments": {"a": draw.randint(0, 99), "of": draw.choice(PARTS)}}
             messages.append({**message, "tool_calls": [{"type": "function", "function": call}]})
-            messages.append({"role": "tool", "name": "add", "content": text_of(draw)})
+            result = text_of(draw) if draw.random() < 0.8 else ""
+            messages.append({"role": "tool", "name": "add", "content": result})
         messages.append(answer_of(draw, style))
     if draw.random() < 0.2:
         messages.append({"role": "user", "content": text_of(draw)})

@@ -157,6 +157,26 @@ def test_the_chosen_answer_of_each_form_of_preference_pair(tmp_path):
     assert {("column", "chosen"), ("column", "rejected")} <= set(row.remarks)
 
 
+def test_tools_are_the_same_as_a_list_as_json_and_as_functions(tmp_path):
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    tool = {"type": "function", "function": function}
+    spellings = [
+        {"tools": [tool]},
+        {"tools": tool},
+        {"tools": json.dumps([tool])},
+        {"tools": [json.dumps(tool)]},
+        {"functions": [function]},
+    ]
+    rows = read(tmp_path / "a.jsonl", *[{"messages": [ASK, ANSWER], **tools} for tools in spellings])
+    tokenizer, found = encode(rows, "{{ tools | tojson }}\n" + CHATML)
+    stock = tokenizer.apply_chat_template([ASK, ANSWER], tools=[tool], tokenize=True, return_dict=True)["input_ids"]
+    assert [encoded.ids.tolist() for encoded in found] == [stock] * len(spellings)
+    for none in ({"tools": None}, {"tools": ""}, {"tools": "[]"}, {"tools": []}):
+        assert read(tmp_path / "b.jsonl", {"messages": [ASK, ANSWER], **none})[0].tools is None
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: tools is str 'add', which is not JSON"):
+        read(tmp_path / "a.jsonl", {"messages": [ASK, ANSWER], "tools": "add"})
+
+
 def test_labels_of_numbers_count_where_the_column_is_named(tmp_path):
     rows = [{"prompt": "a", "completion": "b", "good": label} for label in (0, 1, True, False)]
     assert [bool(row.skip) for row in read(tmp_path / "a.jsonl", *rows, fields={"label": "good"})] == [1, 0, 0, 1]

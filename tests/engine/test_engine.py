@@ -153,10 +153,49 @@ def test_groups_can_be_set_between_steps_and_train_as_if_the_engine_had_been_mad
     assert changed.optimizer.groups[1].params == (first,)
 
 
+def test_a_checkpoint_has_the_learning_rate_of_the_settings_in_force(tmp_path: Path) -> None:
+    saved, loaded = engine(build()), engine(build())
+    saved.set_optimizer(megatrain.AdamW(lr=0.25))
+    saved.step(batches(1))
+    saved.save(tmp_path / "checkpoint")
+    loaded.set_optimizer(megatrain.AdamW(lr=0.5))
+    loaded.load(tmp_path / "checkpoint")
+    assert loaded.optimizer.lr == 0.25
+
+
 def grouped_as_dict(optimizer: megatrain.AdamW) -> dict[str, Any]:
     """The settings of an optimizer's first group of its own."""
     group = optimizer.groups[1]
     return {"params": group.params, "lr": group.lr, "weight_decay": group.weight_decay}
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma2", "phi"])
+def test_accuracy_and_perplexity_are_those_of_stocks_logits(kind: str) -> None:
+    changes = {"tied": {"tie_word_embeddings": True}, "gemma2": {"head_dim": 16, "attn_implementation": "eager"}}.get(
+        kind, {}
+    )
+    model = build("llama" if kind == "tied" else kind, **changes)
+    # likely tokens are often the next ones, so that the share is neither 0 nor 1
+    data = batches(3, padded=True)
+    with torch.no_grad():
+        for batch in data:
+            likely = model(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits.argmax(-1)
+            take = torch.rand(likely[:, :-1].shape, generator=torch.Generator().manual_seed(1)) < 0.4
+            take &= batch["labels"][:, 1:] != -100
+            batch["labels"][:, 1:] = torch.where(take, likely[:, :-1], batch["labels"][:, 1:])
+        right = tokens = 0
+        for batch in data:
+            wanted = batch["labels"][:, 1:]
+            logits = model(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits[:, :-1]
+            right += int(((logits.argmax(-1) == wanted) & (wanted != -100)).sum())
+            tokens += int((wanted != -100).sum())
+    ours = engine(model, plan={"loss_chunk": 24})
+    found = ours.evaluate_metrics(data)
+    assert 0.3 < right / tokens < 0.6
+    assert (found.accuracy, found.num_tokens) == (right / tokens, tokens)
+    assert found.loss == ours.evaluate(data)
+    assert found.perplexity == pytest.approx(float(torch.tensor(found.loss).exp()), rel=1e-5)
+    assert megatrain.EvalOutput(loss=1e9, accuracy=0.0, num_tokens=1).perplexity == float("inf")
 
 
 def test_the_norm_of_gradients_is_known_before_they_are_applied() -> None:

@@ -125,6 +125,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "zero_grad": ours.zero_grad,
         "set_max_grad_norm": lambda: ours.set_max_grad_norm(1.0),
         "evaluate": lambda: ours.evaluate(data),
+        "evaluate_metrics": lambda: ours.evaluate_metrics(data),
         "logprobs": lambda: ours.logprobs(data),
         "logits": lambda: ours.logits(data[0]["input_ids"][:1]),
         "all_logits": lambda: ours.all_logits(data[0]),

@@ -21,6 +21,14 @@ from support.reference import build, engine
             r"'micro_batchs'; did you mean micro_batches\?",
         ),
         (lambda: megatrain.AdamW(weight_decy=0.1), r"'weight_decy'; did you mean weight_decay\?"),
+        (
+            lambda: engine(build()).step([], loss_function=len),
+            r"step has no argument 'loss_function'; did you mean loss_fn",
+        ),
+        (lambda: engine(build()).forward_backward([], normaliser=1.0), r"'normaliser'; did you mean normalizer\?"),
+        (lambda: engine(build()).save_pretrained("x", overwright=True), r"'overwright'; did you mean overwrite\?"),
+        (lambda: engine(build()).optimizer_step(lr=1.0), r"optimizer_step has no argument 'lr'; it takes none"),
+        (lambda: megatrain.Trainer("x.yaml", dislay=None), r"'dislay'; did you mean display\?"),
     ],
 )
 def test_a_misspelt_argument_is_refused_with_the_nearest_one(call: Any, words: str) -> None:

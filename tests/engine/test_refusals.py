@@ -191,14 +191,17 @@ def test_calls_out_of_order_and_shapeless_micro_batches_are_refused() -> None:
     for wrong in given:
         with pytest.raises(ConfigError):
             ours.step(wrong)
-    with pytest.raises(ConfigError, match="dtype must be"):
-        ours.save_pretrained("nowhere", dtype="int8")
+    for dtype in ("int8", ["bf16"]):
+        with pytest.raises(ConfigError, match="dtype must be"):
+            ours.save_pretrained("nowhere", dtype=dtype)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"grad_precision": "fp8"},
+        {"grad_precision": ["bf16"]},
+        {"precision": ["bf16"]},
         {"label_smoothing": 2},
         {"z_loss": math.nan},
         {"micro_batch": 4},

@@ -86,6 +86,7 @@ def test_the_source_archive_builds_once_unpacked(tmp_path: Path) -> None:
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "python").rglob("*.py*") if path.suffix != ".pyc"}
     wanted |= {str(path.relative_to(ROOT)) for path in CRATES.glob("*/build.rs")}
     wanted |= {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md", "python/megatrain/py.typed"}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.*")}
     assert wanted <= names, sorted(wanted - names)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     run("cargo", "check", "--locked", "-p", "megatrain-py", cwd=unpacked, CARGO_TARGET_DIR=str(tmp_path / "target"))
@@ -111,6 +112,11 @@ def test_the_native_module_needs_no_newer_c_library_than_the_readme_says() -> No
     assert needed
     newest = max(numbers(version) for version in needed)
     assert newest <= GLIBC, f"glibc {dotted(newest)} is needed; the README promises {dotted(GLIBC)}"
+
+
+def test_wheels_are_built_for_the_c_library_that_the_readme_says() -> None:
+    tag = "_".join(map(str, GLIBC))
+    assert f"--compatibility manylinux_{tag}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_installed_package_is_typed_and_has_its_command() -> None:

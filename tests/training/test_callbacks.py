@@ -1,6 +1,7 @@
 """Callbacks: when each is called and with what, what happens when one fails, and the two that write elsewhere."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,9 @@ def test_every_step_evaluation_and_checkpoint_is_reported_with_its_numbers(tmp_p
         assert [one[key] for one in steps] == [one[key] for one in records], key
     assert [one["step"] for one in noted.of("eval")] == [0, 3, 6]
     assert noted.of("eval")[0]["eval_loss"] == records[0]["eval_loss_before"]
-    assert [one["eval_loss"] for one in noted.of("eval")[1:]] == [records[2]["eval_loss"], records[5]["eval_loss"]]
+    for key in ("eval_loss", "eval_accuracy"):
+        assert [one[key] for one in noted.of("eval")[1:]] == [records[2][key], records[5][key]]
+    assert all(one["eval_perplexity"] == pytest.approx(math.exp(one["eval_loss"])) for one in noted.of("eval"))
     assert noted.of("save") == [2, 4, 6]
     assert noted.of("end") == [result]
     assert noted.calls[-1][0] == "end"

@@ -10,7 +10,8 @@ import torch
 
 from megatrain.checkpoint.step_folders import step_folder
 from megatrain.engine.step import Pass
-from megatrain.training.run_dir import read_status
+from megatrain.errors import StorageError
+from megatrain.training.run_dir import RunFolder, read_status
 from megatrain.training.stop import RunStopped
 from support.runs import settings
 from support.trainer import assert_bit_equal, fit, losses, stopped_after_two_steps
@@ -105,6 +106,20 @@ def test_an_evaluation_that_runs_out_of_memory_is_made_up_for(tmp_path: Path, mo
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evaluated = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
     assert records[2]["eval_loss_before"] == evaluated[1]["eval_loss"]
+
+
+def test_a_disk_without_room_for_the_correction_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 3)
+
+    def full(*_: Any) -> None:
+        raise StorageError("plan.json cannot be written: No space left on device")
+
+    monkeypatch.setattr(RunFolder, "correct_plan", full)
+    with pytest.raises(RunStopped, match=r"step 3: .*out of memory.*plan\.json cannot be written.*step-2"):
+        fit(settings(tmp_path))
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert "No space left on device" in status["reason"]
 
 
 def test_immediate_updates_that_cannot_be_taken_back_end_the_run(

@@ -121,7 +121,7 @@ def test_memory_that_runs_out_in_an_evaluation_or_while_loading_names_that(
 
     config = settings(tmp_path, eval={"every": 2, "at_start": False})
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "evaluate", fail)
+        patch.setattr(Engine, "evaluate_metrics", fail)
         assert train(config, tmp_path) == 4
     assert "the evaluation after step 2: out of memory" in capsys.readouterr().err
     with monkeypatch.context() as patch:

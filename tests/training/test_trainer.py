@@ -74,13 +74,13 @@ def test_a_stop_during_evaluation_leaves_the_last_finished_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = Stop()
-    evaluate = Engine.evaluate
+    evaluate = Engine.evaluate_metrics
 
-    def interrupted(self: Engine, batches: Any) -> float:
+    def interrupted(self: Engine, batches: Any) -> Any:
         stop.request("SIGTERM")
         return evaluate(self, batches)
 
-    monkeypatch.setattr(Engine, "evaluate", interrupted)
+    monkeypatch.setattr(Engine, "evaluate_metrics", interrupted)
     config = settings(tmp_path, train={"steps": 6, "batch_size": 2, "lr": 1e-2}, eval={"at_start": False, "every": 4})
     result = fit(config, stop=stop)
     assert (result.step, result.stopped, result.eval_loss) == (4, "SIGTERM", None)

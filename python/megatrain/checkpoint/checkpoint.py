@@ -34,7 +34,7 @@ from megatrain.system import safetensors_io
 from megatrain.system.atomic import crc_per_chunk, present
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARD = re.compile(r"(model|residual|exp_avg|exp_avg_sq)(-\d{5}-of-\d{5})?\.safetensors")

@@ -47,7 +47,7 @@ from megatrain.weights.types import Core, Decoder, TensorRef
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "bf16", "fp32"]
 LayoutName = Literal["source", "library"]
@@ -291,6 +291,6 @@ def _check_layout(layout: str) -> None:
 
 
 def _target(dtype: DtypeName, precision: str) -> torch.dtype:
-    if dtype != "auto" and dtype not in PRECISIONS:
+    if dtype != "auto" and dtype not in tuple(PRECISIONS):
         raise ConfigError(f"dtype must be auto, {' or '.join(PRECISIONS)}, not {dtype!r}")
     return PRECISIONS[precision if dtype == "auto" else dtype]

@@ -21,7 +21,7 @@ from megatrain.weights.types import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer*.json",

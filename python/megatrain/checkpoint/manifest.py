@@ -112,7 +112,7 @@ def _checked(described: Mapping[str, Any]) -> Manifest:
     precision = described.get("precision")
     if not is_count(step, 0):
         raise _Invalid(f"its step is {step!r}")
-    if precision not in PRECISIONS:
+    if precision not in tuple(PRECISIONS):  # whatever JSON can hold
         raise _Invalid(f"its precision is {precision!r}")
     files = {}
     for name, facts in _mapping(described.get("files"), "its files").items():

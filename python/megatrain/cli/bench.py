@@ -29,7 +29,7 @@ from megatrain.training import metrics
 from megatrain.training.run_dir import CONFIG, is_run
 from megatrain.training.setup import ModelSetup, build_engine, prepare_model
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -358,21 +358,25 @@ def _eval(args: argparse.Namespace) -> int:
     stop = Stop()
     with stopping(stop), stop.interruptible():
         from megatrain.training.loop import evaluate
+        from megatrain.training.progress import held_out
         from megatrain.training.setup import assemble
 
         parts = assemble(config, folder=None, resume=resume)
         try:
-            loss, tokens = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
+            found = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
+            assert found is not None  # no stop was given to it
         finally:
             parts.close()
     weights = _weights(config, resume)
     answer = {
-        "eval_loss": loss,
-        "tokens": tokens,
+        "eval_loss": found.loss,
+        "perplexity": found.perplexity,
+        "accuracy": found.accuracy,
+        "tokens": found.num_tokens,
         "weights": weights,
         "checkpoint": str(resume) if resume else None,
     }
-    json_line(answer) if args.json else line(f"held-out loss {loss:.4f} over {tokens:,} tokens, of {weights}")
+    json_line(answer) if args.json else line(f"{held_out(found)}, of {weights}")
     trained = config.output.dir
     if resume is None and trained is not None and run_dir.is_run(Path(trained)):
         _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.config.schema import DataConfig
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _NAMES = ("max_position_embeddings", "n_positions")
 """Keys of a `config.json` that name a model's positions."""

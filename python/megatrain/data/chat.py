@@ -33,13 +33,13 @@ def assistant_turns(
     text: str,
     wanted: Sequence[int],
     reads: Collection[str],
-    specials: Collection[str],
+    specials: re.Pattern[str],
     where: str,
 ) -> dict[int, Turn]:
     """The turns of messages `wanted` in `text`, which is `render(messages)`; a turn that is not rendered has no entry.
 
     reads: names that the template reads. Keys of a message beyond them change nothing.
-    specials: the tokenizer's special tokens, as they are spelled
+    specials: the tokenizer's special tokens, as they are spelled: what `one_of` makes of them
     Raises ConfigError naming the row at `where`.
     """
     if not wanted:
@@ -53,6 +53,11 @@ def assistant_turns(
     return {
         index: Turn(start, end, finder.closed(end, closing, specials)) for index, (start, end) in sorted(spans.items())
     }
+
+
+def one_of(words: Collection[str]) -> re.Pattern[str]:
+    """Matches any of the words, of several that fit the longest."""
+    return re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or "(?!)")
 
 
 def says_more(message: Message, reads: Collection[str]) -> bool:
@@ -121,7 +126,12 @@ class _Finder:
         for index in indices:
             if not self._content(index).strip() and (at := self._alone(index, 0)) is not None:
                 spans[index] = (at, at)
+        marked = None
         if filled:
+            marked = self._marked(filled, trimmed=False) or self._marked(filled, trimmed=True)
+        if marked is not None:
+            spans |= marked
+        elif filled:
             ends = self._ends(filled)
             starts = self._starts(filled, ends)
             spans |= {index: (starts[index], end) for index, end in self._with_blanks(ends).items()}
@@ -130,6 +140,31 @@ class _Finder:
     def _content(self, index: int) -> str:
         content: str = self._messages[index]["content"]
         return content
+
+    def _marked(self, indices: Sequence[int], *, trimmed: bool) -> dict[int, tuple[int, int]] | None:
+        """The spans of contents, with or without the blanks at their ends, if all of them are written so: what most
+        templates do, in one rendering. None where it takes a closer look."""
+        changes, blanks = {}, {}
+        for index in indices:
+            content = self._content(index)
+            body = content.strip() if trimmed else content
+            lead, _, trail = content.partition(body)
+            marked = f"{lead}{self._marker(index)}{body}{self._marker(index, end=True)}{trail}"
+            changes[index], blanks[index] = {**self._messages[index], "content": marked}, (lead, trail)
+        out = self._attempt(self._with(changes))
+        if out is None or out.count(self._stem) != 2 * len(indices) or self._unmarked(out) != self._text:
+            return None
+        spans, position, width = {}, 0, len(self._marker(0))
+        for count, index in enumerate(indices):
+            start, end = out.find(self._marker(index), position), out.find(self._marker(index, end=True), position)
+            if start < 0 or end < start:
+                return None
+            position, (lead, trail) = end, blanks[index]
+            start, end = start - 2 * count * width, end - (2 * count + 1) * width
+            if (lead and self._text.endswith(lead, 0, start)) or (trail and self._text.startswith(trail, end)):
+                return None  # the template may keep the blanks of one end
+            spans[index] = start, end
+        return spans
 
     def _alone(self, index: int, offset: int) -> int | None:
         """Where in the text the character at `offset` of one content is."""
@@ -325,13 +360,19 @@ class _Finder:
 
     def _anchors(self, indices: Collection[int]) -> dict[int, int]:
         """Where in the text the content of the message before each of these ends, for those where that can be told."""
-        before = sorted({index - 1 for index in indices if index and self._content(index - 1).strip()})
-        out = self._attempt(self._with({at: self._anchored(at) for at in before}))
-        if out is None or self._unmarked(out) != self._text:
+        before = sorted({index - 1 for index in indices if index})
+        filled = [at for at in before if self._content(at).strip()]
+        # An empty result of a tool is usually written like any other; an answer without content is not.
+        empty = [at for at in before if at not in set(filled) and self._messages[at]["role"] != "assistant"]
+        for anchors in (sorted([*filled, *empty]), filled):
+            out = self._attempt(self._with({at: self._anchored(at) for at in anchors}))
+            if out is not None and self._unmarked(out) == self._text:
+                break
+        else:
             return {}
         width = len(self._marker(0))
         found = {}
-        for count, at in enumerate(before):
+        for count, at in enumerate(anchors):
             if out.count(self._marker(at)) == 1:
                 found[at + 1] = out.index(self._marker(at)) - count * width
         return {index: found[index] for index in indices if index in found}
@@ -406,18 +447,17 @@ class _Finder:
             return ""
         return out[out.index(marker) + len(marker) :]
 
-    def closed(self, end: int, closing: str, specials: Collection[str]) -> int:
+    def closed(self, end: int, closing: str, specials: re.Pattern[str]) -> int:
         """Where what closes the turn that ends at `end` ends. `closing` is what closes the last turn."""
         after = self._text[end : end + len(closing) + _LONGEST_OPENING]
         shared = _shared(after, closing)
-        special = re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)) or "(?!)")
-        for found in special.finditer(after):
+        for found in specials.finditer(after):
             if found.start() < shared < found.end():
                 shared = found.start()
-        if not closing[:shared].strip() and special.match(closing.lstrip()):
+        if not closing[:shared].strip() and specials.match(closing.lstrip()):
             # The last turn may end with a token of its own, as in gpt-oss. What opens the next turn ends none.
             blanks = len(after) - len(after.lstrip())
-            found_here, opens = special.match(after, blanks), special.match(self._prompt)
+            found_here, opens = specials.match(after, blanks), specials.match(self._prompt)
             if found_here and opens and found_here.group() != opens.group():
                 return end + found_here.end()
         return end + shared

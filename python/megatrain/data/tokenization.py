@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatrain.data.chat import assistant_turns
+from megatrain.data.chat import assistant_turns, one_of
 from megatrain.data.encoded import Encoded, agreement, sliced
 from megatrain.data.messages import REASONING, Message
 from megatrain.data.readers import Source
@@ -71,7 +71,7 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
-        self._spelled = frozenset(tokenizer.convert_ids_to_tokens(sorted(self._special)))
+        self._spelled = one_of(tokenizer.convert_ids_to_tokens(sorted(self._special)))
         self._prefix, self._suffix = _affixes(self._backend, tokenizer)
         self._templates = templates_of(tokenizer, date or dt.date.today())
         self._stock = threading.Lock()

@@ -10,7 +10,6 @@ from megatrain.checkpoint.load import load
 from megatrain.checkpoint.save import PendingCheckpoint, begin_save
 from megatrain.engine import numerics
 from megatrain.engine import options as arguments
-from megatrain.engine.optimizer import AdamW
 from megatrain.engine.runtime import Runtime
 from megatrain.engine.transactions import Passes
 from megatrain.errors import CheckpointError, ConfigError
@@ -28,14 +27,13 @@ class Checkpoints:
     def __init__(
         self,
         decoder: Decoder,
-        optimizer: AdamW,
         runtime: Runtime,
         passes: Passes,
         *,
         tokenizer: Any,
         tokenizer_dir: str | Path | None,
     ) -> None:
-        self.decoder, self._optimizer, self._runtime, self._passes = decoder, optimizer, runtime, passes
+        self.decoder, self._runtime, self._passes = decoder, runtime, passes
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._pending: PendingCheckpoint | None = None
 
@@ -52,7 +50,7 @@ class Checkpoints:
         if self._pending is not None and not self._pending.over:
             raise ConfigError(f"{self._pending.folder} is still being written; call its finish or cancel first")
         arguments.mapping("state", state)
-        own = {"step": passes.num_steps, "lr": self._optimizer.lr, "numerics": passes.numerics()}
+        own = {"step": passes.num_steps, "lr": self._runtime.optimizer.lr, "numerics": passes.numerics()}
         self._pending = begin_save(
             arguments.folder(folder),
             self,
@@ -76,7 +74,7 @@ class Checkpoints:
             passes.discard()
             own = saved.get("engine", {})
             if "lr" in own:
-                self._optimizer.set_lr(own["lr"])
+                runtime.optimizer.set_lr(own["lr"])
             passes.num_steps = int(own.get("step", 0))
         except BaseException as error:
             why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.logprobs import LossHead, PlainHead
-from megatrain.engine.loss import chunked_loss, default_chunk
+from megatrain.engine.loss import chunked_loss, default_chunk, is_largest
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
@@ -443,8 +443,9 @@ class HeadTemplate:
         )
 
     @torch.no_grad()
-    def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor]:
-        """Sum of losses (0-d) and log-probabilities of the targets (batch * seq,), 0 where not supervised."""
+    def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of losses (0-d), log-probabilities of the targets (batch * seq,), 0 where not supervised, and number of
+        targets with the largest logit (0-d)."""
         normed = self.tail(hidden)
         flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
@@ -460,14 +461,16 @@ class HeadTemplate:
                 need_logprobs=True,
             )
             assert result.logprobs is not None
-            return result.loss_sum, result.logprobs
+            assert result.correct is not None
+            return result.loss_sum, result.logprobs, result.correct.sum()
         chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
-        parts = [
-            token_losses(self.logits(flat[s : s + chunk].unsqueeze(0))[0], micro.targets[s : s + chunk], options)
-            for s in range(0, flat.shape[0], chunk)
-        ]
+        parts, correct = [], torch.zeros((), dtype=torch.int64, device=flat.device)
+        for part, targets in zip(torch.split(flat, chunk), torch.split(micro.targets, chunk), strict=True):
+            logits = self.logits(part.unsqueeze(0))[0]
+            parts.append(token_losses(logits, targets, options))
+            correct += is_largest(logits, targets).sum()
         losses = torch.cat(parts)
-        return losses.sum(dtype=torch.float64), -losses
+        return losses.sum(dtype=torch.float64), -losses, correct
 
 
 def _check_loss(loss: Any, device: torch.device) -> None:

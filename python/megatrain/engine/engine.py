@@ -29,7 +29,7 @@ from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
 from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
-from megatrain.engine.transactions import Passes, StepOutput
+from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from megatrain import _core
 
 
+@arguments.known_keywords
 class Engine:
     """A model in training. One thread at a time may call it, except for `prepare`."""
 
-    @arguments.known_keywords
     @on_cpu()
     def __init__(
         self,
@@ -159,7 +159,6 @@ class Engine:
         self._evaluation = Evaluation(self._runtime, self._preparer, self._passes)
         self._checkpoints = Checkpoints(
             self.decoder,
-            self.optimizer,
             self._runtime,
             self._passes,
             tokenizer=tokenizer,
@@ -167,7 +166,6 @@ class Engine:
         )
 
     @classmethod
-    @arguments.known_keywords
     @on_cpu()
     def from_pretrained(
         cls,
@@ -371,8 +369,13 @@ class Engine:
 
         Computes as many batches at a time as a step was planned for, or one if nothing has been planned yet.
         """
+        return self.evaluate_metrics(batches).loss
+
+    @on_cpu()
+    def evaluate_metrics(self, batches: Sequence[Batch]) -> EvalOutput:
+        """As `evaluate`, with perplexity and the share of supervised tokens that the model finds the likeliest."""
         self._usable()
-        return self._evaluation.loss(batches)
+        return self._evaluation.metrics(batches)
 
     @on_cpu()
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -553,4 +556,4 @@ class Engine:
         self._passes.check()
 
 
-__all__ = ["Engine", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]
+__all__ = ["Engine", "EvalOutput", "MicroBatch", "StateDict", "Stats", "StepInputs", "StepOutput", "choose_precision"]

@@ -10,7 +10,7 @@ from megatrain.engine.embed_head import HeadTemplate
 from megatrain.engine.inputs import Batch, InputPreprocessor, check_list_of_batches, largest_shape
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.runtime import Runtime
-from megatrain.engine.transactions import Passes
+from megatrain.engine.transactions import EvalOutput, Passes
 from megatrain.errors import ConfigError
 
 
@@ -20,19 +20,20 @@ class Evaluation:
     def __init__(self, runtime: Runtime, preparer: InputPreprocessor, passes: Passes) -> None:
         self._runtime, self._preparer, self._passes = runtime, preparer, passes
 
-    def loss(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per supervised token. Raises ConfigError where there is none."""
-        total, tokens = 0.0, 0
+    def metrics(self, batches: Sequence[Batch]) -> EvalOutput:
+        """Means over the supervised tokens. Raises ConfigError where there is none."""
+        total, correct, tokens = 0.0, 0, 0
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
         for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
             run = self._passes.evaluate(prepared, largest=largest_shape(batches))
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
+            correct += sum(torch.stack([t for t in run.correct if t is not None]).tolist())
             tokens += prepared.num_tokens
         if not tokens:
             raise ConfigError("no batch has a supervised token, so there is no loss to take the mean of")
-        return total / tokens
+        return EvalOutput(loss=total / tokens, accuracy=correct / tokens, num_tokens=tokens)
 
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1), fp32 on the CPU; 0 where not supervised."""

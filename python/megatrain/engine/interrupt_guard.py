@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

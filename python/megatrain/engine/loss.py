@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.engine.matmul import TILE_ROWS, add_matmul, mixed_matmul
 from megatrain.names import IGNORED
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = {"cuda": 5 << 28, "cpu": 32 << 20}
 _CHUNK_SHARE = 32
@@ -34,6 +34,8 @@ class LossResult(NamedTuple):
     """(N, H), dtype of `hidden`: gradient of `scale * loss_sum`."""
     logprobs: Tensor | None
     """(N,), fp32 or better: log-probability of each target, 0 where not supervised; only when asked for."""
+    correct: Tensor | None
+    """(N,), bool: whether no other token has a larger logit than the target; with `logprobs` only."""
 
 
 def default_chunk(vocab: int, device: str, card_bytes: int | None = None) -> int:
@@ -92,6 +94,7 @@ def chunked_loss(
     chunk = min(chunk or default_chunk(vocab, hidden.device.type), max(rows, 1))
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
     logprobs = torch.empty(rows, dtype=arithmetic, device=hidden.device) if need_logprobs else None
+    correct = torch.empty(rows, dtype=torch.bool, device=hidden.device) if need_logprobs else None
     if need_grad and grad_hidden is None:
         grad_hidden = torch.empty_like(hidden)
     elif not need_grad:
@@ -104,6 +107,8 @@ def chunked_loss(
         rows_t = targets[start : start + chunk]
         logits = logits_buffer[: rows_h.shape[0]]
         matmul_logits(rows_h, weight, logits)
+        if correct is not None:
+            correct[start : start + chunk] = is_largest(logits, rows_t, bias)
         if in_kernel:
             from megatrain.engine import loss_triton
 
@@ -125,7 +130,7 @@ def chunked_loss(
             grad_bias += dlogits.sum(0, dtype=grad_bias.dtype)
         # last, because the caller may let it overwrite `hidden`
         matmul_grad_hidden(dlogits, weight, grad_hidden[start : start + chunk])
-    return LossResult(loss_sum, grad_hidden, logprobs)
+    return LossResult(loss_sum, grad_hidden, logprobs, correct)
 
 
 def token_logprobs(
@@ -238,6 +243,17 @@ def _cross_entropy(
     if slope is not None:
         weights *= slope
     return losses, logp, weights
+
+
+def is_largest(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(R,) bool: whether a supervised target's logit is the largest of its row (R, V). Neither scale nor cap changes
+    that."""
+    index = torch.where(targets != IGNORED, targets, 0).unsqueeze(1)
+    found = []
+    for rows, wanted in zip(torch.split(logits, TILE_ROWS), torch.split(index, TILE_ROWS), strict=True):
+        summed = rows if bias is None else rows + bias
+        found.append(summed.gather(1, wanted).squeeze(1) >= summed.amax(1))
+    return torch.cat(found) & (targets != IGNORED)
 
 
 def matmul_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 TILE_ROWS = 2048
 """Rows of a bf16 operand that are widened to fp32 at a time where no matmul with fp32 output exists."""

@@ -31,6 +31,7 @@ class Group:
         return self.lr * lr_factor, self.betas[0], self.betas[1], self.eps, self.weight_decay
 
 
+@known_keywords
 class AdamW:
     """Settings in torch.optim.AdamW's words and with its defaults; a group names its parameters by patterns.
 
@@ -39,7 +40,6 @@ class AdamW:
     Raises ConfigError for values out of range.
     """
 
-    @known_keywords
     def __init__(
         self,
         lr: float = 1e-3,

@@ -35,7 +35,7 @@ def check(
 ) -> None:
     """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
-    if grad_precision not in precisions:
+    if grad_precision not in tuple(precisions):
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
@@ -157,17 +157,34 @@ def positive(value: Any) -> bool:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
-def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, with a TypeError for a misspelt keyword that names the nearest one."""
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+def known_keywords(owner: C) -> C:
+    """A class whose constructor and public methods answer a misspelt keyword with a TypeError that names the nearest
+    one."""
+    for name, member in list(vars(owner).items()):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if inspect.isfunction(member):
+            setattr(owner, name, _known_keywords(member))
+        elif isinstance(member, classmethod):
+            setattr(owner, name, classmethod(_known_keywords(member.__func__)))
+    return owner
+
+
+def _known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name not in ("self", "cls")]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {suggest(name, names)}")
+                hint = suggest(name, names) if names else "it takes none"
+                raise TypeError(f"{function.__qualname__} has no argument {name!r}; {hint}")
         return function(*args, **kwargs)
 
     return call

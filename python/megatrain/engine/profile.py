@@ -28,7 +28,7 @@ from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

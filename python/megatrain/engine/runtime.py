@@ -34,7 +34,7 @@ from megatrain.weights import initialize
 if TYPE_CHECKING:
     from megatrain.engine.state_dict import Plane
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, Any], None]
 """Fills the store: called once with the decoder and the core."""
@@ -153,11 +153,12 @@ class Runtime:
     def set_optimizer(self, optimizer: AdamW) -> None:
         """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
         self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        """AdamW's present settings."""
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self._optimizer, self._assigned, seen)
+        return core_groups(self._decoder, self.optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.engine.device_memory import Region
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 STAGE_ALIGN = 256
 """Bytes to which everything on the stage is aligned."""

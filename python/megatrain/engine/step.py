@@ -160,6 +160,8 @@ class Pass:
         """Sum of losses of each micro-batch (0-d, on the device)."""
         self.logprobs: list[Tensor | None] = [None] * count
         """Without training: log-probabilities of each micro-batch's targets (batch * seq,)."""
+        self.correct: list[Tensor | None] = [None] * count
+        """Without training: how many targets of each micro-batch have the largest logit (0-d, on the device)."""
         self.collected: list[Tensor | None] = [None] * count
         """What `collect` made of each micro-batch."""
         self._phases: dict[Phase, Callable[[Any], None]] = {
@@ -277,7 +279,8 @@ class Pass:
             if self._collect is not None:
                 self.collected[m] = self._collect(templates.head, hidden)
             else:
-                self.losses[m], self.logprobs[m] = templates.head.score(hidden, micro, self._options)
+                scores = templates.head.score(hidden, micro, self._options)
+                self.losses[m], self.logprobs[m], self.correct[m] = scores
             self._micro[m].take()
             return
         self._reseed(m, op.unit)

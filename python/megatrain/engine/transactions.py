@@ -7,6 +7,7 @@ finished first."""
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from megatrain.errors import ConfigError, EngineBroken, MegatrainError
 from megatrain.models.moe import RouterLoss
 from megatrain.models.support import refuse_global_hooks
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -51,6 +52,27 @@ class StepOutput:
     aux_loss: float | None = None
     """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
     coefficient."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOutput:
+    """Result of an evaluation."""
+
+    loss: float
+    """Mean over the supervised tokens."""
+    accuracy: float
+    """Share of the supervised tokens that the model finds the likeliest ones."""
+    num_tokens: int
+    """Supervised tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large."""
+        return math.exp(self.loss) if self.loss < _MOST_EXP else math.inf
+
+
+_MOST_EXP = 709.0
+"""exp of this is finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

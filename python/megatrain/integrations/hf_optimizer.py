@@ -10,7 +10,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.optimizer import AdamW
 from megatrain.errors import ConfigError
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class EngineOptimizer(torch.optim.Optimizer):

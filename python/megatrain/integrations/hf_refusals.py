@@ -8,6 +8,9 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.names import suggest
 
+_LOSSES = ("nll", "chunked_nll")
+"""SFTConfig's names, of several releases of TRL, for the loss of the next token."""
+
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 _PLANNED = (
@@ -103,7 +106,7 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"{name} is {_short(value)}: {why}")
     if str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS:
         raise ConfigError(f"optim is {str(args.optim)!r}: the engine's optimizer is AdamW; write optim='adamw_torch'")
-    if getattr(args, "loss_type", "nll") != "nll":
+    if getattr(args, "loss_type", "nll") not in _LOSSES:
         raise ConfigError(f"loss_type is {args.loss_type!r}: the engine computes the loss of the next token, 'nll'")
     template = getattr(args, "chat_template_path", None)
     if template is not None and not str(template).endswith((".jinja", ".j2")):

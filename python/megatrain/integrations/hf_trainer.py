@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _NOT_FOR_THE_ENGINE = (
     "cu_seq_lens_k",
@@ -65,7 +65,7 @@ class TrainerMixin(_Trainer):
     also for an engine that was made with others. Loss is divided by the supervised tokens of the whole step. Logged
     losses of a step are those of its batches together, so a callback between batches of one step sees none. Checkpoints
     are the engine's, with the Trainer's own state beside it; a stock Trainer can load their weights and cannot resume
-    from them. TRL's training logs have no entropy and no token accuracy, which would need all logits.
+    from them. TRL's logs have its token accuracy for evaluations only, and no entropy.
 
     Raises ConfigError, before anything is trained, for what the engine cannot do.
     """
@@ -200,10 +200,19 @@ class TrainerMixin(_Trainer):
         loss = None
         if labels is not None:
             some = bool((labels[:, 1:] != IGNORED).any())
-            loss = torch.tensor(self.engine.evaluate([batch]) if some else math.nan, device=self.args.device)
+            found = self.engine.evaluate_metrics([batch]) if some else None
+            loss = torch.tensor(found.loss if found is not None else math.nan, device=self.args.device)
+            self._note_accuracy(found.accuracy if found is not None else 0.0)
         if prediction_loss_only:
             return loss, None, None
         return loss, self.engine.all_logits(batch), labels
+
+    def _note_accuracy(self, accuracy: float) -> None:
+        """TRL's `mean_token_accuracy` and `num_tokens` of an evaluation."""
+        sft: Any = self
+        if hasattr(sft, "_metrics"):
+            sft._metrics["eval"]["mean_token_accuracy"].append(accuracy)
+            sft._metrics["eval"]["num_tokens"] = [sft._total_train_tokens]
 
     # ------------------------------------------------------------------------------------ saving, resuming
 

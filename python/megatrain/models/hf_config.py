@@ -14,7 +14,7 @@ from typing import Any
 from megatrain.errors import ConfigError
 from megatrain.names import nearest
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _EVERY_MODEL = frozenset(
     "model_type architectures auto_map transformers_version dtype torch_dtype quantization_config tokenizer_class "

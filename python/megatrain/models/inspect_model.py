@@ -28,7 +28,7 @@ from megatrain.models.vision import VisionSpec, stub_out, trace_vision
 from megatrain.names import format_names, match, patterns
 from megatrain.weights.hf_layout import library, published
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Place = Literal["embed", "head"] | int
 """Where a tensor belongs: embed, head, or the index of a layer."""

@@ -18,7 +18,7 @@ from megatrain.models.state_changes import StateWatch, refusal
 from megatrain.models.structure import index_attributes, structures
 from megatrain.models.support import ModelParts
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

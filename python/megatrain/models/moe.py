@@ -26,7 +26,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.lm_head import HeadShell
 from megatrain.models.support import ModelParts
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-5
 _PROBE = (2, 6)

@@ -23,7 +23,7 @@ from megatrain.system import hardware as facts
 from megatrain.system.atomic import write_whole
 from megatrain.system.hardware import GIB, Machine
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 UNITS = {
     "h2d_gbs": "GB/s, host to device",

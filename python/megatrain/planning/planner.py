@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain.engine.optimizer import AdamW
     from megatrain.models.decoder import Decoder
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 MICRO_BATCH_TOKENS = {"cuda": (32768, 8192), "cpu": (4096,)}
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while

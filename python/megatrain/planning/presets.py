@@ -3,9 +3,8 @@
 The card's rates are those of `calibrate`, which knows them by its name.
 """
 
-import difflib
-
 from megatrain.errors import ConfigError
+from megatrain.names import nearest
 from megatrain.system.hardware import GIB, Gpu, Machine, format_bytes
 
 # name: (the driver's name, GiB that it reports, compute capability)
@@ -40,8 +39,8 @@ def preset(name: str) -> Machine:
     known = {_plain(one): one for one in _CARDS}
     found = known.get(_plain(name))
     if found is None:
-        near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.6)
-        hint = f"did you mean {known[near[0]]}? " if near else ""
+        near = nearest(_plain(name), known)
+        hint = f"did you mean {known[near]}? " if near else ""
         raise ConfigError(
             f"--machine {name} is no file here and no known machine; {hint}known are {', '.join(_CARDS)}; "
             "`megatrain probe --out FILE` describes the machine that it runs on"

@@ -22,7 +22,7 @@ from megatrain.errors import first_line
 from megatrain.system import atomic
 from megatrain.units import parse_size
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatrain.system.atomic import CHUNK_BYTES, is_regular, storage_error
 from megatrain.units import is_count
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one shard, as the hub has them."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
     from megatrain.training.run_dir import RunFolder
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 _POLL_S = 0.05
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
+from megatrain.training.progress import evaluated
 
 if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
+    from megatrain.engine.transactions import EvalOutput
     from megatrain.training.loop import Result
 
 log = logging.getLogger("megatrain")
@@ -53,7 +55,8 @@ class Callback:
         """After each step, with its line of `metrics.jsonl`, before what an evaluation or samples add to it."""
 
     def on_eval(self, run: Run, metrics: Mapping[str, Any]) -> None:
-        """After each evaluation: `step` (0 before the first), `eval_loss` per supervised token, `eval_tokens`."""
+        """After each evaluation: `step` (0 before the first), `eval_loss` per supervised token,
+        `eval_perplexity`, `eval_accuracy`, `eval_tokens`."""
 
     def on_save(self, run: Run, step: int, folder: Path) -> None:
         """Once the checkpoint of `step` is complete in `folder`, which may be some steps later."""
@@ -84,9 +87,9 @@ class Callbacks:
         """Calls `on_step`."""
         self._call("on_step", metrics)
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+    def evaluation(self, step: int, found: "EvalOutput") -> None:
         """Calls `on_eval`."""
-        self._call("on_eval", {"step": step, "eval_loss": loss, "eval_tokens": tokens})
+        self._call("on_eval", {"step": step, **evaluated(found)})
 
     def save(self, step: int, folder: Path) -> None:
         """Calls `on_save`."""
@@ -139,12 +142,12 @@ def check_installed(config: Config) -> None:
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """(tag, value) of the finite numbers of a line of metrics: those of training, lanes and memory in groups."""
-    groups = {"loss": "train", "grad_norm": "train", "lr": "train", "eval_loss": "eval", "aux_loss": "train"}
+    groups = {"loss": "train", "grad_norm": "train", "lr": "train", "aux_loss": "train"}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{name}", part) for name, part in value.items() if _is_finite(part))
         elif key != "step" and _is_finite(value):
-            yield f"{groups.get(key, 'step')}/{key}", value
+            yield f"{groups.get(key, 'eval' if key.startswith('eval_') else 'step')}/{key}", value
 
 
 def _is_finite(value: Any) -> bool:

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from megatrain.data import Loader, StepBatch
     from megatrain.engine.engine import Engine
     from megatrain.engine.inputs import StepInputs
+    from megatrain.engine.transactions import EvalOutput
     from megatrain.training.setup import RunComponents
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 _ROWS_SHOWN = 16
 """Most row ids in one line of the log; metrics.jsonl has all of them."""
@@ -420,26 +421,26 @@ class TrainingLoop:
     def _first_evaluation(self) -> None:
         if self._eval_loader is None or not self.config.eval.at_start or self.position.step > 0:
             return
-        loss = self._held_out_loss(self._eval_loader, 0)
-        if loss is not None:
-            self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = loss
+        found = self._held_out(self._eval_loader, 0)
+        if found is not None:
+            self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = found.loss
             self.position.best_step = 0
-            self.before = {"eval_loss_before": loss}
+            self.before = {"eval_loss_before": found.loss}
         self.throughput.restart()
 
     def _evaluate(self, loader: "Loader", step: int) -> bool:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
         position.owed_eval = True  # also where it fails
-        loss = None if self._stopping else self._held_out_loss(loader, step)
-        position.owed_eval = loss is None
-        if loss is None:
+        found = None if self._stopping else self._held_out(loader, step)
+        position.owed_eval = found is None
+        if found is None:
             return False
-        position.eval_loss = loss
+        loss = position.eval_loss = found.loss
         if position.first_eval_loss is None:
             position.first_eval_loss = loss
         if self.pending is not None:
-            self.pending.extra["eval_loss"] = loss
+            self.pending.extra |= {"eval_loss": loss, "eval_accuracy": found.accuracy}
         if position.best_loss is None or loss < position.best_loss:
             position.best_loss, position.best_step, position.stale_evals = loss, step, 0
             self.new_best = True
@@ -459,16 +460,16 @@ class TrainingLoop:
         limit = self.config.eval.early_stop
         return limit is not None and self.position.stale_evals >= limit
 
-    def _held_out_loss(self, loader: "Loader", step: int) -> float | None:
-        """Mean over supervised tokens; None when a stop request cut the evaluation off."""
+    def _held_out(self, loader: "Loader", step: int) -> "EvalOutput | None":
+        """Over the held-out data; None when a stop request cut the evaluation off."""
         self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
         self._status("evaluating")
-        loss, tokens = evaluate(self.engine, loader, self.stop)
+        found = evaluate(self.engine, loader, self.stop)
         self._status("training")
-        if loss is not None:
-            self.display.evaluation(step, loss, tokens)
-            self.callbacks.evaluation(step, loss, tokens)
-        return loss
+        if found is not None:
+            self.display.evaluation(step, found)
+            self.callbacks.evaluation(step, found)
+        return found
 
     def _sample(self, step: int) -> None:
         from megatrain.training.sampling import sample
@@ -590,14 +591,20 @@ def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
     }
 
 
-def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> tuple[float | None, int]:
-    """(mean loss per supervised token, supervised tokens) over a loader's held-out batches. The loss is None when a
-    stop request cut the evaluation off."""
-    total, tokens = 0.0, 0
+def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> "EvalOutput | None":
+    """Means over the supervised tokens of a loader's held-out batches; None when a stop request cut the evaluation off.
+    NaN where no token is supervised."""
+    from megatrain.engine.transactions import EvalOutput
+
+    loss, correct, tokens = 0.0, 0.0, 0
     for batch in loader.eval_batches():
         if stop is not None and stop.requested:
-            return None, tokens
+            return None
         if batch.num_supervised:
-            total += engine.evaluate(batch.micro_batches) * batch.num_supervised
+            found = engine.evaluate_metrics(batch.micro_batches)
+            loss += found.loss * batch.num_supervised
+            correct += found.accuracy * batch.num_supervised
             tokens += batch.num_supervised
-    return (total / tokens if tokens else math.nan), tokens
+    if not tokens:
+        return EvalOutput(loss=math.nan, accuracy=math.nan, num_tokens=0)
+    return EvalOutput(loss=loss / tokens, accuracy=correct / tokens, num_tokens=tokens)

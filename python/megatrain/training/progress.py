@@ -14,7 +14,9 @@ from megatrain.training.metrics import StepRecord, dumps, duration
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-log = logging.getLogger("megatrain")
+    from megatrain.engine.transactions import EvalOutput
+
+log: logging.Logger = logging.getLogger("megatrain")
 
 _HISTORY = 40
 """Most lines of steps, or a few more, that stay above a bar."""
@@ -173,11 +175,11 @@ class Display:
             f"{record.tokens_per_s:,.0f} tokens/s  {duration(left_s)} left{bound}"
         )
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Shows a held-out loss that was measured after `step`."""
+    def evaluation(self, step: int, found: "EvalOutput") -> None:
+        """Shows what was measured on held-out data after `step`."""
         if self.mode == "json":
-            self._write(dumps({"step": step, "eval_loss": loss, "eval_tokens": tokens}))
-        self._log_and_print(f"step {step}: held-out loss {loss:.4f} over {tokens:,} tokens", shown=self.mode != "json")
+            self._write(dumps({"step": step, **evaluated(found)}))
+        self._log_and_print(f"step {step}: {held_out(found)}", shown=self.mode != "json")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Shows a text that was generated after `step`."""
@@ -212,6 +214,24 @@ class Display:
         elif self.mode != "none":
             self.out.write(text + "\n")
             self.out.flush()
+
+
+def evaluated(found: "EvalOutput") -> dict[str, Any]:
+    """An evaluation by the names that JSON lines have."""
+    return {
+        "eval_loss": found.loss,
+        "eval_perplexity": found.perplexity,
+        "eval_accuracy": found.accuracy,
+        "eval_tokens": found.num_tokens,
+    }
+
+
+def held_out(found: "EvalOutput") -> str:
+    """An evaluation in words."""
+    return (
+        f"held-out loss {found.loss:.4f} (perplexity {found.perplexity:.4g}, accuracy {100 * found.accuracy:.1f} %) "
+        f"over {found.num_tokens:,} tokens"
+    )
 
 
 class _Handler(logging.Handler):

@@ -13,7 +13,7 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 if TYPE_CHECKING:
     from megatrain.checkpoint.checkpoint import Checkpoint
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 T = TypeVar("T")
 

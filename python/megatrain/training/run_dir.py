@@ -25,7 +25,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.system.atomic import make_folders, recover, remove, remove_leftovers, storage_error, write_whole
 from megatrain.training.metrics import StepRecord, dumps
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 CONFIG, PLAN, METRICS, LOG, STATUS, LOCK = (
     "config.yaml",

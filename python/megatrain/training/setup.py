@@ -43,7 +43,7 @@ from megatrain.weights.types import Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

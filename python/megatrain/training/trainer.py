@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.engine.options import known_keywords
 from megatrain.errors import DoesNotFit, MegatrainError, StorageError
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 
     from megatrain.training.setup import RunComponents
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 __all__ = ["Result", "Trainer"]
 
 
+@known_keywords
 class Trainer:
     """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. Raises ConfigError,
     DoesNotFit, CheckpointError or StorageError while it loads, and RunStopped when the run has to end itself."""
@@ -73,7 +75,11 @@ class Trainer:
             before.__context__ = None  # which refers to what ran out of memory
         gc.collect()
         log.warning("%s. Planning again, once, with %s", before, before.changes())
-        folder.correct_plan(before.correction)
+        try:
+            folder.correct_plan(before.correction)
+        except StorageError as error:
+            folder.write_status("failed", **folder.facts(), reason=f"{before}; {error}")
+            raise RunStopped(f"{before}; {error}; {last_good_checkpoint(folder)}") from error
         return self._part(folder, before)
 
     def _part(self, folder: RunFolder, before: out_of_memory.PlanAgain | None) -> Result:

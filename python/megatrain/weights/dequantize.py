@@ -29,7 +29,7 @@ from megatrain.weights.permute import boxes
 if TYPE_CHECKING:
     from megatrain.weights.types import Weights
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _METHODS = ("fp8", "mxfp4")
 _FP8 = torch.float8_e4m3fn

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.units import is_count
 from megatrain.weights.permute import gather
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
 from megatrain.weights.dequantize import dequantised
 from megatrain.weights.types import Weights
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PACKAGE = "python:"

@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-crash test-examples test-gpu test-fuzz test-soak wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -53,6 +53,7 @@ test-python: $(VENV)/.development ## the Python tests
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
 	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
 
+.PHONY: test-crash
 test-crash: $(VENV)/.development ## runs killed at every named point of their saves, in place of the 25 of the suite: about ten minutes
 	MEGATRAIN_TEST_KILLS=1000 $(PYTHON) -m pytest -n 0 --timeout 0 tests/checkpoint/test_disk_failures.py
 

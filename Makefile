@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the
 	else cargo test --workspace --locked; fi
 	@for example in $(EXAMPLES); do echo "example $$example"; \
 	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
+
+test-loom: ## the optimizer's threads under loom, in every order of their locks: a minute, most of it compiling
+	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
+	cargo test --release -p megatrain-core --locked --test loom
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)

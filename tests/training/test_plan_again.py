@@ -123,7 +123,7 @@ def test_a_disk_without_room_for_the_correction_ends_the_run(tmp_path: Path, mon
 
 
 def test_immediate_updates_that_cannot_be_taken_back_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backward, failed = Pass._embed_backward, []
 
@@ -138,6 +138,7 @@ def test_immediate_updates_that_cannot_be_taken_back_end_the_run(
     with pytest.raises(RunStopped, match=r"step 3: embed backward of .*out of memory.*there is no checkpoint yet"):
         fit(config)
     assert len(failed) == 1
+    assert "the run cannot begin again under a safer plan: " in caplog.text
 
 
 def test_what_the_configuration_asks_for_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

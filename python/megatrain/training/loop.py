@@ -209,7 +209,8 @@ class TrainingLoop:
             self._write_pending()
             try:
                 self._finish_saves()
-            except MegatrainError:  # a broken engine has nothing to go on with, and a full disk no room for it
+            except MegatrainError as unsaved:  # a broken engine has nothing to go on with, a full disk no room for it
+                log.warning("the run cannot begin again under a safer plan: %s", unsaved)
                 return None
         return correction
 

@@ -20,7 +20,7 @@ use crate::schedule::{Op, Pass};
 use crate::store::Plane;
 use crate::store::file::{Buffer, Writer};
 
-/// What a thread gathers before it writes.
+/// Bytes that a thread collects before it writes them.
 const BUFFER_BYTES: usize = 8 << 20;
 
 /// A file to write: its first bytes, then one plane of each tensor, one after the other.

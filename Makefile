@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -47,11 +47,19 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the
 	@for example in $(EXAMPLES); do echo "example $$example"; \
 	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
 
+test-loom: ## the optimizer's threads under loom, in every order of their locks: a minute, most of it compiling
+	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
+	cargo test --release -p megatrain-core --locked --test loom
+
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)
 
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
 	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
+
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
+test-crash: $(VENV)/.development ## runs killed at every named point of their saves, in place of the 25 of the suite: about ten minutes
+	MEGATRAIN_TEST_KILLS=1000 $(PYTHON) -m pytest -n 0 --timeout 0 tests/checkpoint/test_disk_failures.py
 
 test-examples: $(VENV)/.development ## both examples to their end, the second with fewer steps: about ten minutes
 	$(PYTHON) tests/check_examples.py

@@ -83,7 +83,7 @@ def test_a_trace_of_one_more_step_opens_in_perfetto(
         (["--model", "tiny", "--steps", "0"], "--steps"),
         (["--model", "tiny", "--update", "immediate", "--max-grad-norm", "1.0"], "max_grad_norm"),
         (["--model", "tiny", "--set", "chunks=3"], "plan.chunks"),
-        (["--model", "tiny", "--set", "group=3"], "plan.group must lie between 1 and micro_batches = 1, not 3"),
+        (["--model", "tiny", "--set", "group=3"], "plan.group must be between 1 and micro_batches = 1, not 3"),
         (["--model", "tiny", "--set", "activation=stay"], "plan.activation"),
         (["--model", "tiny", "--set", "compile=true"], "plan.compile is for CUDA"),
         (["--model", "tiny", "--gpu-memory", "plenty"], "memory.gpu"),

@@ -113,7 +113,7 @@ def test_setting_up_can_be_interrupted(interrupt_after: Callable[[float], None])
 @pytest.mark.parametrize("lost", ["false", "true"], ids=["once", "for good"])  # then closing fails as well
 def test_a_failing_call_breaks_the_engine_by_unit_and_operation_and_it_stays_broken(panic: str, lost: str) -> None:
     engine = make(f'{{"fail": [{{"call": "copy_to_host", "nth": 2, "panic": {panic}, "lost": {lost}}}]}}')
-    with pytest.raises(_core.EngineBroken, match=r"since land of unit \S+: .*copy_to_host") as first:
+    with pytest.raises(_core.EngineBroken, match=r"since offload_grad of unit \S+: .*copy_to_host") as first:
         step(engine)
     for call in (engine.drain, engine.next, lambda: engine.begin("train", 1), lambda: master(engine, 1)):
         with pytest.raises(_core.EngineBroken) as again:
@@ -158,8 +158,8 @@ def test_a_refused_pin_is_a_warning_and_changes_nothing() -> None:
         (lambda e: e.begin("train", 2), "micro-batch"),
         (lambda e: e.apply([GROUP], None), "no gradients wait"),
         (lambda e: e.region("moments"), "no region"),
-        (lambda e: e.read(3, 0, "master", torch.empty(1)), "3 units, none of index 3"),
-        (lambda e: e.read(0, 1, "master", torch.empty(1)), "1 tensors, none of index 1"),
+        (lambda e: e.read(3, 0, "master", torch.empty(1)), "no unit 3: the model has 3"),
+        (lambda e: e.read(0, 1, "master", torch.empty(1)), "no tensor 1: it has 1"),
         (lambda e: e.read(0, 0, "momentum", torch.empty(1)), "momentum"),
         (lambda e: e.read(0, 0, "master", torch.empty(1, dtype=torch.float16)), "float32 is needed"),
         (lambda e: e.read(0, 0, "master", torch.empty(2), NUMEL - 1), "leave a tensor of 1000"),

@@ -108,7 +108,7 @@ pub struct DeviceFacts {
     pub capability: (u32, u32),
 }
 
-/// One AdamW update on the device, over one parameter's stretch of the planes. All spans cover `numel` elements.
+/// One AdamW update on the device, over one parameter's range of the planes. All spans cover `numel` elements.
 pub struct DeviceAdamw<'a> {
     /// bf16 upper plane, or fp32 weights when `residual` is `None`.
     pub weights: &'a DeviceMemory,

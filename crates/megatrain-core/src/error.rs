@@ -117,7 +117,7 @@ pub enum Error {
         allowed: &'static str,
     },
     /// A group has no micro-batches, or more than a step.
-    #[error("plan.group must lie between 1 and micro_batches = {micro_batches}, not {value}")]
+    #[error("plan.group must be between 1 and micro_batches = {micro_batches}, not {value}")]
     GroupOutOfRange {
         /// The micro-batches of a group.
         value: u32,
@@ -276,7 +276,7 @@ pub enum Error {
 
     // ---- Units, tensors and their planes ----
     /// There is no such unit.
-    #[error("there are {units} units, none of index {index}")]
+    #[error("there is no unit {index}: the model has {units}, counted from 0")]
     UnknownUnit {
         /// The index asked for.
         index: usize,
@@ -284,7 +284,7 @@ pub enum Error {
         units: usize,
     },
     /// There is no such tensor.
-    #[error("unit {unit} has {tensors} tensors, none of index {index}")]
+    #[error("unit {unit} has no tensor {index}: it has {tensors}, counted from 0")]
     UnknownTensor {
         /// The unit.
         unit: String,
@@ -294,7 +294,7 @@ pub enum Error {
         tensors: usize,
     },
     /// There is no such plane.
-    #[error("{name:?} is no plane: master, weights, residual, exp_avg, exp_avg_sq")]
+    #[error("there is no plane {name:?}, only master, weights, residual, exp_avg and exp_avg_sq")]
     UnknownPlane {
         /// The name asked for.
         name: String,
@@ -310,7 +310,7 @@ pub enum Error {
         dtype: &'static str,
     },
     /// Weights that are stored in fp32 have no residual.
-    #[error("{tensor} has no residual: its weights are whole in fp32")]
+    #[error("{tensor} has no residual: its weights are stored in fp32")]
     NoResidual {
         /// The tensor.
         tensor: String,
@@ -343,8 +343,8 @@ pub enum Error {
         /// Bytes given.
         got: u64,
     },
-    /// Bytes are no whole number of elements.
-    #[error("{tensor}: {bytes} bytes are no whole number of {dtype} elements")]
+    /// Bytes are not a whole number of elements.
+    #[error("{tensor}: {bytes} bytes are not a whole number of {dtype} elements")]
     PartialElement {
         /// The tensor.
         tensor: String,
@@ -377,7 +377,7 @@ pub enum Error {
         /// Its value.
         value: f32,
     },
-    /// An arena has been carved up.
+    /// An arena has too little memory left.
     #[error("an arena of {bytes} bytes has {left} left, not {asked}")]
     ArenaFull {
         /// Bytes of the arena.
@@ -396,7 +396,7 @@ pub enum Error {
 
     // ---- The optimizer and devices ----
     /// There are no such kernels.
-    #[error("{asked_by}: {name:?} is none of auto, scalar, avx2, avx512")]
+    #[error("{asked_by}: {name:?} is not one of auto, scalar, avx2, avx512")]
     UnknownIsa {
         /// The option or variable that asked.
         asked_by: &'static str,
@@ -567,8 +567,8 @@ pub enum Error {
         /// The tensor.
         tensor: String,
     },
-    /// Looked-up rows were given for what is no embedding table.
-    #[error("tensor {tensor} of unit {unit} is no trained table")]
+    /// Looked-up rows were given for a tensor that is not an embedding table.
+    #[error("tensor {tensor} of unit {unit} is not a trainable embedding table")]
     NotATable {
         /// Index of the tensor.
         tensor: usize,

@@ -240,10 +240,11 @@ impl Durations<'_> {
             .sum();
         let immediate = self.request.update == UpdateMode::Immediate;
         let loss = steady.ops.iter().position(|op| op.kind == Kind::Loss).unwrap_or(0);
-        let beneath = steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
-        let beneath: f64 = beneath.map(|op| self.link_bytes(op) as f64).sum();
+        let concurrent =
+            steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
+        let bytes: f64 = concurrent.map(|op| self.link_bytes(op) as f64).sum();
         let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
-        1.0 + self.rates.link_cost * beneath / own
+        1.0 + self.rates.link_cost * bytes / own
     }
 }
 

@@ -140,6 +140,7 @@ impl TensorSpec {
 
 /// The offsets of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TensorLayout {
     /// What the model declared.
     pub spec: TensorSpec,
@@ -151,6 +152,7 @@ pub struct TensorLayout {
 
 /// The layout of one unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct UnitLayout {
     /// The unit's name, such as `layers.3`.
     pub name: String,

@@ -41,6 +41,8 @@ pub mod host;
 pub mod layout;
 pub mod optimizer;
 pub mod planner;
+#[doc(hidden)]
+pub mod random;
 pub mod schedule;
 pub mod store;
 pub mod stream;

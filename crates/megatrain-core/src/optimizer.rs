@@ -174,7 +174,7 @@ impl Adamw {
     /// Updates only these ranges of `updates`, whose `tensor` is an index into them.
     ///
     /// # Errors
-    /// As for [`Adamw::update`], and when a stretch leaves its tensor.
+    /// As for [`Adamw::update`], and when a range leaves its tensor.
     pub fn update_ranges(&self, pool: &Pool, updates: &[TensorUpdate], ranges: &[ElementRange]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
         ranges.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
@@ -312,9 +312,9 @@ mod tests {
                 let runs = element_ranges(&[numel], parts);
                 let mut next = 0;
                 for run in &runs {
-                    for stretch in run {
-                        assert_eq!(stretch.start, next);
-                        next += stretch.len;
+                    for range in run {
+                        assert_eq!(range.start, next);
+                        next += range.len;
                     }
                 }
                 assert_eq!(next, numel);
@@ -324,17 +324,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_belongs_to_exactly_one_stretch(
+        fn every_element_belongs_to_exactly_one_range(
             numels in prop::collection::vec(0u64..5000, 0..12),
             parts in 1usize..9,
         ) {
             let runs = element_ranges(&numels, parts);
             prop_assert_eq!(runs.len(), parts);
             let mut next = vec![0u64; numels.len()];
-            for stretch in runs.iter().flatten() {
-                prop_assert!(stretch.len > 0 && stretch.start.is_multiple_of(TENSOR_ALIGN));
-                prop_assert_eq!(stretch.start, next[stretch.tensor]);
-                next[stretch.tensor] += stretch.len;
+            for range in runs.iter().flatten() {
+                prop_assert!(range.len > 0 && range.start.is_multiple_of(TENSOR_ALIGN));
+                prop_assert_eq!(range.start, next[range.tensor]);
+                next[range.tensor] += range.len;
             }
             prop_assert_eq!(next, numels);
             let blocks = |run: &Vec<ElementRange>| run.iter().map(|s| s.len.div_ceil(TENSOR_ALIGN)).sum::<u64>();

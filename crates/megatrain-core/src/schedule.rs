@@ -42,30 +42,22 @@ pub enum Kind {
     /// Computes the embedding's backward.
     EmbedBackward,
     /// Copies a micro-batch's staged activations to the host.
-    #[serde(rename = "save")]
     OffloadActivation,
     /// Copies them back to the device.
-    #[serde(rename = "fetch")]
     FetchActivation,
     /// Sums the squares of a unit's gradient and copies it to its slab.
-    #[serde(rename = "land")]
     OffloadGrad,
     /// Adds an offloaded gradient to the fp32 store.
-    #[serde(rename = "gather")]
     AccumulateGrad,
     /// The norm is known; the caller decides how to clip, or to skip the step.
-    #[serde(rename = "verdict")]
     ClipDecision,
     /// Copies the state and the gradient of a part of a unit from the host to a state buffer.
-    #[serde(rename = "bring")]
     FetchState,
     /// Updates a unit's weights.
     Update,
     /// Copies the state back from its state buffer.
-    #[serde(rename = "return")]
     WriteBackState,
     /// Appends a unit's state to the files of a checkpoint.
-    #[serde(rename = "write")]
     WriteCheckpoint,
 }
 
@@ -80,15 +72,15 @@ impl Kind {
             Self::Loss => "loss",
             Self::Backward => "backward",
             Self::EmbedBackward => "embed_backward",
-            Self::OffloadActivation => "save",
-            Self::FetchActivation => "fetch",
-            Self::OffloadGrad => "land",
-            Self::AccumulateGrad => "gather",
-            Self::ClipDecision => "verdict",
-            Self::FetchState => "bring",
+            Self::OffloadActivation => "offload_activation",
+            Self::FetchActivation => "fetch_activation",
+            Self::OffloadGrad => "offload_grad",
+            Self::AccumulateGrad => "accumulate_grad",
+            Self::ClipDecision => "clip_decision",
+            Self::FetchState => "fetch_state",
             Self::Update => "update",
-            Self::WriteBackState => "return",
-            Self::WriteCheckpoint => "write",
+            Self::WriteBackState => "write_back_state",
+            Self::WriteCheckpoint => "write_checkpoint",
         }
     }
 }
@@ -96,6 +88,7 @@ impl Kind {
 /// Where an operation is issued, in order of priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Lane {
     /// The caller computes, on the compute stream.
     Compute,
@@ -241,6 +234,7 @@ const fn is_zero(part: &u32) -> bool {
 /// What a pass is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Pass {
     /// Forward, backward, update.
     Train,

@@ -27,6 +27,7 @@ pub const REGISTRATION_BYTES: u64 = 1 << 30;
 
 /// Host bytes by plane; the sums that the plan lists.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StoreBytes {
     /// Images: what is sent to the device.
     pub image: u64,

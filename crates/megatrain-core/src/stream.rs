@@ -103,6 +103,7 @@ pub struct Group {
 
 /// A pass to begin.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Begin {
     /// What it is for.
     pub pass: Pass,

@@ -30,7 +30,7 @@ fn receive(device: &SimDevice, stream: Stream, memory: &DeviceMemory, span: &Hos
     unsafe { device.copy_to_host(stream, memory, span) }
 }
 
-/// Load, compute, land over one buffer; with `waits` left out, some seeds must show wrong bytes.
+/// Load, compute and offload over one buffer; with `waits` left out, some seeds must show wrong bytes.
 fn run(seed: u64, load_before_compute: bool, compute_before_reload: bool) -> bool {
     let device = SimDevice::new(Some(seed), Faults::default());
     let (slot, result) = (device.allocate(64).unwrap(), device.allocate(64 * 8).unwrap());
@@ -89,7 +89,7 @@ fn faults_are_read_from_json_and_unknown_ones_are_refused() {
     device.fill(Stream::Upload, &memory, 1).unwrap();
     assert!(device.fill(Stream::Upload, &memory, 1).unwrap_err().to_string().contains("call 2 of fill"));
     device.fill(Stream::Upload, &memory, 1).unwrap();
-    // A copy must lie inside one registration, or outside all of them.
+    // A copy must be inside one registration, or outside all of them.
     let straddling = receive(&device, Stream::Download, &memory.slice(0, 4096), &span.slice(2048, 4096));
     assert!(straddling.unwrap_err().to_string().contains("straddle"));
     drop(pin);

@@ -315,7 +315,9 @@ fn a_device_update_that_fails_names_its_unit_and_operation() {
         let mut request = Request { update, ..request(4, 2) };
         request.requests.updates_on_device = Some(Count::Units(2));
         let counts = calls(&request);
-        for (call, words) in [("copy_to_device", "bring"), ("adamw", "update"), ("copy_to_host", "return")] {
+        for (call, words) in
+            [("copy_to_device", "fetch_state"), ("adamw", "update"), ("copy_to_host", "write_back_state")]
+        {
             let failure = |nth: u64| {
                 let ran = run(&request, &faulty(nth, call, nth, false, false), &options(), false);
                 ran.failure.map(|(error, _)| error.to_string()).unwrap_or_default()

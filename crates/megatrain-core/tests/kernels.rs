@@ -6,6 +6,7 @@ use megatrain_core::host::HostSpan;
 use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::Dtype;
 use megatrain_core::optimizer::{Adamw, TensorSum, TensorUpdate};
+use megatrain_core::random::SplitMix;
 use proptest::prelude::*;
 
 const LENGTHS: [usize; 9] = [0, 1, 7, 8, 15, 16, 17, 1023, 4097];
@@ -14,22 +15,9 @@ fn bodies() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
 }
 
-/// Splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Between -1 and 1.
-    fn unit(&mut self) -> f32 {
-        (self.next() as i64 as f64 / 2f64.powi(63)) as f32
-    }
+/// Between -1 and 1.
+fn unit(random: &mut SplitMix) -> f32 {
+    (random.draw() as i64 as f64 / 2f64.powi(63)) as f32
 }
 
 fn scalars(step: u64) -> AdamwScalars {
@@ -55,10 +43,10 @@ fn bits(floats: &[f32]) -> Vec<u32> {
 
 impl State {
     fn random(len: usize, seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = SplitMix(seed);
         let mut draw = |scale: f32, positive: bool| -> Vec<u32> {
             let value = |x: f32| if positive { x.abs() } else { x };
-            (0..len).map(|_| (value(random.unit()) * scale).to_bits()).collect()
+            (0..len).map(|_| (value(unit(&mut random)) * scale).to_bits()).collect()
         };
         Self {
             weights: draw(1.0, false),
@@ -68,7 +56,7 @@ impl State {
         }
     }
 
-    /// One update of elements `[start, ..)`; what lies before and behind must stay as it is.
+    /// One update of elements `[start, ..)`; the elements before and after must stay as they are.
     fn update(&mut self, isa: Isa, split: bool, narrow: bool, range: std::ops::Range<usize>, s: &AdamwScalars) {
         let mut exp_avg = floats(&self.exp_avg);
         let mut exp_avg_sq = floats(&self.exp_avg_sq);
@@ -425,7 +413,7 @@ fn the_last_elements_beyond_two_to_the_31_are_updated() {
     update.grad.elements_mut::<u16>(start, 48).fill(0x3f80);
     update.apply(Isa::best(), start, 48).unwrap();
     let moved: Vec<u16> = update.weights.elements::<u16>(start - 8, 56).to_vec();
-    assert!(moved[..8].iter().all(|&w| w == 0), "what lies before is untouched");
+    assert!(moved[..8].iter().all(|&w| w == 0), "the elements before are untouched");
     assert!(moved[8..].iter().all(|&w| w == moved[8] && w != 0), "all of the last elements have moved alike");
     assert!(update.apply(Isa::best(), NUMEL - 1, 2).is_err());
     assert!(update.apply(Isa::best(), u64::MAX, 2).is_err());

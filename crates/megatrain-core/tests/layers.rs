@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 /// Bottom to top.
-const LAYERS: [&str; 14] = [
+const LAYERS: [&str; 15] = [
     "error",
+    "random",
     "layout",
     "trace",
     "disk",

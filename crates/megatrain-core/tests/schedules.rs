@@ -108,8 +108,8 @@ proptest! {
         // (In backward, another buffer may still hold the same activations from forward, which is as good.)
         let stages = change(&|op| op.lane != Lane::Upload && op.kind != Kind::Backward && other(&mut op.stage, facts.stage_buffers));
         prop_assert!(stages != Some(false), "another staging buffer");
-        let landed = change(&|op| op.kind == Kind::OffloadGrad && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
-        prop_assert!(landed != Some(false), "another gradient buffer");
+        let offloaded = change(&|op| op.kind == Kind::OffloadGrad && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
+        prop_assert!(offloaded != Some(false), "another gradient buffer");
         let visited = change(&|op| other(&mut op.state_buffer, facts.state_buffers));
         prop_assert!(visited != Some(false), "another state buffer");
         let part = change(&|op| op.state_buffer.is_some() && { op.part ^= 1; true });
@@ -293,8 +293,8 @@ fn layer_major_sends_each_weight_at_most_twice_however_many_micro_batches() {
     let schedule = Schedule::new(&facts, train(16), None, &[]).unwrap();
     let loads = |unit| schedule.ops.iter().filter(|o| o.kind == Kind::Load && o.unit == unit).count();
     assert_eq!((0..10).map(loads).collect::<Vec<_>>(), [1, 2, 2, 2, 2, 2, 1, 1, 1, 1]);
-    let lands = schedule.ops.iter().filter(|o| o.kind == Kind::OffloadGrad).count();
-    assert_eq!(lands, 10);
+    let offloads = schedule.ops.iter().filter(|o| o.kind == Kind::OffloadGrad).count();
+    assert_eq!(offloads, 10);
     // With a slot for every layer nothing is loaded for backward.
     request.requests.slots = Some(8);
     let schedule = Schedule::new(&self::facts(&request), train(16), None, &[]).unwrap();

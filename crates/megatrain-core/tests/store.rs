@@ -238,7 +238,7 @@ fn requests_that_leave_the_store_are_refused_with_the_numbers() {
     let error = store.read(0, 2, Plane::Master, u64::MAX, &mut out).unwrap_err().to_string();
     assert!(error.contains("leave a tensor of 33"), "{error}");
     let error = store.read(0, 2, Plane::Residual, 0, &mut out).unwrap_err().to_string();
-    assert!(error.contains("whole in fp32"), "{error}");
+    assert!(error.contains("stored in fp32"), "{error}");
     let error = store.read(0, 2, Plane::Master, 0, &mut out[..7]).unwrap_err().to_string();
     assert!(error.contains("7 bytes"), "{error}");
     assert!(store.read(0, 4, Plane::Master, 0, &mut out).unwrap_err().to_string().contains("4 tensors"));

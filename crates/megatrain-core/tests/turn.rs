@@ -1,4 +1,4 @@
-//! The turn between two steps: the embedding in parts, its rows that were not looked up beneath backward. No bit of
+//! The turn between two steps: the embedding in parts, its rows that were not looked up while the layers run backward. No bit of
 //! either shows in the numbers.
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ fn run(
     let plan = plan(request).unwrap();
     let engine = Engine::new(Arc::new(device.clone()), request, &plan, options).unwrap();
     let mut toy = Toy::new(device, request.clone());
-    (toy.rows, toy.tell) = (rows.map(<[u64]>::to_vec), tell);
+    (toy.rows, toy.give_rows) = (rows.map(<[u64]>::to_vec), tell);
     toy.fill(&engine).unwrap();
     for step in 0..2 {
         toy.step(&engine, step, Some(0.5)).unwrap();
@@ -196,14 +196,10 @@ fn rows_that_cannot_be_are_refused_before_anything_begins() {
     let request = Request { update: UpdateMode::Immediate, ..request(3, 2) };
     let device = SimDevice::new(None, Faults::default());
     let engine = Engine::new(Arc::new(device), &request, &plan(&request).unwrap(), &options(false)).unwrap();
-    let begin = |rows: Vec<u64>| Begin {
-        pass: Pass::Train,
-        micro_batches: 2,
-        compute_stream: 0,
-        groups: Some(GROUPS.to_vec()),
-        rows: Some(Rows { tensor: 0, rows }),
-        accumulate: false,
-        synchronous: false,
+    let begin = |rows: Vec<u64>| {
+        let mut begin = Begin::new(Pass::Train, 2);
+        (begin.groups, begin.rows) = (Some(GROUPS.to_vec()), Some(Rows { tensor: 0, rows }));
+        begin
     };
     let error = engine.begin(&begin(vec![3, 2]), FOREVER).unwrap_err().to_string();
     assert!(error.contains("embed.weight must be distinct and ascending"), "{error}");

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn stretches_that_leave_their_memory_are_refused() {
+    fn ranges_that_leave_their_memory_are_refused() {
         let memory = |address, len| DeviceMemory { owner: Arc::new(()), address, len };
         assert!(expect_elements("m", &memory(512, 40), 10, 4).is_ok());
         assert!(expect_elements("m", &memory(512, 40), 11, 4).is_err());

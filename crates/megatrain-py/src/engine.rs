@@ -126,7 +126,9 @@ impl Engine {
         };
         let groups = groups.map(|given| self::groups(given, &idle));
         let rows = rows.map(|(tensor, rows)| looked_up(tensor, &rows)).transpose()?;
-        let begin = Begin { pass, micro_batches, compute_stream, groups, rows, accumulate, synchronous };
+        let mut begin = Begin::new(pass, micro_batches);
+        (begin.compute_stream, begin.groups, begin.rows) = (compute_stream, groups, rows);
+        (begin.accumulate, begin.synchronous) = (accumulate, synchronous);
         self.wait(py, |engine| engine.begin(&begin, SLICE))
     }
 
@@ -212,7 +214,7 @@ impl Engine {
         let plane = PlaneName::from_str(plane).map_err(|e| to_python(py, &e))?;
         let source = Array::read("source", source)?;
         self.drain(py)?;
-        // In one call, so that a value which is refused leaves nothing written before it.
+        // In one call, so that nothing has been written when a value is refused.
         detached(py, || self.engine.write(unit, tensor, plane, start, dtype_of(source.element()), source.bytes()))
     }
 

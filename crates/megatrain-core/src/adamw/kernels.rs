@@ -138,6 +138,7 @@ pub const CANONICAL_NAN: u32 = 0x7fc0_0000;
 
 /// Which bodies run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Isa {
     /// Plain Rust, vectorised by the compiler as far as the baseline instruction set goes.
     Scalar,
@@ -221,7 +222,7 @@ impl Isa {
     }
 }
 
-/// A stretch of weights, updated in place.
+/// A range of weights, updated in place.
 #[derive(Debug)]
 pub enum Weights<'a> {
     /// An fp32 master in two planes of equal length.
@@ -247,7 +248,7 @@ impl Weights<'_> {
     }
 }
 
-/// A stretch of gradients, or of any values in a transfer precision.
+/// A range of gradients, or of any values in a transfer precision.
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'a> {
     /// bf16 bits.
@@ -273,7 +274,7 @@ impl Values<'_> {
     }
 }
 
-/// The same stretch as the bodies take it: of weights and gradients the unused form is empty.
+/// The same range as the bodies take it: of weights and gradients the unused form is empty.
 struct Planes<'a> {
     hi: &'a mut [u16],
     lo: &'a mut [u16],
@@ -301,7 +302,7 @@ impl<'a> Planes<'a> {
     }
 }
 
-/// One AdamW update of a stretch, in place.
+/// One AdamW update of a range, in place.
 ///
 /// # Panics
 /// When the lengths differ, or the processor lacks `isa`.
@@ -336,7 +337,7 @@ pub fn adamw(
     });
 }
 
-/// Adds a stretch of gradients to a stretch of an fp32 store.
+/// Adds a range of gradients to a range of an fp32 store.
 ///
 /// # Panics
 /// When the lengths differ, or the processor lacks `isa`.

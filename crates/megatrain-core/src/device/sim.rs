@@ -22,6 +22,7 @@ use super::{Device, DeviceAdamw, DeviceFacts, DeviceMemory, Event, Pin, Stream};
 use crate::error::{Error, Result};
 use crate::host::{HostSpan, Process};
 use crate::layout::Dtype;
+use crate::random::SplitMix;
 
 /// What is to go wrong. `{"pin_limit_bytes": 1048576, "fail": [{"call": "copy_to_host", "nth": 5}],
 /// "delay_ms": {"download": 5}, "memory_bytes": 1073741824}`, every part optional.
@@ -32,7 +33,7 @@ pub struct Faults {
     pub pin_limit_bytes: Option<u64>,
     /// Calls that fail.
     pub fail: Vec<FailedCall>,
-    /// Virtual milliseconds before each piece of work of a stream; such a stream also falls behind the others.
+    /// Virtual milliseconds before each piece of work of a stream; such a stream also lags the others.
     pub delay_ms: BTreeMap<String, f64>,
     /// Memory of the device; by default that of the machine.
     pub memory_bytes: Option<u64>,
@@ -106,19 +107,6 @@ impl Drop for Registration {
             return;
         }
         lock(&self.shared).pinned.retain(|&(start, _)| start != self.start);
-    }
-}
-
-/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a seed is all the state, which is what a reproducible order needs.
-pub(crate) struct SplitMix(pub(crate) u64);
-
-impl SplitMix {
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
     }
 }
 
@@ -262,7 +250,7 @@ impl State {
             return first.unwrap_or(ready[0]);
         };
         let prompt: Vec<usize> = ready.iter().copied().filter(|&s| !delayed(s)).collect();
-        // A delayed stream falls behind, but not always: both orders are legal.
+        // A delayed stream lags, but not always: both orders are legal.
         let pool = if prompt.is_empty() || random.below(8) == 0 { ready } else { &prompt };
         pool[usize::try_from(random.below(pool.len() as u64)).expect("an index below four")]
     }

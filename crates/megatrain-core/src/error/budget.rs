@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Tier {
     /// GPU memory (HBM), or the simulated device's share of host memory.
     Device,

@@ -4,8 +4,17 @@
 //! cores. The number of threads follows what the process may use, not `OMP_NUM_THREADS`, which launchers set to 1.
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::PoisonError;
+#[cfg(not(loom))]
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+use std::thread::{Builder, JoinHandle};
+
+// Under `--cfg loom` the pool runs on loom's primitives, which try every order of their calls (tests/loom.rs).
+#[cfg(loom)]
+use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
+#[cfg(loom)]
+use loom::thread::{Builder, JoinHandle};
 
 use super::process::Process;
 use crate::error::{Error, Result};
@@ -15,6 +24,7 @@ const SPARED_CPUS: usize = 2;
 
 /// Which cores the workers run on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Affinity {
     /// Wherever the system puts them.
     #[default]
@@ -91,7 +101,7 @@ impl Pool {
         };
         for index in 0..threads {
             let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new()
+            let worker = Builder::new()
                 .name(format!("megatrain-opt-{index}"))
                 .spawn(move || work(&shared, index, threads))
                 .map_err(|e| Error::Worker(format!("thread {index} of {threads} could not be started: {e}")))?;

@@ -17,6 +17,7 @@ mod torch;
 
 /// Device allocations; each is one piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Region {
     /// Images of embed, head and resident units, then slots.
     Weights,
@@ -40,7 +41,7 @@ impl Region {
         [Self::Weights, Self::Grads, Self::Accumulators, Self::Stage, Self::State, Self::StateBuffers, Self::Norm];
 }
 
-/// A stretch of a device region.
+/// A range of a device region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceRange {
     /// The region.
@@ -53,6 +54,7 @@ pub struct DeviceRange {
 
 /// Device places of one unit whose state lives on the device, or of a part of one whose state is copied there to be updated.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceState {
     /// Low halves of the masters; empty under fp32.
     pub residual: DeviceRange,
@@ -64,17 +66,19 @@ pub struct DeviceState {
 
 /// A state buffer: where a part of a unit's state is while it is updated.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct StateBuffer {
-    /// Its stretch of the trainable plane of the image.
+    /// Its range of the trainable plane of the image.
     pub weights: DeviceRange,
     /// Its ranges of residual and moments.
     pub state: DeviceState,
-    /// Its stretch of the gradient.
+    /// Its range of the gradient.
     pub grad: DeviceRange,
 }
 
 /// What the host keeps of one unit, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HostState {
     /// The image.
     pub image: u64,
@@ -86,6 +90,7 @@ pub struct HostState {
 
 /// The sums of the gradient norm of one unit.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct NormPlace {
     /// Number of blocks.
     pub blocks: u64,
@@ -100,6 +105,7 @@ pub struct NormPlace {
 /// A part of a unit's trainable plane that is offloaded, updated and sent by itself: whole blocks of the gradient norm,
 /// with the padding after them.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Part {
     /// Its elements.
     pub elements: Range<u64>,
@@ -111,6 +117,7 @@ pub struct Part {
 
 /// The place of everything.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Placement {
     /// The units' layouts.
     pub layouts: Vec<UnitLayout>,
@@ -178,7 +185,7 @@ impl Placement {
         Plan::sum(&self.items)
     }
 
-    /// Every stretch of the device regions, with the name of its line.
+    /// Every range of the device regions, with the name of its line.
     pub(crate) fn carved(&self) -> &[(String, DeviceRange)] {
         &self.carved
     }

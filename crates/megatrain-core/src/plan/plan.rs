@@ -7,6 +7,7 @@ use crate::error::{Error, Item, Result, Tier};
 /// Where a unit's weights, residual and moments live between steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum State {
     /// On the host; its weights are sent to the device when they are needed, and updated by the host's optimizer.
     Host,
@@ -29,6 +30,7 @@ pub enum Activation {
 /// Where a unit's input waits for backward, or where a unit is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Place {
     /// On the device.
     Device,
@@ -38,6 +40,7 @@ pub enum Place {
 
 /// What the plan says of one unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct UnitPlan {
     /// Its name.
     pub name: String,
@@ -86,6 +89,7 @@ pub struct Forecast {
 
 /// Placement, order and sizes of everything. Changes nothing about the numbers of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Plan {
     /// Unit by unit.
     pub units: Vec<UnitPlan>,

@@ -71,6 +71,7 @@ pub enum UpdateMode {
 /// The kind of device planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum DeviceKind {
     /// The simulated device.
     Cpu,

@@ -19,7 +19,7 @@ pub(super) struct Point {
     pub(super) inputs: Place,
     /// Device weight buffers.
     pub(super) slots: u32,
-    /// Shared landing places, immediate updates only.
+    /// Shared slabs, immediate updates only.
     pub(super) slabs: u32,
     /// Device gradient buffers that layers share.
     pub(super) grad_buffers: u32,
@@ -28,7 +28,7 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// The plan, with its sum and without a forecast, and where everything lies under it.
+    /// The plan, with its sum and without a forecast, and its placement.
     ///
     /// # Errors
     /// As for [`Placement::new`].

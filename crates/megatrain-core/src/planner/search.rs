@@ -50,7 +50,7 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     Ok(best.expect("at least one candidate fits and is simulated").0)
 }
 
-/// The candidate with as many landing places as fit, if it fits at all.
+/// The candidate with as many slabs as fit, if it fits at all.
 fn fitted(candidate: &Candidate, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
     let Budget { device: on_device, host: on_host } = request.budget;

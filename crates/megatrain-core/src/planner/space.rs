@@ -17,7 +17,7 @@ const SLABS: u32 = 6;
 const SLOTS: u32 = 3;
 /// One staging buffer is filled, one is emptied, and one absorbs the difference.
 const STAGE_BUFFERS: u32 = 3;
-/// One gradient buffer is filled by backward while the other one lands.
+/// One gradient buffer is filled by backward while the other one is offloaded.
 const GRAD_BUFFERS: u32 = 2;
 /// The least that a schedule can be made with, at the cost of waiting.
 const LEAST_SLOTS: u32 = 2;
@@ -36,7 +36,7 @@ pub(super) struct Candidate {
     pub(super) point: Point,
     /// Bytes on the device.
     pub(super) device: u64,
-    /// Bytes on the host without any shared landing place, and bytes of one.
+    /// Bytes on the host without any shared slab, and bytes of one.
     pub(super) host: u64,
     pub(super) slab: u64,
     /// No step under this plan is shorter, in seconds.
@@ -73,7 +73,7 @@ struct FirstLayers {
 /// What depends on nothing but where units are updated.
 struct Base {
     /// Bytes on the device without slots, shared gradient buffers and what torch allocates; on the host without shared
-    /// landing places and what is staged.
+    /// slabs and what is staged.
     device: u64,
     host: u64,
     slot: u64,
@@ -87,7 +87,7 @@ struct Base {
     loaded_ends: u64,
     loaded_layers: u64,
     /// Bytes of gradients that land on the host.
-    landed: u64,
+    offloaded: u64,
     /// Parameters that the host updates, and that the device does.
     on_host: u64,
     on_device: u64,
@@ -301,7 +301,7 @@ impl<'a> Space<'a> {
 
     /// What a step takes at least: its busiest lane; and forward and backward, each as long as its computing, what has to
     /// be loaded meanwhile and what has to be staged. Where updates wait for the norm, they and the loads that follow them
-    /// lie between one backward and the next, like the forward.
+    /// fall between one backward and the next, like the forward.
     fn least_s(&self, point: &Point, base: &Base) -> f64 {
         let (request, rates) = (self.request, &self.rates);
         let layers = request.num_layers();
@@ -342,12 +342,12 @@ impl<'a> Space<'a> {
         let loaded = base.loaded_ends as f64 + base.loaded_layers as f64;
         let again = f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
         let upload = upload_s(loaded + again + crossing) + fetch;
-        let download = download_s(base.landed as f64 + crossing);
+        let download = download_s(base.offloaded as f64 + crossing);
         let update_bytes = update_bytes(request.precision) as f64;
         let on_device = update_bytes * base.on_device as f64 / (rates.hbm_gbs * 1e9) + both * download_s(written);
 
         let immediate = request.update == UpdateMode::Immediate;
-        let beside = fetched + written + loaded + if immediate { base.landed as f64 + 2.0 * crossing } else { 0.0 };
+        let beside = fetched + written + loaded + if immediate { base.offloaded as f64 + 2.0 * crossing } else { 0.0 };
         let on_host = base.on_host as f64;
         let slowed = 1.0 + rates.link_cost * beside / (update_bytes * on_host).max(1.0);
         let host = slowed * on_host / (rates.adamw_gparams * 1e9);
@@ -406,7 +406,7 @@ impl<'a> Space<'a> {
             smallest: layers.clone().filter(hosted).map(image).min().unwrap_or(0),
             loaded_ends: ends.into_iter().filter(hosted).filter(|&u| placement.trains(u)).map(image).sum(),
             loaded_layers: layers.filter(hosted).filter(|&u| placement.trains(u)).map(image).sum(),
-            landed: (0..request.units.len()).filter(hosted).map(|u| placement.grad_bytes(u)).sum(),
+            offloaded: (0..request.units.len()).filter(hosted).map(|u| placement.grad_bytes(u)).sum(),
             on_host: updated(Place::Host),
             on_device: updated(Place::Device),
             fetched,

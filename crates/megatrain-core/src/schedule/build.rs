@@ -23,7 +23,7 @@ struct Builder<'a> {
     /// Uses so far of staging buffers, shared gradient buffers and shared slabs, each handed out in turn.
     staged: u32,
     backed: usize,
-    landed: usize,
+    offloads: usize,
     /// Uses so far of state buffers, handed out in turn too: of those for what holds up an offload, and of the others.
     state_buffered: [u32; 2],
 }
@@ -52,7 +52,7 @@ pub(super) fn build(
         computed: 0,
         staged: 0,
         backed: 0,
-        landed: 0,
+        offloads: 0,
         state_buffered: [0; 2],
     };
     builder.pass();
@@ -250,10 +250,10 @@ impl Builder<'_> {
     /// without holding up an offload.
     fn next_slab(&mut self) -> u32 {
         let (slabs, waiting) = (&self.inputs.shared_slabs, self.waiting_slabs().len());
-        let turn = self.landed;
+        let turn = self.offloads;
         let slab =
             if turn < waiting { slabs[turn] } else { slabs[waiting + (turn - waiting) % (slabs.len() - waiting)] };
-        self.landed += 1;
+        self.offloads += 1;
         slab
     }
 

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_gathered_up_to_the_bound_and_across_gaps_only_where_they_fit() {
+    fn pieces_are_joined_up_to_the_bound_and_across_gaps_only_where_they_fit() {
         let page = PAGE as u64;
         let pieces = [0..page, page..3 * page, 4 * page..5 * page, 5 * page..9 * page];
         assert_eq!(chunks(&pieces, 3 * page), [0..3 * page, 4 * page..5 * page, 5 * page..9 * page]);

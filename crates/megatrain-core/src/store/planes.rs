@@ -51,6 +51,7 @@ impl FromStr for Plane {
 
 /// The spans of one unit. Their lengths are those of its layout.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct UnitPlanes {
     /// What is sent to the device: see `layout.rs`.
     pub image: HostSpan,

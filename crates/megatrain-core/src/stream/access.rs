@@ -199,7 +199,7 @@ impl Shared {
         let (_, found) = self.find(unit, tensor)?;
         let state = self.placement.device_state[unit].as_ref().expect("a unit whose state is on the device");
         let size = dtype.size();
-        let (stretch, first) = match plane {
+        let (range, first) = match plane {
             Plane::Weights | Plane::Master => {
                 (self.placement.own[unit].expect("state on the device has a place of its own"), found.byte)
             }
@@ -207,7 +207,7 @@ impl Shared {
             Plane::ExpAvg => (state.exp_avg, found.element * size),
             Plane::ExpAvgSq => (state.exp_avg_sq, found.element * size),
         };
-        let plane = self.memory.at(stretch).slice(first + start * size, out.len() as u64);
+        let plane = self.memory.at(range).slice(first + start * size, out.len() as u64);
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         let mut done = 0;
@@ -285,16 +285,16 @@ impl Shared {
         let mut pairs = Vec::new();
         let trainable = tensor.spec.role == Role::Trainable;
         let element = if trainable { unit.precision.dtype().size() } else { tensor.spec.dtype.size() };
-        let on_device = |stretch: DeviceRange, byte: u64, len: u64| self.memory.at(stretch).slice(byte, len);
+        let on_device = |range: DeviceRange, byte: u64, len: u64| self.memory.at(range).slice(byte, len);
         let whole = carve(layout.image_bytes.max(count * element));
         let weights = whole.slice(0, usize::try_from(count * element).expect("inside the window"));
         pairs.push((weights, on_device(image, tensor.byte + first * element, count * element)));
-        let mut moment = |stretch: DeviceRange, size: u64| {
+        let mut moment = |range: DeviceRange, size: u64| {
             if !trainable {
                 return carve(0);
             }
             let span = carve(count * size);
-            pairs.push((span.clone(), on_device(stretch, (tensor.element + first) * size, count * size)));
+            pairs.push((span.clone(), on_device(range, (tensor.element + first) * size, count * size)));
             span
         };
         let residual = (unit.precision == Precision::Bf16).then(|| moment(state.residual, 2));

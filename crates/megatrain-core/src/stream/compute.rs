@@ -161,11 +161,11 @@ impl Shared {
                     if self.tied && op.micro_batch == 0 {
                         let grad = self.placement.own_grad[0].filter(|_| self.placement.accumulator[0].is_none());
                         let whole = self.placement.accumulator[0].or(grad.map(|g| self.placement.grads[g as usize]));
-                        stale.extend(whole.map(|stretch| self.memory.at(stretch)));
+                        stale.extend(whole.map(|range| self.memory.at(range)));
                     }
                     if self.rounds_tied(op, shape) {
                         let grad = self.placement.own_grad[0].map(|g| self.placement.grads[g as usize]);
-                        stale.extend(grad.map(|stretch| self.memory.at(stretch)));
+                        stale.extend(grad.map(|range| self.memory.at(range)));
                     }
                 }
                 Kind::Backward => sums(op.unit, op.grad, &mut stale),

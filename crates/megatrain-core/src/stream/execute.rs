@@ -75,7 +75,7 @@ impl Shared {
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
-        let stage = op.stage.expect("what is saved or fetched passes through a staging buffer");
+        let stage = op.stage.expect("what is offloaded or fetched passes through a staging buffer");
         let area = self.memory.area(op.unit as usize, op.micro_batch, &self.placement);
         let buffer = self.memory.at(self.placement.stage[stage as usize]);
         (buffer.slice(0, area.len() as u64), area)
@@ -83,7 +83,7 @@ impl Shared {
 
     fn offload_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
-        // SAFETY: the host never looks at an area; saves and fetches of it are ordered by the schedule, as is proved there.
+        // SAFETY: the host never looks at an area; offloads and fetches of it are ordered by the schedule, as is proved there.
         unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 
@@ -92,7 +92,7 @@ impl Shared {
         if self.options.poison {
             self.device.fill(Stream::Upload, &buffer, 0xff)?;
         }
-        // SAFETY: as for `save`.
+        // SAFETY: as in `offload_activation`.
         unsafe { self.device.copy_to_device(Stream::Upload, &area, &buffer) }
     }
 
@@ -146,7 +146,7 @@ impl Shared {
     /// Adds the offloaded gradient to the fp32 store and takes the norm of the sum.
     fn accumulate_grad(&self, op: &Op) -> Result<()> {
         let unit = op.unit as usize;
-        let landed = self.slab(op.slab.expect("what is accumulated has been offloaded"), unit);
+        let offloaded = self.slab(op.slab.expect("what is accumulated has been offloaded"), unit);
         let store = &self.memory.accumulated[unit];
         if !self.lock().accumulated {
             store.fill(0);
@@ -156,7 +156,7 @@ impl Shared {
             let numel = tensor.spec.numel();
             TensorSum {
                 store: part(store, tensor.element, numel, 4),
-                values: part(&landed, tensor.element, numel, dtype.size()),
+                values: part(&offloaded, tensor.element, numel, dtype.size()),
                 dtype,
                 numel,
             }
@@ -231,15 +231,15 @@ impl Shared {
         let elements = &parts[op.part as usize].elements;
         let mut ranges = element_ranges(layout, elements, share);
         let place = |tensor: usize| coefficients.iter().position(|&(index, _)| index == tensor);
-        ranges.retain(|stretch| place(stretch.tensor).is_some());
+        ranges.retain(|range| place(range.tensor).is_some());
         if ranges.is_empty() {
             return Ok(());
         }
         if op.early && !self.tied {
             self.zero(&within(&grad, elements, dtype.size()))?;
         }
-        for stretch in &mut ranges {
-            stretch.tensor = place(stretch.tensor).expect("the others are left out");
+        for range in &mut ranges {
+            range.tensor = place(range.tensor).expect("the others are left out");
         }
         self.adamw.update_ranges(&self.pool, &updates, &ranges)
     }
@@ -261,12 +261,12 @@ impl Shared {
         let StateBuffer { weights, state, grad } = self.device_planes(op);
         let elements = self.device_elements(op);
         let dtype = self.grad_dtype();
-        for stretch in element_ranges(layout, &elements, Share::All) {
-            let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == stretch.tensor) else {
+        for range in element_ranges(layout, &elements, Share::All) {
+            let Some(&(_, scalars)) = coefficients.iter().find(|(tensor, _)| *tensor == range.tensor) else {
                 continue; // without a gradient
             };
-            let first = layout.tensors[stretch.tensor].element + stretch.start - elements.start;
-            let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, stretch.len * size);
+            let first = layout.tensors[range.tensor].element + range.start - elements.start;
+            let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, range.len * size);
             let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
             let update = DeviceAdamw {
                 weights: &at(weights, layout.precision.dtype().size()),
@@ -275,7 +275,7 @@ impl Shared {
                 exp_avg_sq: &at(state.exp_avg_sq, 4),
                 grad: &at(grad, dtype.size()),
                 grad_dtype: dtype,
-                numel: stretch.len,
+                numel: range.len,
                 scalars,
             };
             self.device.adamw(Stream::Update, &update)?;

@@ -39,7 +39,7 @@ fn fits(bytes: u64) -> usize {
 }
 
 impl Memory {
-    /// Allocates. Nothing is left behind when anything fails.
+    /// Allocates everything. When anything fails, all of it is freed.
     pub(crate) fn new(placement: &Placement, device: &dyn Device, pool: &Pool, huge_pages: bool) -> Result<Self> {
         let regions =
             Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
@@ -112,9 +112,9 @@ impl Memory {
         &self.regions[region as usize]
     }
 
-    /// A stretch of a device region.
-    pub(crate) fn at(&self, stretch: DeviceRange) -> DeviceMemory {
-        self.region(stretch.region).slice(stretch.offset, stretch.len)
+    /// A range of a device region.
+    pub(crate) fn at(&self, range: DeviceRange) -> DeviceMemory {
+        self.region(range.region).slice(range.offset, range.len)
     }
 
     /// One micro-batch's part of a unit's staged activations.
@@ -135,8 +135,8 @@ impl Memory {
                 }
             }
         };
-        for (what, stretch) in placement.carved() {
-            add(what, Tier::Device, self.at(*stretch).len, false);
+        for (what, range) in placement.carved() {
+            add(what, Tier::Device, self.at(*range).len, false);
         }
         let total = |spans: &[HostSpan]| spans.iter().map(|s| s.len() as u64).sum::<u64>();
         for (unit, parts) in placement.device_update_parts.iter().enumerate() {

@@ -66,7 +66,7 @@ impl Shared {
             return Err(self.fail_unit(0, "begin", &cause));
         }
         if let Some(undecided) = core.undecided {
-            // The pass whose gradients wait is kept; an evaluation after it leaves nothing behind, and gradients that are
+            // The pass whose gradients wait is kept; an evaluation after it changes nothing, and gradients that are
             // added to have been accumulated.
             if core.progress.newest().is_some_and(|(number, _)| number != undecided) {
                 core.drop_newest();

@@ -156,9 +156,9 @@ mod tests {
         let layout = layout();
         let refused =
             |tensor, rows: &[u64]| Rows { tensor, rows: rows.to_vec() }.check(&layout).unwrap_err().to_string();
-        assert!(refused(2, &[1]).contains("no trained table"));
-        assert!(refused(0, &[1]).contains("no trained table"));
-        assert!(refused(9, &[1]).contains("no trained table"));
+        assert!(refused(2, &[1]).contains("not a trainable embedding table"));
+        assert!(refused(0, &[1]).contains("not a trainable embedding table"));
+        assert!(refused(9, &[1]).contains("not a trainable embedding table"));
         assert!(refused(1, &[3, 3]).contains("3 follows 3"));
         assert!(refused(1, &[4, 29]).contains("row 29 was looked up in table, which has 29 rows"));
     }

@@ -102,7 +102,7 @@ fn issue(shared: &Shared, lane: Lane) {
 
 /// Waits for the events of a stream, in order, and marks what is over.
 fn complete(shared: &Shared, stream: Stream) {
-    // Landings wake the host's optimizer one by one, the end of an upload makes room for another, and so does state that
+    // Offloaded gradients wake the host's optimizer one by one, the end of an upload makes room for another, and so does state that
     // returns; nobody waits for a single computation, so that the newest speaks for all before it.
     let one_by_one = stream != Stream::Compute;
     loop {

@@ -50,7 +50,7 @@ fn train(request: &Request, device: SimDevice, options: &Options, steps: u64, cl
     (0..steps).map(after).collect()
 }
 
-/// Trains without reading anything in between, so that updates run beneath the next step.
+/// Trains without reading anything in between, so that updates run during the next step.
 fn train_through(
     request: &Request,
     device: SimDevice,

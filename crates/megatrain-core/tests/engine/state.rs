@@ -145,16 +145,8 @@ fn an_idle_group_stays_as_it_is_wherever_its_state_lies() {
             run.toy.step(&run.engine, 0, None).unwrap();
             let before = run.toy.state(&run.engine).unwrap();
             let groups = (update == UpdateMode::Immediate).then(|| idle.to_vec());
-            let (pass, micro_batches) = (Pass::Train, request.micro_batches);
-            let begin = Begin {
-                pass,
-                micro_batches,
-                compute_stream: 0,
-                groups,
-                rows: None,
-                accumulate: false,
-                synchronous: false,
-            };
+            let mut begin = Begin::new(Pass::Train, request.micro_batches);
+            begin.groups = groups;
             run.engine.begin(&begin, FOREVER).map(ready).unwrap();
             run.toy.compute(&run.engine, 1).unwrap();
             run.engine.apply(&idle, None, FOREVER).map(ready).unwrap();

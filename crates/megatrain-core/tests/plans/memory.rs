@@ -9,7 +9,7 @@ fn twelve_bytes_a_parameter_on_the_host_and_two_more_while_gradients_wait() {
     let parameters = 32 << 20;
     let waiting = plan(&request).unwrap().totals.host;
     request.update = UpdateMode::Immediate;
-    // With a slower optimizer, more gradients would wait to be consumed beneath the next forward.
+    // With a slower optimizer, more gradients would wait to be consumed during the next forward.
     request.rates.adamw_gparams = 1e6;
     let immediate = plan(&request).unwrap().totals.host;
     let slack = 1 << 20;
@@ -147,7 +147,7 @@ fn memory_that_device_and_host_share_is_given_out_once() {
 }
 
 #[test]
-fn the_smallest_of_groups_is_taken_where_it_lets_activations_stay() {
+fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_device() {
     // Eight micro-batches whose activations fit one at a time: in one group they would all be recomputed.
     let mut request = model(8, 8);
     request.device = DeviceKind::Cuda;

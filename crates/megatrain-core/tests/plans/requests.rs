@@ -18,7 +18,7 @@ fn requests_are_honoured_or_refused_by_name() {
     for (words, error) in [
         ("plan.slots must be at least 2", of(&|r| r.requests.slots = Some(1))),
         ("plan.slabs = 3 needs train.update: immediate", of(&|r| r.requests.slabs = Some(3))),
-        ("plan.group must lie between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
+        ("plan.group must be between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
         ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
         ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
         ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),
@@ -86,7 +86,7 @@ fn nothing_is_refused_while_some_number_of_buffers_fits() {
     let roomy = plan(&request).unwrap();
     assert!(roomy.slabs >= 6);
     let slab = 2 * 128 * (3 * 2880 + 64) * 2880;
-    // Room for three landing places, for the last one, and for none.
+    // Room for three slabs, for one, and for none.
     for (left, slabs) in [(3, Some(3)), (1, Some(1)), (0, None)] {
         request.budget.host = roomy.totals.host - (u64::from(roomy.slabs) - left) * slab;
         match slabs {

@@ -27,7 +27,7 @@ fn planning_a_model_of_a_hundred_billion_parameters_is_a_matter_of_arithmetic() 
 /// A model of random sizes on a machine of random rates.
 fn any_model() -> impl Strategy<Value = Request> {
     let sizes = (1usize..14, 1u32..6, 1u64..41, 1u64..5, any::<bool>(), any::<bool>());
-    // Decades within which a rate lies, of the link each way, the arithmetic and the host's optimizer.
+    // Decades within which a rate is drawn, of the link each way, the arithmetic and the host's optimizer.
     let rates = (0.0..2.0f64, 0.0..2.0f64, 0.0..2.0f64, -1.0..1.0f64);
     (sizes, rates).prop_map(|((layers, micro_batches, kept, input, immediate, cuda), (up, down, matmul, adamw))| {
         let mut request = model(layers, micro_batches);

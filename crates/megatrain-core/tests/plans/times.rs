@@ -23,7 +23,7 @@ fn spent(plan: &Plan) -> (usize, usize) {
 }
 
 #[test]
-fn state_goes_to_the_device_until_the_hosts_updates_hide_beneath_the_next_forward() {
+fn state_goes_to_the_device_until_the_hosts_updates_overlap_with_the_next_forward() {
     let none = spent(&plan(&contended(24, 0.001, UpdateMode::JustInTime)).unwrap());
     let some = spent(&plan(&contended(24, 0.016, UpdateMode::JustInTime)).unwrap());
     let most = spent(&plan(&contended(24, 0.100, UpdateMode::JustInTime)).unwrap());
@@ -32,7 +32,7 @@ fn state_goes_to_the_device_until_the_hosts_updates_hide_beneath_the_next_forwar
     // With updates half as long again as a forward, a part of the layers has its state on the device, no more.
     assert!(some.0 > none.0 && some.0 < most.0 && some.1 > most.1 && some.1 < none.1, "{none:?} {some:?} {most:?}");
     assert!(most.0 >= 12, "{most:?}");
-    // Immediate updates hide beneath backward too, so the same optimizer needs less help.
+    // Immediate updates overlap with backward too, so the same optimizer needs less help.
     let immediate = spent(&plan(&contended(24, 0.016, UpdateMode::Immediate)).unwrap());
     assert!(immediate.0 < some.0 && immediate.1 >= some.1, "{immediate:?} {some:?}");
 }
@@ -93,14 +93,14 @@ fn timed(layers: usize, load: f64, compute: f64, update: f64, mode: UpdateMode) 
 }
 
 #[test]
-fn copies_and_updates_hide_beneath_computing_when_each_takes_as_long() {
+fn copies_and_updates_overlap_with_computing_when_they_take_as_long() {
     // H38: a layer's load, computation and update take about the same time.
     let request = timed(32, 0.010, 0.020, 0.020, UpdateMode::JustInTime);
     let plan = plan(&request).unwrap();
     let found = estimate(&request, &plan, &request.rates).unwrap();
     let phases: f64 = found.lanes.values().sum();
     assert!(found.step_s <= 0.7 * phases, "{} of {phases}", found.step_s);
-    // What is left of the updates runs beneath the next forward: backward, then the longer of forward and optimizer.
+    // What is left of the updates runs during the next forward: backward, then the longer of forward and optimizer.
     let (computing, updating) = (found.lanes["compute"], found.lanes["host"]);
     let predicted = 0.75 * computing + (0.25 * computing).max(updating);
     assert!((found.step_s / predicted - 1.0).abs() < 0.05, "{} against {predicted}", found.step_s);

@@ -109,8 +109,8 @@ pub struct Toy {
     pub spoil: Arc<std::sync::atomic::AtomicBool>,
     /// Rows of the embedding that have a gradient of its own; all of them unless set.
     pub rows: Option<Vec<u64>>,
-    /// Whether the engine is told these rows.
-    pub tell: bool,
+    /// Whether the engine is given these rows.
+    pub give_rows: bool,
     hidden: Activations,
     grads: Activations,
 }
@@ -144,7 +144,7 @@ impl Toy {
     pub fn new(device: SimDevice, request: Request) -> Self {
         let spoil = Arc::default();
         let (hidden, grads) = (Activations::default(), Activations::default());
-        Self { device, request, spoil, rows: None, tell: false, hidden, grads }
+        Self { device, request, spoil, rows: None, give_rows: false, hidden, grads }
     }
 
     /// Initial weights, the same whatever the plan.
@@ -178,9 +178,10 @@ impl Toy {
 
     pub fn begin(&self, engine: &Engine, pass: Pass, micro_batches: u32, accumulate: bool) -> Result<()> {
         let groups = (self.request.update == UpdateMode::Immediate && pass == Pass::Train).then(|| GROUPS.to_vec());
-        let told = self.rows.clone().filter(|_| self.tell && pass == Pass::Train);
-        let rows = told.map(|rows| Rows { tensor: 0, rows });
-        let begin = Begin { pass, micro_batches, compute_stream: 0, groups, rows, accumulate, synchronous: false };
+        let given = self.rows.clone().filter(|_| self.give_rows && pass == Pass::Train);
+        let rows = given.map(|rows| Rows { tensor: 0, rows });
+        let mut begin = Begin::new(pass, micro_batches);
+        (begin.groups, begin.rows, begin.accumulate) = (groups, rows, accumulate);
         engine.begin(&begin, FOREVER).map(ready)
     }
 

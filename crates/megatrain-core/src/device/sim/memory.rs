@@ -31,7 +31,7 @@ pub struct SimMemory {
 }
 
 impl SimMemory {
-    /// The bytes of a stretch of device memory.
+    /// The bytes of a range of device memory.
     ///
     /// # Panics
     /// When the memory is not a simulated device's.
@@ -43,7 +43,7 @@ impl SimMemory {
         unsafe { std::slice::from_raw_parts(address, len) }
     }
 
-    /// The bytes of a stretch of device memory, to write.
+    /// The bytes of a range of device memory, to write.
     ///
     /// # Panics
     /// When the memory is not a simulated device's.
@@ -54,7 +54,7 @@ impl SimMemory {
         unsafe { std::slice::from_raw_parts_mut(address, len) }
     }
 
-    /// Copies one stretch of device memory to another; they may overlap.
+    /// Copies one range of device memory to another; they may overlap.
     pub(super) fn copy(&mut self, src: &DeviceMemory, dst: &DeviceMemory) {
         let ((from, len), (to, _)) = (self.checked(src), self.checked(dst));
         // SAFETY: both ranges lie in live allocations that the caller holds, the token is borrowed mutably, and `copy`

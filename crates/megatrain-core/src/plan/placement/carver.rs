@@ -30,9 +30,9 @@ impl Carver {
         let offset = self.sizes[region as usize];
         self.sizes[region as usize] = offset.saturating_add(len);
         self.item(what, Tier::Device, len, false);
-        let stretch = DeviceRange { region, offset, len };
-        self.carved.push((what.to_owned(), stretch));
-        stretch
+        let range = DeviceRange { region, offset, len };
+        self.carved.push((what.to_owned(), range));
+        range
     }
 
     pub(super) fn item(&mut self, what: &str, tier: Tier, bytes: u64, pinned: bool) {

@@ -31,13 +31,13 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
         if !named(op.grad, sums && of.trains, grad) {
             return Err(broken(op, "a unit that trains has its gradient in a buffer that the plan gave it"));
         }
-        let lands = match kind {
+        let uses_slab = match kind {
             Kind::OffloadGrad | Kind::AccumulateGrad | Kind::FetchState => !of.on_device,
             Kind::Update => !of.updated_on_device() && !inputs.accumulate,
             _ => false,
         };
         let slab = |slab| of.own_slab.map_or_else(|| inputs.shared_slabs.contains(&slab), |own| own == slab);
-        if !named(op.slab, lands, slab) {
+        if !named(op.slab, uses_slab, slab) {
             return Err(broken(op, "a gradient whose unit's state lives on the host is offloaded to a slab"));
         }
         let moves = matches!(kind, Kind::OffloadActivation | Kind::FetchActivation);

@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ test-python: $(VENV)/.development ## the Python tests
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
 	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
 
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
+test-crash: $(VENV)/.development ## runs killed at every named point of their saves, in place of the 25 of the suite: about ten minutes
+	MEGATRAIN_TEST_KILLS=1000 $(PYTHON) -m pytest -n 0 --timeout 0 tests/checkpoint/test_disk_failures.py
+
 test-examples: $(VENV)/.development ## both examples to their end, the second with fewer steps: about ten minutes
 	$(PYTHON) tests/check_examples.py
 
@@ -69,6 +73,10 @@ test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_soak.py
+
+types: $(VENV)/.development ## whether every public name has a known type, by pyright (with its Node.js, 200 MB)
+	$(PYTHON) -m pip install --quiet 'pyright[nodejs]'
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m pyright --verifytypes megatrain --ignoreexternal
 
 wheel: $(VENV)/.development ## in target/wheels: one for every Linux with glibc 2.34 or newer, whatever this one has (takes zig, 400 MB)
 	$(PYTHON) -m pip install --quiet ziglang

@@ -144,6 +144,24 @@ def test_a_plan_says_what_would_make_a_step_faster_only_where_that_is_known(
     )
 
 
+@pytest.mark.parametrize(("rate", "every"), [(0.5, None), (0.5, "10"), (0.5, "60min"), (1000.0, "10")])
+def test_a_checkpoint_holds_up_what_does_not_fit_beside_a_step_and_wears_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: float, every: str | None
+) -> None:
+    machine = written(tmp_path, "machine.yaml", H100 | {"rates": H100["rates"] | {"disk_write_gbs": rate}})
+    setting = ["qwen2.5-0.5b", "--machine", machine, *([f"output.save_every={every}"] if every else [])]
+    found = answer(capsys, *setting)
+    step, size = found["expected_step_s"], found["disk"]["checkpoint"]
+    stall = found["checkpoint_stall_s"]
+    assert stall == pytest.approx(max(0, size / (rate * 1e9) - step))
+    assert (stall > 0) == (rate < 1)
+    per_day = found["checkpoint_bytes_per_day"]
+    if every is None:
+        assert per_day is None, "a run that saves once, at its end"
+    else:
+        assert per_day == pytest.approx(size * 86400 / (3600 if every == "60min" else 10 * step + stall))
+
+
 def test_a_checkpoints_time_is_given_where_a_disk_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

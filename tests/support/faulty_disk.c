@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 static atomic_long operations, left_until_death = -1, bytes_left = -1, delay_ms, failing_fsync;
-static atomic_long left_until_failure = -1, failure, reads, left_until_bad_read = -1, bad_read;
+static atomic_long held, left_until_failure = -1, failure, reads, left_until_bad_read = -1, bad_read;
 static char watched[PATH_MAX] = "/checkpoints", deadly_call[32], deadly_path[PATH_MAX];
 static int record_file = -1;
 static pthread_mutex_t order = PTHREAD_MUTEX_INITIALIZER; /* so that records are in the order of what they record */
@@ -37,6 +37,9 @@ void disk_arm(long kill_after, long room, long delay, long fsync_errno) {
     failing_fsync = fsync_errno;
     left_until_failure = left_until_bad_read = -1;
 }
+
+/* While it is not 0, writes wait. */
+void disk_hold(long on) { held = on; }
 
 /* The process dies at the first operation of this name on a path with this end. */
 void disk_kill_at(const char *call, const char *path) {
@@ -144,6 +147,7 @@ static ssize_t limited(const char *path, ssize_t (*real)(int, const void *, size
         struct timespec pause = {delay_ms / 1000, delay_ms % 1000 * 1000000L};
         nanosleep(&pause, NULL);
     }
+    while (held) nanosleep(&(struct timespec){0, 5000000}, NULL);
     if (!before("write", path)) return -1;
     ssize_t answer = -1;
     if (bytes_left >= 0 && atomic_fetch_sub(&bytes_left, (long)len) < (long)len) {

@@ -33,6 +33,9 @@ def record(file, watched):
     disk.disk_watch(str(watched).encode())
     disk.disk_record(str(file).encode())
 
+def hold(on):
+    disk.disk_hold(ctypes.c_long(on))
+
 def kill_at(call, path):
     disk.disk_kill_at(call.encode(), path.encode())
 

@@ -17,7 +17,7 @@ the new one is on disk. It says nothing about placement, so it loads under any p
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint import manifest
+from megatrain.checkpoint.hf_folder import copy_files
 from megatrain.checkpoint.manifest import FileSums, State
 from megatrain.checkpoint.step_folders import list_checkpoints, step_folder
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -128,6 +129,16 @@ class Checkpoint:
         """The type that each tensor of the model is stored in, so that a run that goes on stores frozen ones in the
         same (`Decoder.from_config(frozen_dtypes=…)`). Raises CheckpointError."""
         return {name: entry.dtype for name, entry in self._entries(self.planes()["model"]).items()}
+
+    def copy_files(self, folder: Path, patterns: Iterable[str]) -> None:
+        """`hf_folder.copy_files` into `folder`, with the checksums of what was copied. Raises CheckpointError,
+        StorageError."""
+        copied = set(copy_files(self.folder, folder, patterns))
+        for name, sums in self.files.items():
+            if name.split("/")[0] in copied:
+                problem = safetensors_io.check_sums(folder / name, sums.nbytes, sums.crc32)
+                if problem is not None:
+                    raise self._damaged(f"what was copied of it is not what was saved: {problem}")
 
     def _entries(self, shards: Sequence[Shard]) -> dict[str, Entry]:
         entries = [entry for shard in shards for entry in shard.entries]

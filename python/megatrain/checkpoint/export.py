@@ -25,7 +25,6 @@ from torch import Tensor
 from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.hf_folder import (
     TOKENIZER_FILES,
-    copy_files,
     folder_bytes,
     join,
     library_types,
@@ -154,7 +153,7 @@ def export_checkpoint(
         write_index(folder, files)
         write_config(folder, source.config(), target)
         with flushing(folder):
-            copy_files(source.folder, folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+            source.copy_files(folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
 
 
 def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:
@@ -218,10 +217,14 @@ class _LibraryModel:
 
     @functools.cached_property
     def model(self) -> Any:
-        """None where its code cannot be loaded."""
+        """None where its code cannot be loaded. Raises CheckpointError when its configuration cannot be read."""
         try:
             return build_without_storage(load_config(self._folder), self._dtype)
         except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
+                raise CheckpointError(
+                    f"{self._folder / 'config.json'} cannot be read: {error.__cause__.strerror}"
+                ) from None
             log.warning(
                 "the model's code cannot be loaded, so it is unknown what transformers stores in another type: %s",
                 error,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.errors import StorageError
 from megatrain.system import safetensors_io
 from megatrain.system.atomic import flushing, storage_error, write_file
 from megatrain.system.safetensors_io import Entry, Shard
@@ -126,13 +127,21 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         try:
             if path.is_dir():
-                shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+                shutil.copytree(path, folder / path.name, copy_function=_copy_file)
             else:
-                shutil.copyfile(path, folder / path.name)
+                _copy_file(path, folder / path.name)
         except OSError as error:
             raise storage_error(error, folder / path.name) from None
         copied.append(path.name)
     return copied
+
+
+def _copy_file(source: str | Path, target: str | Path) -> None:
+    try:
+        data = Path(source).read_bytes()
+    except OSError as error:  # of the other disk than the one that is written
+        raise StorageError(f"{source} cannot be read: {error.strerror}") from None
+    Path(target).write_bytes(data)
 
 
 def json_bytes(value: Any) -> bytes:

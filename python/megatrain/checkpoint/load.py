@@ -19,7 +19,7 @@ from megatrain.weights import hf_layout
 from megatrain.weights.source import FileWeights
 from megatrain.weights.types import Core, Decoder, Stored, TensorRef
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 _PIECE = 4 << 20
 """Elements of a tensor that are held in memory at a time."""

@@ -119,8 +119,9 @@ class PendingCheckpoint:
         tokenizer: "PreTrainedTokenizerBase | None",
         tokenizer_dir: str | Path | None,
     ) -> None:
-        self.folder, self.step = folder, step
-        self.over = False
+        self.folder: Path = folder
+        self.step: int = step
+        self.over: bool = False
         """Whether it has ended: completed, failed or cancelled."""
         self.on_complete: Callable[[], None] | None = None
         """Called once, after the folder has its final name, by the thread that renamed it."""

@@ -26,11 +26,23 @@ def plan(report: "Forecast", *, verbose: bool = False) -> None:
     line(f"largest micro-batch that would fit: {report.largest_micro_batch} rows")
     lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in report.timed.plan["estimate"]["lanes"].items())
     line(f"busy time per lane: {lanes}")
+    checkpoints(report)
     line(f"no step can take less than {report.step_s:.3g} s, {_bound_basis(report.timed)}")
     if report.free_clipping_tokens is not None:
         line(f"clipping costs no time from {report.free_clipping_tokens:,} tokens per step on")
     runners_up(report)
     numerics(report)
+
+
+def checkpoints(report: "Forecast") -> None:
+    """What a checkpoint costs, where the disk was measured."""
+    size, seconds, stall = report.disk["checkpoint"], report.checkpoint_s, report.checkpoint_stall_s
+    if size is None or seconds is None or stall is None:
+        return
+    holds_up = f"holds up the next step by {stall:.3g} s" if stall > 0 else "is written while one step runs"
+    per_day = report.checkpoint_bytes_per_day
+    wear = f"; {format_bytes(round(per_day))} written per day" if per_day is not None else ""
+    line(f"a checkpoint of {size:,} bytes takes {seconds:.3g} s to write and {holds_up}{wear}")
 
 
 def runners_up(report: "Forecast") -> None:

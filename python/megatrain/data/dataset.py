@@ -54,7 +54,7 @@ class Dataset:
 
     def __init__(self, parts: Sequence[Part], seq_len: int, *, packing: bool, date: dt.date) -> None:
         """`date`: the day that chat templates were given."""
-        self.parts = tuple(parts)
+        self.parts: tuple[Part, ...] = tuple(parts)
         self.seq_len = seq_len
         self.packing = packing
         self.date = date

@@ -18,7 +18,7 @@ from megatrain.models.decoder import Decoder
 if TYPE_CHECKING:
     from megatrain import _core
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -33,7 +33,9 @@ class Checkpoints:
         tokenizer: Any,
         tokenizer_dir: str | Path | None,
     ) -> None:
-        self.decoder, self._runtime, self._passes = decoder, runtime, passes
+        self.decoder: Decoder = decoder
+        self._runtime = runtime
+        self._passes = passes
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._pending: PendingCheckpoint | None = None
 

@@ -1,6 +1,7 @@
 """The engine's device memory, as torch tensors over the same bytes."""
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ class Region:
         """`memory` is uint8 and contiguous."""
         self._bytes = memory[: memory.numel() // 8 * 8]
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: self._bytes}
-        self.storage = memory.untyped_storage()._cdata
+        self.storage: Any = memory.untyped_storage()._cdata
         """Identifies the memory: what a tensor's storage must be to lie in this region."""
-        self.device = memory.device
+        self.device: torch.device = memory.device
 
     def view(
         self, byte: int, shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None
@@ -37,7 +38,7 @@ class CastBuffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size` in bytes: `template.cast_bytes`."""
-        self.region = Region(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
+        self.region: Region = Region(torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=device))
         self._owner: Hashable = None
 
     def fill(self, owner: Hashable, copies: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -15,7 +15,7 @@ from megatrain.engine.loss import chunked_loss, default_chunk, is_largest
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
-from megatrain.models.lm_head import HeadShell
+from megatrain.models.lm_head import HeadKind, HeadShell
 from megatrain.models.modules import copy_without, replace_module
 from megatrain.models.recorder import NO_MASK, EmbeddingCalls, Replay, forward_until_layers, stopping_layers
 from megatrain.models.vision import recompute_blocks
@@ -82,10 +82,10 @@ class EmbedTemplate:
         move_shared_buffers(self._base, region.device)
         prefix = f"{decoder.base_name}." if decoder.base_name else ""
         names = {n.removeprefix(prefix): i for n, i in decoder.local_names(0).items()}
-        self.bound = BoundTensors(places_of(self._base, names), layout, region, casts)
+        self.bound: BoundTensors = BoundTensors(places_of(self._base, names), layout, region, casts)
         self.layout = layout
         self._tables = {index for index, _ in decoder.tables}
-        self.others = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
+        self.others: list[int] = [i for i, cut in enumerate(layout.slices) if cut.trainable and i not in self._tables]
         """Trained tensors that are not embedding tables."""
 
     def _build_no_masks(self, language: nn.Module) -> None:
@@ -212,7 +212,7 @@ class HeadTemplate:
     ) -> None:
         self.decoder = decoder
         self.layout = layout
-        self.kind = decoder.head
+        self.kind: HeadKind = decoder.head
         real = decoder.base.get_submodule(decoder.layers_name)
         base = copy_without(decoder.base, real)
         self._tail = [base.get_submodule(name) for name in decoder.probe.tail]
@@ -225,7 +225,7 @@ class HeadTemplate:
             root = base if name.startswith(prefix) and prefix else self._shell.model
             owner, _, leaf = (name.removeprefix(prefix) if root is base else name).rpartition(".")
             places[index] = (root.get_submodule(owner), leaf)
-        self.bound = BoundTensors(places, layout, region, casts)
+        self.bound: BoundTensors = BoundTensors(places, layout, region, casts)
         self._region = region
         self._embed_slice = None
         self._tied: nn.Parameter | None = None
@@ -246,9 +246,9 @@ class HeadTemplate:
         self._bias = names.get(self.kind.bias) if self.kind.bias else None
         own = {self._weight, self._bias} if self.kind.plain else set()
         trained = [i for i, cut in enumerate(layout.slices) if cut.trainable]
-        self.tail_indices = [i for i in trained if i not in own and self._in_tail(i, names, prefix)]
+        self.tail_indices: list[int] = [i for i in trained if i not in own and self._in_tail(i, names, prefix)]
         """Trained tensors of the modules before the head proper."""
-        self.head_indices = [i for i in trained if i not in self.tail_indices]
+        self.head_indices: list[int] = [i for i in trained if i not in self.tail_indices]
 
     def _in_tail(self, index: int, names: dict[str, int], prefix: str) -> bool:
         name = next(n for n, i in names.items() if i == index)

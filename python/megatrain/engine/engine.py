@@ -110,14 +110,14 @@ class Engine:
             seed=seed,
             precisions=PRECISIONS,
         )
-        self.optimizer = optimizer if optimizer is not None else AdamW()
+        self.optimizer: AdamW = optimizer if optimizer is not None else AdamW()
         check_adamw(self.optimizer)
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
             if freeze:
                 raise ConfigError("freeze belongs to the Decoder when one is given")
-            self.decoder = model
+            self.decoder: Decoder = model
         else:
             self.decoder = Decoder(model, freeze=freeze, precision=choose_precision(precision, torch_device))
         self.deterministic = deterministic

@@ -45,7 +45,7 @@ class HeapLimit:
     ) -> None:
         self._measure, self._release = measure, release
         self._slack = int(planned * (_ALLOWED - 1))
-        self.limit = base + planned + self._slack
+        self.limit: int = base + planned + self._slack
         """Bytes of the process at which its heap is trimmed."""
 
     def check(self) -> None:

@@ -62,7 +62,7 @@ class InterruptGuard:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._job: _Job | None = None
         """The last one; it may still run when an interrupt did not wait for its end."""
-        self.broken = ""
+        self.broken: str = ""
         """Why what ran can no longer be trusted; empty while it can."""
         self._cut = ""
         """Why what ran on the caller's thread cannot be trusted, unless it still runs."""

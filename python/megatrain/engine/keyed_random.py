@@ -35,7 +35,7 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._generators = {place.type: torch.Generator(place) for place in (torch.device("cpu"), device)}
-        self.drew = False
+        self.drew: bool = False
         """Whether anything was drawn since it was last set to False."""
 
     def seed(self, key: int) -> None:

@@ -181,7 +181,7 @@ def _fp32_parents() -> list[Any]:
     return [of, of.cudnn, of.cudnn, of.mkldnn, of.mkldnn]
 
 
-full_precision = _FullPrecision()
+full_precision: _FullPrecision = _FullPrecision()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ class OutOfMemory(MegatrainError, torch.OutOfMemoryError):
         """Bytes that the plan allows torch."""
         self.in_use = in_use
         """Bytes that torch had in use on the card when it failed; 0 where that is not counted, on the CPU."""
-        self.wanted = wanted_bytes(cause)
+        self.wanted: int | None = wanted_bytes(cause)
         """Bytes of the allocation that failed; None where torch does not say."""
         facts = [f"an allocation of {format_bytes(self.wanted)} failed"] if self.wanted is not None else []
         facts.append(f"the plan allows torch {format_bytes(planned)}")

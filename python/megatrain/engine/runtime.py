@@ -79,12 +79,13 @@ class Runtime:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
         self._decoder = decoder
         self.set_optimizer(optimizer)
-        self._core_device, self.device = core_device, device
+        self._core_device = core_device
+        self.device: torch.device = device
         self._update = update
-        self.grad_precision = grad_precision if decoder.precision == "bf16" else "fp32"
+        self.grad_precision: str = grad_precision if decoder.precision == "bf16" else "fp32"
         self._limits = arguments.memory_limits(memory)
         self._disk = arguments.state_disk(memory)
-        self.settings = {k: v for k, v in (plan or {}).items() if v is not None}
+        self.settings: dict[str, Any] = {k: v for k, v in (plan or {}).items() if v is not None}
         """Numbers of the plan and switches that were asked for."""
         if device.type == "cuda":
             chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
@@ -94,10 +95,10 @@ class Runtime:
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
         """Whether the plan includes a `loss_fn`, and with how many bytes if those were declared."""
         self._load, self._seed = load, seed
-        self.compiled = bool(self.settings.get("compile", self.device.type == "cuda"))
+        self.compiled: bool = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
-        self.nominal = micro_batch, micro_batches
+        self.nominal: tuple[tuple[int, int] | None, int | None] = micro_batch, micro_batches
         """The split of a step that was asked for; None: steps are split as the caller gives them."""
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self._sized = micro_batch is not None and micro_batches is not None

@@ -222,16 +222,18 @@ class LayerTemplate:
         casts: CastBuffer | None = None,
         compiled: bool = False,
     ) -> None:
-        self.module = copy_without(decoder.layers[first])
-        self.bound = BoundTensors(places_of(self.module, decoder.local_names(first + 1)), layout, region, casts)
+        self.module: nn.Module = copy_without(decoder.layers[first])
+        self.bound: BoundTensors = BoundTensors(
+            places_of(self.module, decoder.local_names(first + 1)), layout, region, casts
+        )
         self.layout = layout
         self.compiled = compiled
         self.draws: bool | None = None
         """Whether it draws random numbers in training; None before its first call."""
-        self.parameters = self.bound.trainable
-        self.weight_grads = WeightGradients(self.module, self.parameters)
+        self.parameters: list[Tensor] = self.bound.trainable
+        self.weight_grads: WeightGradients = WeightGradients(self.module, self.parameters)
         move_shared_buffers(self.module, region.device)
-        self.tried = first not in decoder.untried
+        self.tried: bool = first not in decoder.untried
         """Whether it is known that the forward changes no state of the module."""
         self._index = [
             (self.module.get_submodule(path), name)

@@ -106,15 +106,16 @@ class Passes:
         router: RouterLoss | None,
     ) -> None:
         self._runtime, self._preparer = runtime, preparer
-        self.max_grad_norm, self.immediate = max_grad_norm, immediate
+        self.max_grad_norm: float | None = max_grad_norm
+        self.immediate: bool = immediate
         self._label_smoothing, self._z_loss = label_smoothing, z_loss
         self._deterministic, self._seed = deterministic, seed
         self._router = router
         self._math_reported = False
-        self.guard = InterruptGuard(runtime.device)
+        self.guard: InterruptGuard = InterruptGuard(runtime.device)
         self.waiting: Waiting | None = None
         """None where no pass has been made since the last update."""
-        self.num_steps = 0
+        self.num_steps: int = 0
         """Optimizer steps done."""
 
     def check(self) -> None:

@@ -72,6 +72,8 @@ class TrainerMixin(_Trainer):
 
     engine: Engine
     """The engine that trains."""
+    optimizer: Any
+    """An `EngineOptimizer` from the beginning of training on."""
 
     def __init__(
         self,
@@ -142,7 +144,8 @@ class TrainerMixin(_Trainer):
                 betas=(args.adam_beta1, args.adam_beta2),
                 eps=args.adam_epsilon,
             )
-        return self.optimizer
+        made: torch.optim.Optimizer = self.optimizer
+        return made
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)

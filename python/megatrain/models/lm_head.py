@@ -75,8 +75,8 @@ class HeadShell:
     model."""
 
     def __init__(self, model: nn.Module, base_name: str) -> None:
-        self.base = HiddenStates()
-        self.model = copy_without(model, model.get_submodule(base_name))
+        self.base: HiddenStates = HiddenStates()
+        self.model: nn.Module = copy_without(model, model.get_submodule(base_name))
         replace_module(self.model, base_name, self.base)
 
     def __call__(self, hidden: Tensor) -> Tensor:

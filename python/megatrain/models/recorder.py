@@ -183,11 +183,11 @@ class Recorder:
         real = base.get_submodule(layers)
         assert isinstance(real, nn.ModuleList)
         self.layers = layers
-        self.num_layers = len(real)
+        self.num_layers: int = len(real)
         self.dtype = dtype
         self.tuple_output = tuple_output
-        self.base = copy_without(base, real)
-        self.stubs = nn.ModuleList([Stub(layer, i, self._take) for i, layer in enumerate(real)])
+        self.base: nn.Module = copy_without(base, real)
+        self.stubs: nn.ModuleList = nn.ModuleList([Stub(layer, i, self._take) for i, layer in enumerate(real)])
         replace_module(self.base, layers, self.stubs)
         for module in self.base.modules():
             for name, parameter in module._parameters.items():
@@ -196,7 +196,7 @@ class Recorder:
                         torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), requires_grad=False
                     )
         self.base.eval()
-        self.accepts = set(inspect.signature(type(self.base).forward).parameters)
+        self.accepts: set[str] = set(inspect.signature(type(self.base).forward).parameters)
         self._language = self.base.get_submodule(layers.rpartition(".")[0])
         self._caches = bool(
             {"use_cache"} & {*self.accepts, *inspect.signature(type(self._language).forward).parameters}

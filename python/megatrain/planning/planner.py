@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("megatrain")
 
-MICRO_BATCH_TOKENS = {"cuda": (32768, 8192), "cpu": (4096,)}
+MICRO_BATCH_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (32768, 8192), "cpu": (4096,)}
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
 weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
 
@@ -422,9 +422,13 @@ class SplitPlanner:
         rates: dict[str, float],
         options: dict[str, Any],
     ) -> None:
-        self.config, self.decoder, self.device, self.rates, self.options = config, decoder, device, rates, options
-        self.budget = budgets(config, device, machine)
-        self.card_bytes = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
+        self.config: Config = config
+        self.decoder: Decoder = decoder
+        self.device: str = device
+        self.rates: dict[str, float] = rates
+        self.options: dict[str, Any] = options
+        self.budget: dict[str, int] = budgets(config, device, machine)
+        self.card_bytes: int | None = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         optimizer_for(config, names)  # refuses patterns that match nothing
 

@@ -26,7 +26,7 @@ class CheckpointWriter:
         self._settings, self._folder = settings, folder
         self.running: PendingCheckpoint | None = None
         """The one that is being written."""
-        self.saved_step = step if folder.steps() else -1
+        self.saved_step: int = step if folder.steps() else -1
         """The step of the newest complete one."""
         self._begun_at = time.monotonic()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatrain.engine.transactions import EvalOutput
     from megatrain.training.loop import Result
 
-log = logging.getLogger("megatrain")
+log: logging.Logger = logging.getLogger("megatrain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
         self._run: Run | None = None
-        self.failure = ""
+        self.failure: str = ""
         """Which callback raised what, as a sentence; empty where none did."""
         self.error: Exception | None = None
 
@@ -111,7 +111,8 @@ class Callbacks:
                 if self.failure:
                     log.warning("%s", sentence)
                 else:
-                    self.failure, self.error = sentence, error
+                    self.failure = sentence
+                    self.error = error
 
 
 def check(callbacks: Sequence[Any]) -> list[Callback]:
@@ -170,7 +171,13 @@ class TensorBoard(Callback):
         for tag, value in _scalars(metrics):
             self._writer.add_scalar(tag, value, metrics["step"])
 
-    on_step = on_eval = _write
+    def on_step(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """Writes the step's numbers."""
+        self._write(run, metrics)
+
+    def on_eval(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """Writes the evaluation's numbers."""
+        self._write(run, metrics)
 
     def on_end(self, run: Run, result: "Result | None") -> None:  # noqa: ARG002
         """Closes the file."""
@@ -190,7 +197,13 @@ class WandB(Callback):
             self._logged = self._begin(run)
         self._logged.log({"step": metrics["step"], **dict(_scalars(metrics))})
 
-    on_step = on_eval = _write
+    def on_step(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """Writes the step's numbers."""
+        self._write(run, metrics)
+
+    def on_eval(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """Writes the evaluation's numbers."""
+        self._write(run, metrics)
 
     def _begin(self, run: Run) -> Any:
         import wandb

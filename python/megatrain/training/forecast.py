@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config
+from megatrain.config import Config, Duration
 from megatrain.config.data_files import find
 from megatrain.errors import ConfigError
 from megatrain.planning import alternatives, calibrate, planner
@@ -135,6 +135,26 @@ class Forecast:
         )
 
     @property
+    def checkpoint_stall_s(self) -> float | None:
+        """Seconds that a step waits for the checkpoint being written: each unit's bytes go out before its next update,
+        through buffers of a few MiB, so what does not fit beside one step holds up the next. None where the disk was
+        not measured."""
+        return None if self.checkpoint_s is None else max(0.0, self.checkpoint_s - self.expected_step_s)
+
+    @property
+    def checkpoint_bytes_per_day(self) -> float | None:
+        """Bytes of checkpoints written in a day of training, for a disk's rated endurance. None where the disk was not
+        measured, and without `output.save_every`, when a run saves once, at its end."""
+        every, size = self.config.output.save_every, self.disk["checkpoint"]
+        if every is None or self.checkpoint_s is None or self.checkpoint_stall_s is None or size is None:
+            return None
+        if isinstance(every, Duration):
+            seconds = max(every.seconds, self.expected_step_s, self.checkpoint_s)
+        else:
+            seconds = every * self.expected_step_s + self.checkpoint_stall_s
+        return size * 86400 / seconds
+
+    @property
     def given_up(self) -> str | None:
         """What `train.update` gives up; None for just-in-time updates, which give up nothing."""
         return GIVEN_UP_BY_IMMEDIATE if self.update == "immediate" else None
@@ -173,6 +193,8 @@ class Forecast:
             "disk": self.disk,
             "checkpoint_s": self.checkpoint_s,
             "state_on_disk": None if self.state_on_disk is None else dataclasses.asdict(self.state_on_disk),
+            "checkpoint_stall_s": self.checkpoint_stall_s,
+            "checkpoint_bytes_per_day": self.checkpoint_bytes_per_day,
         }
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
     from megatrain.engine.inputs import StepInputs
     from megatrain.engine.transactions import EvalOutput
-    from megatrain.training.setup import RunComponents
+    from megatrain.models.flops import ModelCount
+    from megatrain.training.setup import PlannedRun, RunComponents
 
 log: logging.Logger = logging.getLogger("megatrain")
 
@@ -81,34 +82,41 @@ class TrainingLoop:
         parts: "RunComponents",
         position: Position,
     ) -> None:
-        self.config, self.stop, self.display, self.folder = config, stop, display, folder
+        self.config: Config = config
+        self.stop: Stop = stop
+        self.display: Display = display
+        self.folder: RunFolder = folder
         self.callbacks = callbacks
         self.metrics_file = metrics_file
-        self.planned, self.engine, self.position = parts.planned, parts.engine, position
-        self.count = self.planned.model_setup.count
-        self.total = self.planned.total_steps
+        self.planned: PlannedRun = parts.planned
+        self.engine: Engine = parts.engine
+        self.position: Position = position
+        self.count: ModelCount = self.planned.model_setup.count
+        self.total: int = self.planned.total_steps
         schedule = config.train.schedule
-        self.schedule = Schedule(
+        self.schedule: Schedule = Schedule(
             name=schedule.name, warmup=schedule.warmup, min_lr=schedule.min_lr, decay=schedule.decay, total=self.total
         )
-        self.throughput = Throughput()
-        self.saves = CheckpointWriter(config.output, folder, position.step)
+        self.throughput: Throughput = Throughput()
+        self.saves: CheckpointWriter = CheckpointWriter(config.output, folder, position.step)
         self._announced = self.saves.saved_step
         """The newest checkpoint that callbacks know of."""
-        self.fingerprints = _fingerprints(parts)
+        self.fingerprints: dict[str, Any] = _fingerprints(parts)
         """Of the data and the tokenizer; stored in every checkpoint."""
         self.loss: float | None = None
-        self.earlier_loss = folder.loss(position.step)
+        self.earlier_loss: float | None = folder.loss(position.step)
         """Of the last step of an earlier part of the run."""
         self.pending: StepRecord | None = None
         """The last step's record; written once it is known what followed the step."""
-        self.state, self.doing = "training", "the first evaluation"
-        self.new_best = False
+        self.state: str = "training"
+        self.doing: str = "the first evaluation"
+        self.new_best: bool = False
         self.retried = False
         """Whether this part of the run follows one that ran out of memory, which happens once."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
-        self.loss_spikes, self.norm_spikes = SpikeDetector(), SpikeDetector()
+        self.loss_spikes: SpikeDetector = SpikeDetector()
+        self.norm_spikes: SpikeDetector = SpikeDetector()
         for record in folder.metrics()[-metrics.RECENT :]:
             self._spikes(record.get("loss"), record.get("grad_norm"))
 

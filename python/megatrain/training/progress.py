@@ -79,8 +79,8 @@ class Display:
 
     def __init__(self, mode: Mode = "none", out: IO[str] | None = None, err: IO[str] | None = None) -> None:
         self.mode = mode
-        self.out = cast("IO[str]", _LossyStream(out or sys.stdout, "standard output"))
-        self.err = cast("IO[str]", _LossyStream(err or sys.stderr, "standard error"))
+        self.out: IO[str] = cast("IO[str]", _LossyStream(out or sys.stdout, "standard output"))
+        self.err: IO[str] = cast("IO[str]", _LossyStream(err or sys.stderr, "standard error"))
         self._progress: Progress | None = None
         self._line = NotebookLine()
         self._reading = progress_line() if mode == "notebook" else None

@@ -29,7 +29,7 @@ class Stop:
         self._event = threading.Event()
         self._save = threading.Event()
         self._depth = 0
-        self.reason = ""
+        self.reason: str = ""
         """What asked for the stop, such as SIGTERM."""
         self.on_abandon: Callable[[str], None] | None = None
         """Called with a reason when the process is about to end at once, without saving."""

@@ -50,11 +50,11 @@ class Trainer:
         display: Display | None = None,
         callbacks: "Sequence[Callback]" = (),
     ) -> None:
-        self.config = Config.of(config)
+        self.config: Config = Config.of(config)
         self.config.require("data", "output")
-        self.stop = stop or Stop()
-        self.display = display or Display(default_mode())
-        self.callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
+        self.stop: Stop = stop or Stop()
+        self.display: Display = display or Display(default_mode())
+        self.callbacks: Callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
 
     def fit(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop."""

@@ -133,7 +133,7 @@ class Dequantised:
             **{name: entry for name, entry in plain.items() if not name.endswith(_UNUSED)},
             **{name: part.entry for name, part in parts.items()},
         }
-        self.transposed = frozenset(parts if transposed else ())
+        self.transposed: frozenset[str] = frozenset(parts if transposed else ())
 
     def where(self, name: str) -> str:
         """The file that a tensor's values are in."""

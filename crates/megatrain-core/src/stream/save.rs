@@ -97,6 +97,12 @@ impl Save {
         self.stopped.store(true, Ordering::Release);
     }
 
+    /// Stops it and waits until no thread writes any more, which takes a buffer at most.
+    fn stop_writing(&self) {
+        self.stop();
+        self.lines.iter().for_each(|line| drop(lock(line)));
+    }
+
     /// The engine closes: what is not complete will not be.
     pub(super) fn close(&self) {
         if !self.complete.load(Ordering::Acquire) {
@@ -203,6 +209,10 @@ impl Engine {
             }
         }
         self.shared.lock().saving = None;
+        if !save.complete.load(Ordering::Acquire) {
+            // One file has failed; the folder is the caller's to remove, or to write anew, once nothing else writes there.
+            save.stop_writing();
+        }
         save.outcome().map(Poll::Ready)
     }
 
@@ -210,9 +220,7 @@ impl Engine {
     pub fn cancel_save(&self) {
         let saving = self.shared.lock().saving.take();
         if let Some(Saving { save, .. }) = saving {
-            save.stop();
-            // Whoever is writing sees it after a buffer at most.
-            save.lines.iter().for_each(|line| drop(lock(line)));
+            save.stop_writing();
         }
     }
 }
@@ -247,14 +255,21 @@ impl Shared {
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
             let spawn = |line| {
                 let thread = std::thread::Builder::new().name("megatrain-write".to_owned());
-                thread.spawn_scoped(scope, move || match self.append(unit, &mut lock(line), save) {
-                    Err(error @ Error::Storage { .. }) => {
-                        save.fail(error);
-                        Ok(())
+                thread.spawn_scoped(scope, move || {
+                    let mut line = lock(line);
+                    // Under the lock: who has stopped the save and then had every lock knows that no file is made any more.
+                    if save.stopped.load(Ordering::Acquire) {
+                        return Ok(());
                     }
-                    // Others end early then, and what they say is not what has happened.
-                    Err(_) if save.stopped.load(Ordering::Acquire) => Ok(()),
-                    other => other,
+                    match self.append(unit, &mut line, save) {
+                        Err(error @ Error::Storage { .. }) => {
+                            save.fail(error);
+                            Ok(())
+                        }
+                        // Others end early then, and what they say is not what has happened.
+                        Err(_) if save.stopped.load(Ordering::Acquire) => Ok(()),
+                        other => other,
+                    }
                 })
             };
             let threads: Vec<_> = save.lines.iter().map(spawn).collect();

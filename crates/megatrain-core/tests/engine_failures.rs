@@ -224,9 +224,10 @@ fn fail_each(update: UpdateMode, names: &[&str], panic: bool, lost: bool) {
             let place = format!("{update:?}, call {nth} of {call}, panic {panic}, lost {lost}");
             if ran.refused == 0 {
                 assert!(ran.failure.is_none(), "{place}: {:?}", ran.failure);
-                // What has passed already is not waited for, and how much of an abandoned pass was begun is chance, so that
-                // the numbers differ a little from run to run; the last calls are made while the engine is closed.
-                assert!(nth * 10 >= counts[call] * 8, "{place}: only {nth} of {} were made", counts[call]);
+                // How much of an abandoned pass was begun is chance, so that the numbers differ a little from run to run, and
+                // what has passed already is not waited for; the last calls are made while the engine is closed.
+                let enough = call == "wait" || nth * 10 >= counts[call] * 8;
+                assert!(enough, "{place}: only {nth} of {} were made", counts[call]);
                 break;
             }
             let (error, made) = ran.failure.unwrap_or_else(|| panic!("{place}: the failure was lost"));

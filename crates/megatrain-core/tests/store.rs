@@ -241,8 +241,10 @@ fn requests_that_leave_the_store_are_refused_with_the_numbers() {
     assert!(error.contains("stored in fp32"), "{error}");
     let error = store.read(0, 2, Plane::Master, 0, &mut out[..7]).unwrap_err().to_string();
     assert!(error.contains("7 bytes"), "{error}");
-    assert!(store.read(0, 4, Plane::Master, 0, &mut out).unwrap_err().to_string().contains("4 tensors"));
-    assert!(store.read(1, 0, Plane::Master, 0, &mut out).unwrap_err().to_string().contains("1 units"));
+    assert!(store.read(0, 4, Plane::Master, 0, &mut out).unwrap_err().to_string().contains("no tensor 4: it has 4"));
+    assert!(
+        store.read(1, 0, Plane::Master, 0, &mut out).unwrap_err().to_string().contains("no unit 1: the model has 1")
+    );
     assert!(store.write(0, 0, Plane::Master, 0, Dtype::I32, &[0; 4]).unwrap_err().to_string().contains("i32"));
     assert!("gradients".parse::<Plane>().unwrap_err().to_string().contains("exp_avg_sq"));
     assert_eq!("exp_avg".parse::<Plane>().unwrap(), Plane::ExpAvg);

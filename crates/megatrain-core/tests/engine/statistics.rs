@@ -42,7 +42,14 @@ fn statistics_and_trace_tell_of_every_lane() {
     run.engine.drain(FOREVER).map(ready).unwrap();
     let trace: serde_json::Value = serde_json::from_str(&run.engine.trace()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
-    for name in ["forward layers.0", "load embed", "land head", "update layers.3", "save layers.1", "fetch layers.1"] {
+    for name in [
+        "forward layers.0",
+        "load embed",
+        "offload_grad head",
+        "update layers.3",
+        "offload_activation layers.1",
+        "fetch_activation layers.1",
+    ] {
         assert!(events.iter().any(|e| e["name"] == name), "{name} is missing");
     }
 }

@@ -241,7 +241,7 @@ def test_an_entry_of_dataset_info_is_read_as_llama_factory_reads_it(tmp_path):
     ("settings", "message"),
     [
         ({"columns": {"images": "pictures"}}, r"#mine: images cannot be read"),
-        ({"formatting": "chatml"}, r"#mine: formatting is 'chatml'; there are alpaca and sharegpt"),
+        ({"formatting": "chatml"}, r"#mine: formatting is 'chatml'; it must be alpaca or sharegpt"),
         ({"num_samples": 5}, r"#mine: num_samples is not supported; write a fraction as the source's split"),
         ({"shuffle": True}, r"#mine: shuffle cannot be read"),
     ],

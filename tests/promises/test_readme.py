@@ -36,6 +36,7 @@ PLACEHOLDERS = {
     "CONFIG.yaml": "examples/quickstart.yaml",
     "PROMPT": "the quick",
     "FILE": "examples/here.yaml",
+    "/mnt/nvme/spill": ".",
 }
 """Words of the pages, and what stands for them here."""
 
@@ -68,7 +69,8 @@ def test_every_command_shown_exists(document: str, command: str) -> None:
         assert given[0] in ("pip", "git", "cd", "python3", "."), f"{document}: {command}"
 
 
-SHORTER = {"megatrain bench --model tiny": ["--batch", "1", "--seq", "64", "--steps", "1", "--warmup", "0"]}
+_ONE_STEP = ["--batch", "1", "--seq", "64", "--steps", "1", "--warmup", "0"]
+SHORTER = {"megatrain bench --model tiny": _ONE_STEP, "megatrain bench --model RUN --trace FILE": _ONE_STEP}
 """What is added to a command whose numbers are for people, who wait for minutes."""
 RUN = [
     command

@@ -89,11 +89,13 @@ class Watchdog:
 
     def _stacks(self) -> dict[str, list[str]]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return {
-            names.get(number, f"{number}"): _calls(frame)
-            for number, frame in sys._current_frames().items()
-            if number != self._thread.ident
-        }
+        stacks: dict[str, list[str]] = {}
+        for number, frame in sys._current_frames().items():
+            if number != self._thread.ident:
+                name = names.get(number, f"{number}")
+                # Each engine has a thread of the same name.
+                stacks[name if name not in stacks else f"{name} ({number})"] = _calls(frame)
+        return stacks
 
 
 def _calls(frame: FrameType) -> list[str]:

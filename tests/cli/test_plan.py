@@ -1,13 +1,11 @@
 """`megatrain plan`: what fits and what does not, without weights, data or a card; its totals are what is allocated."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatrain.cli import main
 from megatrain.config import Config
@@ -20,27 +18,8 @@ from megatrain.training import forecast
 from megatrain.training.metrics import duration
 from megatrain.training.setup import build_engine, prepare_model
 from megatrain.units import parse_size
+from support.plans import H100, answer, printed, written
 from support.runs import MODEL, settings
-
-H100 = {
-    "name": "an H100",
-    "host": {"memory": "1500GiB", "cpus": 64},
-    "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
-    "rates": {"h2d_gbs": 55, "d2h_gbs": 55, "matmul_tflops": 746, "adamw_gparams": 5.0, "hbm_gbs": 2600},
-}
-
-
-def written(folder: Path, name: str, document: dict[str, Any]) -> str:
-    (folder / name).write_text(yaml.safe_dump(document))
-    return str(folder / name)
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code = main(["plan", *words, "--json"])
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    found: dict[str, Any] = json.loads(captured.out)
-    return found
 
 
 def test_a_model_that_no_machine_here_could_hold_is_planned_for_a_described_one(
@@ -60,11 +39,6 @@ def test_a_model_that_no_machine_here_could_hold_is_planned_for_a_described_one(
     assert found["numerics"]["device"] == "H100"
     assert found["disk"]["checkpoint"] == pytest.approx(12 * found["parameters"], rel=1e-3)
     assert found["largest_micro_batch"] >= found["micro_batch"][0]
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 0
-    return capsys.readouterr().out
 
 
 def test_the_summary_says_in_twelve_lines_what_goes_where_how_long_and_what_bounds_it(
@@ -363,43 +337,6 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(
     assert said in capsys.readouterr().err
 
 
-CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"memory": "79GiB"}}
-
-
-def run_plan(
-    model: str, rows: int, free: int | None = None, saved: dict[str, Any] | None = None, **sections: dict[str, Any]
-) -> planner.RunPlan:
-    """A step of `rows` by 1,024 tokens on the card, of which `free` bytes are free."""
-    document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
-    train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
-    card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
-    config, described = Config.of(document | {"train": train} | sections), hardware.from_description(card, "card")
-    decoder = prepare_model(config, described, plan_only=True).decoder
-    if free is not None:
-        cards = tuple(dataclasses.replace(gpu, held_bytes=gpu.total_bytes - free) for gpu in described.gpus)
-        described = dataclasses.replace(described, gpus=cards)
-    return planner.plan_run(config, decoder, device="cuda", machine=described, rows=rows, saved=saved)
-
-
-def test_the_engine_is_asked_for_every_number_of_the_plan_section() -> None:
-    from megatrain.config import PlanConfig
-    from megatrain.engine.runtime import PLAN_KEYS
-
-    numbers = {field.name for field in dataclasses.fields(PlanConfig)} - {"micro_batch"}
-    assert PLAN_KEYS - numbers == {"accumulate", "loss_workspace", "more_workspace", "trace", "isa"}, (
-        "what only a caller of the engine can use"
-    )
-    assert numbers <= PLAN_KEYS
-
-
-def test_a_run_that_goes_on_computes_compiled_or_not_as_before_unless_it_is_told_otherwise() -> None:
-    eager = {"device": "H100", "compiled": False}
-    assert run_plan("tiny", 2).options.get("compile") is None
-    assert run_plan("tiny", 2, saved=eager).options["compile"] is False
-    assert run_plan("tiny", 2, saved=eager, plan={"compile": True}).options["compile"] is True
-    assert run_plan("tiny", 2, saved=eager | {"device": "cpu"}).options.get("compile") is None
-
-
 def test_a_plan_of_a_deterministic_run_says_what_computes_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,68 +366,6 @@ def test_a_plan_with_compile_off_says_so_in_its_numerics_key(
     grouped = answer(capsys, *words, "plan.micro_batch=1", "plan.group=2")
     assert grouped["plan"]["group"] == 2
     assert grouped["largest_micro_batch"] > 1
-
-
-def counts(found: planner.RunPlan) -> tuple[int, int, int]:
-    """Units with their state on the device, layers kept, layers whose input goes to the host."""
-    units = found.plan["units"]
-    kept = sum(unit["activation"] == "keep" for unit in units[1:-1])
-    return sum(u["state"] == "device" for u in units), kept, sum(u["input"] == "host" for u in units)
-
-
-def test_on_a_card_the_faster_of_8192_and_32768_tokens_are_computed_at_a_time() -> None:
-    small = run_plan("qwen2.5-3b", 32, memory={"gpu": "12GiB"})
-    assert (small.micro_batch, small.micro_batches) == ((8, 1024), 4), "less work in progress leaves room for state"
-    long = run_plan("qwen2.5-3b", 128, memory={"gpu": "12GiB"}, plan={"micro_batch": 32, "group": 4})
-    assert (long.micro_batch[0], long.micro_batches) == (32, 4)
-    assert counts(long)[2] > 0, "layer inputs of 19 GB go to the host"
-    assert run_plan("qwen2.5-3b", 32, memory={"gpu": "6GiB"}).micro_batch[0] in (4, 8, 16)
-    slow = run_plan("qwen2.5-3b", 32, rates={"matmul_tflops": 1.0, "adamw_gparams": 100.0})
-    whole = run_plan("qwen2.5-3b", 32)
-    assert slow.micro_batch == whole.micro_batch == (8, 1024), "measured rates do not change the split"
-    assert (whole.plan["group"], counts(whole)[1]) == (1, 36), "every activation of one micro-batch is kept"
-
-
-def test_what_happens_to_be_free_on_the_card_changes_placement_and_never_the_split() -> None:
-    idle, busy = run_plan("qwen2.5-3b", 32), run_plan("qwen2.5-3b", 32, free=20 * GIB)
-    assert busy.micro_batch == idle.micro_batch
-    assert busy.plan["totals"]["device"] < 20 * GIB < idle.plan["totals"]["device"]
-    with pytest.raises(DoesNotFit, match="device memory"):
-        run_plan("qwen2.5-3b", 32, free=6 * GIB)
-
-
-def test_state_comes_to_the_card_until_the_hosts_part_is_hidden_then_activations_are_kept() -> None:
-    few, many = counts(run_plan("qwen2.5-3b", 8)), counts(run_plan("qwen2.5-3b", 32))
-    assert few[0] == 38, "nothing hides the host's updates of a small step"
-    assert 2 < many[0] < 38
-    assert many[1] > 10
-    assert many[2] == 0
-    clipped, immediate = run_plan("qwen2.5-7b", 16), run_plan("qwen2.5-7b", 16, train=IMMEDIATE)
-    assert counts(clipped)[0] > counts(immediate)[0], "immediate updates hide beneath the whole step"
-    assert run_plan("qwen2.5-7b", 64).micro_batches == 2
-
-
-IMMEDIATE = {"update": "immediate", "max_grad_norm": None}
-
-
-def test_the_context_and_fragmentation_are_in_the_sum_and_a_little_is_left_besides() -> None:
-    found = run_plan("qwen2.5-3b", 32)
-    items = {item["what"]: item["bytes"] for item in found.plan["items"] if item["tier"] == "device"}
-    assert items["context and libraries (torch)"] > GIB // 2
-    assert items["fragmentation (torch)"] > 0
-    assert GIB // 2 < 79 * GIB - found.budget["device"] < 2 * GIB
-    assert found.plan["totals"]["device"] > 0.9 * found.budget["device"]
-    estimate = found.plan["estimate"]
-    assert estimate["step_s"] < estimate["expected_step_s"] < 2 * estimate["step_s"]
-
-
-@pytest.mark.parametrize(("rows", "micro_batch", "keep", "measured"), [(8, 8, 31, 70.9e9), (32, 16, 6, 70.2e9)])
-def test_planned_device_memory_is_within_a_tenth_of_what_was_measured_and_not_below(
-    rows: int, micro_batch: int, keep: int, measured: float
-) -> None:
-    plan = {"state_on_device": 38, "keep": keep, "micro_batch": micro_batch}
-    planned = run_plan("qwen2.5-3b", rows, plan=plan, memory={"gpu": "85GiB"}).plan["totals"]["device"]
-    assert measured <= planned <= 1.1 * measured
 
 
 def test_every_public_shape_has_the_parameters_that_its_name_says() -> None:

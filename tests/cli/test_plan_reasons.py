@@ -1,38 +1,14 @@
 """`megatrain plan`: why a plan is as it is, its picture, machines by name, and the hours of a run."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-import yaml
 
 from megatrain.cli import main
 from megatrain.planning import calibrate, presets
-
-H100 = {
-    "name": "an H100",
-    "host": {"memory": "1500GiB", "cpus": 64},
-    "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
-    "rates": {"h2d_gbs": 55, "d2h_gbs": 55, "matmul_tflops": 746, "adamw_gparams": 5.0, "hbm_gbs": 2600},
-}
-
-
-def written(folder: Path, name: str, document: dict[str, Any]) -> str:
-    (folder / name).write_text(yaml.safe_dump(document))
-    return str(folder / name)
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 0
-    return capsys.readouterr().out
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed(capsys, *words, "--json"))
-    return found
+from support.plans import H100, answer, printed, written
 
 
 def test_a_plan_says_what_other_choices_would_cost_as_a_plan_with_them_says(

@@ -112,7 +112,7 @@ pub trait DiskFile: Send + Sync {
     /// Says that it will not be read again soon, so that its pages need not stay in memory.
     fn forget_pages(&self);
 
-    /// Its descriptor, for calls that the kernel makes by itself; `None` where there is none.
+    /// Its file descriptor, which `io_uring` needs; `None` for a file that is not the system's.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 }
 

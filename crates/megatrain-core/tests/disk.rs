@@ -85,7 +85,7 @@ fn what_was_not_flushed_may_be_lost_in_every_combination() {
     assert_eq!(left, wanted);
     file.sync().unwrap();
     assert_eq!(disk.crash_states(), [disk.contents()]);
-    // A rename is there wholly or not at all, whatever else is.
+    // A rename is atomic: after a power cut it has happened or not, whichever other changes survived.
     disk.rename(Path::new("/a"), Path::new("/b")).unwrap();
     disk.create(Path::new("/c"), 0o600).unwrap();
     assert_eq!(names(&disk), [vec!["/a"], vec!["/a", "/c"], vec!["/b"], vec!["/b", "/c"]]);

@@ -93,7 +93,7 @@ fn files_hold_what_memory_would_by_rings_and_by_threads_on_one_path_or_several()
                     engine.close();
                     assert!(
                         one.names().is_empty() && other.names().is_empty(),
-                        "a closed engine leaves nothing behind"
+                        "a closed engine has removed its folders"
                     );
                 }
             }

@@ -360,7 +360,7 @@ def _eval(args: argparse.Namespace) -> int:
     refusals.before_loading(config)
     stop = Stop()
     with stopping(stop), stop.interruptible():
-        from megatrain.training.loop import evaluate
+        from megatrain.training.evaluation import evaluate
         from megatrain.training.progress import held_out
         from megatrain.training.setup import assemble
 

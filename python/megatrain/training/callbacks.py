@@ -22,7 +22,7 @@ from megatrain.training.progress import evaluated
 if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
     from megatrain.engine.transactions import EvalOutput
-    from megatrain.training.loop import Result
+    from megatrain.training.result import Result
 
 log: logging.Logger = logging.getLogger("megatrain")
 

@@ -19,12 +19,15 @@ from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
 from megatrain.training.callbacks import Callbacks, Run
+from megatrain.training.evaluation import evaluate
 from megatrain.training.lr_schedule import Schedule
+from megatrain.training.measure import measure
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display
+from megatrain.training.result import Result
 from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
-from megatrain.training.spikes import SpikeDetector
+from megatrain.training.spikes import StepSpikes
 from megatrain.training.stop import RunStopped, Stop
 from megatrain.training.watchdog import Stall, Watchdog
 
@@ -35,37 +38,12 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
     from megatrain.engine.inputs import StepInputs
     from megatrain.engine.transactions import EvalOutput
-    from megatrain.models.flops import ModelCount
     from megatrain.training.setup import PlannedRun, RunComponents
 
 log: logging.Logger = logging.getLogger("megatrain")
 
 _ROWS_SHOWN = 16
 """Most row ids in one line of the log; metrics.jsonl has all of them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """How a run ended."""
-
-    step: int
-    """Optimizer steps done, earlier parts of the run included."""
-    total_steps: int
-    loss: float | None
-    """Training loss of the last step; None when no step was taken."""
-    eval_loss: float | None
-    """The latest held-out loss. None when a stop cut off the evaluation after the last step: an earlier loss is not
-    that of the trained weights."""
-    stopped: str
-    """What stopped the run, such as SIGTERM; empty when it reached its end."""
-    checkpoint: Path | None
-    """The newest checkpoint."""
-    export: Path | None
-    """The Hugging Face folder written at the end. It holds the weights of step `step`."""
-    best_step: int | None = None
-    """The step of the lowest held-out loss, 0 for the untrained model; None when nothing was evaluated."""
-    best_checkpoint: Path | None = None
-    """The checkpoint of `best_step`, where it exists and is not the last step's."""
 
 
 class TrainingLoop:
@@ -91,7 +69,6 @@ class TrainingLoop:
         self.planned: PlannedRun = parts.planned
         self.engine: Engine = parts.engine
         self.position: Position = position
-        self.count: ModelCount = self.planned.model_setup.count
         self.total: int = self.planned.total_steps
         schedule = config.train.schedule
         self.schedule: Schedule = Schedule(
@@ -115,10 +92,9 @@ class TrainingLoop:
         """Whether this part of the run follows one that ran out of memory, which happens once."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
-        self.loss_spikes: SpikeDetector = SpikeDetector()
-        self.norm_spikes: SpikeDetector = SpikeDetector()
+        self.spikes: StepSpikes = StepSpikes()
         for record in folder.metrics()[-metrics.RECENT :]:
-            self._spikes(record.get("loss"), record.get("grad_norm"))
+            self.spikes.add(record.get("loss"), record.get("grad_norm"))
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
@@ -317,7 +293,7 @@ class TrainingLoop:
         self.before = {}
         if out.aux_loss is not None:
             record.extra = {**record.extra, "aux_loss": out.aux_loss}
-        self._measure(record, batch)
+        measure(record, batch, self.engine, self.planned)
         self._flag_spikes(record)
         self.pending = record
         if unsupervised:
@@ -343,7 +319,7 @@ class TrainingLoop:
 
     def _flag_spikes(self, record: StepRecord) -> None:
         """Logs a jump of loss or gradient norm with the rows of the step, and marks the record."""
-        found = self._spikes(None if record.extra.get("unsupervised") else record.loss, record.grad_norm)
+        found = self.spikes.add(None if record.extra.get("unsupervised") else record.loss, record.grad_norm)
         if not found:
             return
         record.extra = {**record.extra, "spike": [name for name, _, _ in found]}
@@ -354,48 +330,6 @@ class TrainingLoop:
         )
         where = f" (row {rows[0]} is {self.planned.train.where(rows[0])})" if rows else ""
         log.warning("step %d: spike of %s; rows %s%s", record.step, what, shown, where)
-
-    def _spikes(self, loss: float | None, norm: float | None) -> list[tuple[str, float, float]]:
-        """(name, value, median before) of each series that spikes."""
-        series = (("loss", loss, self.loss_spikes), ("gradient norm", norm, self.norm_spikes))
-        found = ((name, value, detector.add(value)) for name, value, detector in series)
-        return [(name, value, usual) for name, value, usual in found if value is not None and usual is not None]
-
-    def _measure(self, record: StepRecord, batch: "StepBatch") -> None:
-        flops = 0.0
-        for micro in batch.micro_batches:
-            rows, width = micro["input_ids"].shape
-            flops += self.count.flops_per_token(width) * rows * width
-        # Padding is computed, but does not count as the model's work.
-        width = sum(micro["input_ids"].numel() for micro in batch.micro_batches)
-        flops *= batch.num_tokens / max(1, width)
-        record.model_tflops = flops / record.step_s / 1e12 if record.step_s > 0 else 0.0
-        stats = self.engine.stats()
-        record.lanes = stats.lanes
-        record.bound = stats.bound
-        record.of_limit = self._of_limit(record, width)
-        record.host_peak_bytes = metrics.host_peak_bytes()
-        record.gpu_peak_bytes = metrics.gpu_peak_bytes(self._engine_gpu_bytes())
-
-    def _of_limit(self, record: StepRecord, tokens: int) -> float | None:
-        """See `StepRecord.of_limit`. `tokens`: those that were computed, padding included."""
-        run_plan = self.planned.run_plan
-        lane = "compute" if record.bound == "launching" else record.bound
-        seconds = run_plan.plan["estimate"]["lanes"].get(lane)
-        if not run_plan.measured or seconds is None or record.step_s <= 0:
-            return None
-        if lane == "compute":  # planned for the largest step
-            seconds *= tokens / (math.prod(run_plan.micro_batch) * run_plan.micro_batches)
-        return float(seconds / record.step_s)
-
-    def _engine_gpu_bytes(self) -> int:
-        if self.planned.run_plan.device != "cuda":
-            return 0
-        return sum(
-            item["bytes"]
-            for item in self.engine.plan["items"]
-            if item["tier"] == "device" and not item["what"].endswith("(torch)")
-        )
 
     # ------------------------------------------------------------------------------------------- after a step
 
@@ -598,22 +532,3 @@ def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
         "tokenizer": fingerprint.of_tokenizer(planned.tokenizer),
         "date": planned.train.date.isoformat(),
     }
-
-
-def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> "EvalOutput | None":
-    """Means over the supervised tokens of a loader's held-out batches; None when a stop request cut the evaluation off.
-    NaN where no token is supervised."""
-    from megatrain.engine.transactions import EvalOutput
-
-    loss, correct, tokens = 0.0, 0.0, 0
-    for batch in loader.eval_batches():
-        if stop is not None and stop.requested:
-            return None
-        if batch.num_supervised:
-            found = engine.evaluate_metrics(batch.micro_batches)
-            loss += found.loss * batch.num_supervised
-            correct += found.accuracy * batch.num_supervised
-            tokens += batch.num_supervised
-    if not tokens:
-        return EvalOutput(loss=math.nan, accuracy=math.nan, num_tokens=0)
-    return EvalOutput(loss=loss / tokens, accuracy=correct / tokens, num_tokens=tokens)

@@ -41,3 +41,16 @@ class SpikeDetector:
         # 0.6745: the median absolute deviation of a normal distribution in standard deviations.
         far = 0.6745 * (value - median) > _SCORE * deviation
         return median if far and value > _RATIO * median else None
+
+
+class StepSpikes:
+    """The two series of a run that are watched: loss and gradient norm."""
+
+    def __init__(self) -> None:
+        self._series = {"loss": SpikeDetector(), "gradient norm": SpikeDetector()}
+
+    def add(self, loss: float | None, norm: float | None) -> list[tuple[str, float, float]]:
+        """Adds a step. Returns (name, value, median before) of each series that spikes."""
+        values = {"loss": loss, "gradient norm": norm}
+        found = [(name, value, self._series[name].add(value)) for name, value in values.items()]
+        return [(name, value, usual) for name, value, usual in found if value is not None and usual is not None]

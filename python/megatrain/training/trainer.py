@@ -20,8 +20,9 @@ from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
 from megatrain.training.callbacks import Callback, Callbacks, check
 from megatrain.training.callbacks import configured as callbacks_of
-from megatrain.training.loop import Result, TrainingLoop, last_good_checkpoint
+from megatrain.training.loop import TrainingLoop, last_good_checkpoint
 from megatrain.training.progress import Display, default_mode
+from megatrain.training.result import Result
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
 from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop

@@ -1,7 +1,7 @@
 //! The folders that hold state files: one for each engine, locked, gone with it.
 //!
-//! The files in it have no names: they are removed while they are open, so that nothing is left behind when the process is
-//! killed but a folder with a lock that nobody holds. The next engine that is given the same path removes it.
+//! The files in it are unlinked as soon as they are open, so their space is freed when the process ends, however it ends. A
+//! killed process leaves only its folder, with a lock that nobody holds; the next engine with the same path removes it.
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::MetadataExt;

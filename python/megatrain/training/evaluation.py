@@ -1,0 +1,30 @@
+"""The held-out loss and accuracy of an engine."""
+
+import math
+from typing import TYPE_CHECKING
+
+from megatrain.training.stop import Stop
+
+if TYPE_CHECKING:
+    from megatrain.data import Loader
+    from megatrain.engine.engine import Engine
+    from megatrain.engine.transactions import EvalOutput
+
+
+def evaluate(engine: "Engine", loader: "Loader", stop: Stop | None = None) -> "EvalOutput | None":
+    """Means over the supervised tokens of a loader's held-out batches; None when a stop request cut the evaluation off.
+    NaN where no token is supervised."""
+    from megatrain.engine.transactions import EvalOutput
+
+    loss, correct, tokens = 0.0, 0.0, 0
+    for batch in loader.eval_batches():
+        if stop is not None and stop.requested:
+            return None
+        if batch.num_supervised:
+            found = engine.evaluate_metrics(batch.micro_batches)
+            loss += found.loss * batch.num_supervised
+            correct += found.accuracy * batch.num_supervised
+            tokens += batch.num_supervised
+    if not tokens:
+        return EvalOutput(loss=math.nan, accuracy=math.nan, num_tokens=0)
+    return EvalOutput(loss=loss / tokens, accuracy=correct / tokens, num_tokens=tokens)

@@ -205,6 +205,17 @@ pub enum Error {
         /// What is counted.
         of: &'static str,
     },
+    /// More units' state was asked for on disk than there is.
+    #[error(
+        "plan.state_on_disk = {asked}, but only {most} units have state that may go to disk: it goes there for units that \
+         train and whose state is not on the device"
+    )]
+    TooFewUnitsForDisk {
+        /// How many were asked for.
+        asked: u32,
+        /// How many there are at most.
+        most: usize,
+    },
     /// Two settings contradict each other.
     #[error("{setting} = {value} contradicts {other}")]
     Contradiction {

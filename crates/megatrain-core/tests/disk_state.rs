@@ -5,8 +5,8 @@ use std::sync::Arc;
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::disk::{Fault, FaultKind, SimDisk};
 use megatrain_core::error::{Error, Tier};
-use megatrain_core::layout::Precision;
-use megatrain_core::plan::{Count, Plan, Request, State, UpdateMode, plan};
+use megatrain_core::layout::{Precision, Role};
+use megatrain_core::plan::{Count, DeviceKind, Plan, Request, State, UpdateMode, plan};
 use megatrain_core::store::spill::{StateFiles, StateIo};
 use megatrain_core::stream::{Engine, Options};
 
@@ -315,6 +315,28 @@ fn state_goes_to_disk_only_where_the_host_is_too_small_and_no_more_of_it_than_ha
         }
         plan(&small).unwrap();
     }
+}
+
+#[test]
+fn as_much_state_is_on_disk_as_was_asked_for_also_where_a_card_has_room_for_all() {
+    let mut request = Request { requests: Default::default(), ..spilled(UpdateMode::JustInTime, Precision::Bf16, 0) };
+    request.device = DeviceKind::Cuda;
+    let on_disk = |request: &Request| plan(request).unwrap().units.iter().filter(|u| u.state == State::Disk).count();
+    assert_eq!(on_disk(&request), 0);
+    for asked in 0..=5 {
+        request.requests.state_on_disk = Some(asked);
+        assert_eq!(on_disk(&request), asked as usize);
+    }
+    // Two units on the device leave three.
+    request.requests.state_on_device = Some(Count::Units(2));
+    let error = plan(&request).unwrap_err().to_string();
+    assert!(error.contains("plan.state_on_disk = 5, but only 3 units"), "{error}");
+    request.requests.state_on_disk = Some(3);
+    assert_eq!(on_disk(&request), 3);
+    // What does not train has no state.
+    request.units[3].tensors.iter_mut().for_each(|tensor| tensor.role = Role::Frozen);
+    let error = plan(&request).unwrap_err().to_string();
+    assert!(error.contains("plan.state_on_disk = 3, but only 2 units"), "{error}");
 }
 
 #[test]

@@ -82,25 +82,36 @@ struct OnDiskChoices(HashMap<usize, Vec<OnDisk>>);
 
 impl OnDiskChoices {
     /// What was asked for; else, where there is a disk, every number of units.
+    ///
+    /// # Errors
+    /// [`Error::TooFewUnitsForDisk`] when no candidate leaves as many units as were asked for.
     fn new(request: &Request, space: &Space<'_>, all: &[Candidate]) -> Result<Self> {
-        let mut choices = HashMap::new();
+        let asked = request.requests.state_on_disk;
+        let (mut choices, mut most) = (HashMap::new(), 0);
         for state in all.iter().map(|candidate| candidate.point.state) {
             if let Entry::Vacant(place) = choices.entry(state) {
                 let mut found = vec![OnDisk::default()];
-                if let Some(asked) = request.requests.state_on_disk {
+                if asked.is_some() || request.budget.disk > 0 {
                     found = space.on_disk(state)?;
-                    found.truncate(asked as usize + 1);
-                    found.drain(..found.len() - 1);
-                } else if request.budget.disk > 0 {
-                    found = space.on_disk(state)?;
+                }
+                most = most.max(found.len() - 1);
+                if let Some(asked) = asked {
+                    found.retain(|on_disk| on_disk.units == asked as usize);
                 }
                 place.insert(found);
             }
         }
-        Ok(Self(choices))
+        let choices = Self(choices);
+        match asked {
+            Some(asked) if all.iter().all(|candidate| choices.of(candidate).is_empty()) => {
+                Err(Error::TooFewUnitsForDisk { asked, most })
+            }
+            _ => Ok(choices),
+        }
     }
 
-    /// Those of a candidate, fewest bytes first. Layers that are updated on the device have their state on the host.
+    /// Those of a candidate, fewest bytes first; none where its units on the device leave fewer than were asked for.
+    /// Layers that are updated on the device have their state on the host.
     fn of(&self, candidate: &Candidate) -> &[OnDisk] {
         let choices = &self.0[&candidate.point.state];
         let all_in_memory = candidate.point.device_updates > 0 && choices.len() > 1;

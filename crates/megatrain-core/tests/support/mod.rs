@@ -80,10 +80,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         r.accumulate = accumulate && !immediate;
         r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
         r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
-        if r.updates_on_device == Some(Count::Units(0)) {
-            r.state_on_disk = Some(on_disk.min(layers as u32 + 2));
-            request.budget.disk = 1 << 30;
-        }
+        let (resident, updated) = (r.state_on_device, r.updates_on_device);
         r.parts = (parts > 0).then_some(parts);
         r.inputs = host_inputs.then_some(Place::Host);
         r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
@@ -94,6 +91,15 @@ pub fn any_request() -> impl Strategy<Value = Request> {
         }
         if !request.units.iter().any(|u| u.tensors.iter().any(|t| t.role != Role::Frozen)) {
             request.units[0].tensors[0].role = Role::Trainable;
+        }
+        if updated == Some(Count::Units(0)) {
+            // Of the units with state: those that train and are not among the first ones, whose state is on the device.
+            let Some(Count::Units(resident)) = resident else { unreachable!("set above") };
+            let order = [0, layers + 1].into_iter().chain(1..=layers).skip(resident as usize);
+            let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role != Role::Frozen);
+            let left = order.filter(trains).count() as u32;
+            request.requests.state_on_disk = Some(on_disk.min(left));
+            request.budget.disk = 1 << 30;
         }
         request
     })

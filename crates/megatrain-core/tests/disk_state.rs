@@ -6,7 +6,7 @@ use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::disk::{Fault, FaultKind, SimDisk};
 use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::{Precision, Role};
-use megatrain_core::plan::{Count, DeviceKind, Plan, Request, State, UpdateMode, plan};
+use megatrain_core::plan::{Count, DeviceKind, Place, Plan, Request, State, UpdateMode, plan};
 use megatrain_core::store::spill::{StateFiles, StateIo};
 use megatrain_core::stream::{Engine, Options};
 
@@ -337,6 +337,25 @@ fn as_much_state_is_on_disk_as_was_asked_for_also_where_a_card_has_room_for_all(
     request.units[3].tensors.iter_mut().for_each(|tensor| tensor.role = Role::Frozen);
     let error = plan(&request).unwrap_err().to_string();
     assert!(error.contains("plan.state_on_disk = 3, but only 2 units"), "{error}");
+}
+
+#[test]
+fn state_on_disk_is_never_updated_on_the_device() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut request = Request { requests: Default::default(), ..spilled(update, Precision::Bf16, 0) };
+        request.device = DeviceKind::Cuda;
+        request.requests.state_on_device = Some(Count::Units(0));
+        // A host so slow that updates on the device are worth their way.
+        request.rates.adamw_gparams = 1e-3;
+        let updated = |plan: &Plan| plan.units.iter().filter(|unit| unit.update == Place::Device).count();
+        assert!(updated(&plan(&request).unwrap()) > 0, "without a disk they pay");
+        for asked in 1..=5 {
+            request.requests.state_on_disk = Some(asked);
+            let found = plan(&request).unwrap();
+            assert_eq!(updated(&found), 0, "{update:?}: {asked} units");
+            assert_eq!(sums(&found), (found.totals.host, found.totals.disk));
+        }
+    }
 }
 
 #[test]

@@ -114,8 +114,8 @@ impl OnDiskChoices {
     /// Layers that are updated on the device have their state on the host.
     fn of(&self, candidate: &Candidate) -> &[OnDisk] {
         let choices = &self.0[&candidate.point.state];
-        let all_in_memory = candidate.point.device_updates > 0 && choices.len() > 1;
-        if all_in_memory { &choices[..1] } else { choices }
+        let in_memory = choices.iter().take_while(|on_disk| on_disk.units == 0).count();
+        if candidate.point.device_updates > 0 { &choices[..in_memory] } else { choices }
     }
 }
 

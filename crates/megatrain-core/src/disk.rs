@@ -97,11 +97,12 @@ pub trait DiskFile: Send + Sync {
     /// [`DiskError`].
     fn set_size(&self, bytes: u64) -> DiskResult<()>;
 
-    /// Makes it at least so long, with room on the disk where the file system can reserve it.
+    /// Makes it at least so long, with room on the disk for all of it. False where the file system cannot reserve that: it
+    /// has the room now, but others may take it.
     ///
     /// # Errors
-    /// [`DiskError`].
-    fn preallocate(&self, bytes: u64) -> DiskResult<()>;
+    /// [`DiskError`], `ENOSPC` where there is no room.
+    fn preallocate(&self, bytes: u64) -> DiskResult<bool>;
 
     /// Waits until its bytes and its length are on the disk.
     ///

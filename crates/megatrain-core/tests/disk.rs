@@ -31,8 +31,8 @@ fn answers(disk: &dyn Disk, root: &Path) -> Vec<String> {
     note("read", Ok(format!("{out:?}")));
     note("end", file.read_at(6, &mut out).map(|n| n.to_string()));
     note("beyond", file.read_exact_at(4, &mut out).map(done));
-    note("longer", file.preallocate(10).map(done));
-    note("not shorter", file.preallocate(2).map(done));
+    note("longer", file.preallocate(10).map(|reserved| reserved.to_string()));
+    note("not shorter", file.preallocate(2).map(|reserved| reserved.to_string()));
     note("size", file.size().map(|n| n.to_string()));
     note("cut", file.set_size(5).map(done));
     note("size", file.size().map(|n| n.to_string()));

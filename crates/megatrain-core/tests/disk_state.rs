@@ -161,6 +161,25 @@ fn a_file_that_was_shortened_is_named_with_expected_and_actual_bytes() {
     }
 }
 
+#[test]
+fn a_file_system_that_cannot_reserve_room_is_warned_of() {
+    let request = spilled(UpdateMode::JustInTime, Precision::Fp32, 2);
+    let (planned, options) = (plan(&request).unwrap(), Options { threads: Some(1), ..Options::default() });
+    let warnings = |short: bool| {
+        let disk = support::state_disk();
+        disk.arm(Vec::new());
+        let start = || support::engine_on(&disk, &queueing(1), &request, &planned, &options).unwrap();
+        drop(start());
+        let call = disk.calls().iter().position(|call| call.starts_with("preallocate /more")).unwrap() as u64;
+        disk.arm(short.then_some(Fault { call, kind: FaultKind::Short }).into_iter().collect());
+        let all = start().warnings();
+        all.into_iter().filter(|warning| warning.contains("cannot reserve")).collect::<Vec<_>>()
+    };
+    assert!(warnings(false).is_empty());
+    let found = warnings(true);
+    assert!(found.len() == 1 && found[0].contains("/more") && found[0].contains(" bytes"), "{found:?}");
+}
+
 /// Everything that uses state: filled, trained, read.
 fn everything(request: &Request, disk: &SimDisk) -> Result<Vec<Vec<u8>>, Error> {
     let options = Options { threads: Some(1), huge_pages: false, poison: true, ..Options::default() };

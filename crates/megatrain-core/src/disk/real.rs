@@ -113,6 +113,16 @@ impl RealFile {
         outcome.map_err(|source| DiskError::new(call, &self.path, source).at(offset, bytes))
     }
 
+    /// Makes it so long without reserving room, which there must be now.
+    fn lengthen(&self, bytes: u64) -> DiskResult<()> {
+        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        if RealDisk.free_bytes(folder)? < bytes.saturating_sub(self.size()?) {
+            let full = io::Error::from_raw_os_error(libc::ENOSPC);
+            return Err(DiskError::new("preallocate", &self.path, full).at(0, bytes as usize));
+        }
+        self.set_size(bytes)
+    }
+
     /// Takes the file's direct flag back.
     fn go_through_cache(&self) -> io::Result<()> {
         // SAFETY: the descriptor is open as long as the file lives, and the command takes no pointer.
@@ -144,18 +154,21 @@ impl DiskFile for RealFile {
         named("set size", &self.path, self.file.set_len(bytes))
     }
 
-    fn preallocate(&self, bytes: u64) -> DiskResult<()> {
+    fn preallocate(&self, bytes: u64) -> DiskResult<bool> {
         if self.size()? >= bytes {
-            return Ok(());
+            return Ok(true);
         }
         let error = |source| DiskError::new("preallocate", &self.path, source).at(0, bytes as usize);
         let len = libc::off_t::try_from(bytes).map_err(|_| error(io::Error::from_raw_os_error(libc::EFBIG)))?;
-        // SAFETY: the descriptor is open as long as the file lives, and the call takes no pointer.
-        match checked(unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, len) }) {
-            Err(refused) if matches!(refused.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
-                self.set_size(bytes)
+        loop {
+            // SAFETY: the descriptor is open as long as the file lives, and the call takes no pointer.
+            match checked(unsafe { libc::fallocate(self.file.as_raw_fd(), 0, 0, len) }) {
+                Err(refused) if refused.kind() == io::ErrorKind::Interrupted => {}
+                Err(refused) if matches!(refused.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                    return self.lengthen(bytes).map(|()| false);
+                }
+                other => return other.map(|_| true).map_err(error),
             }
-            other => other.map(drop).map_err(error),
         }
     }
 
@@ -172,5 +185,23 @@ impl DiskFile for RealFile {
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         Some(self.file.as_fd())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_reserve_room_is_only_made_longer_where_there_is_room() {
+        let path = std::env::temp_dir().join(format!("megatrain-real-{}", std::process::id()));
+        let file = File::create(&path).unwrap();
+        let file = RealFile { file, path: path.clone(), direct: false, cached: AtomicBool::new(true) };
+        std::fs::remove_file(&path).unwrap();
+        file.lengthen(1 << 20).unwrap();
+        assert_eq!(file.size().unwrap(), 1 << 20);
+        let more = RealDisk.free_bytes(&std::env::temp_dir()).unwrap() + (1 << 40);
+        assert_eq!(file.lengthen(more).unwrap_err().source.raw_os_error(), Some(libc::ENOSPC));
+        assert_eq!(file.size().unwrap(), 1 << 20);
     }
 }

@@ -24,7 +24,8 @@ use self::file::SimFile;
 pub enum FaultKind {
     /// Fails with this error number and does nothing.
     Error(i32),
-    /// Reads or writes half of the bytes and says so. Other calls are as always.
+    /// Reads or writes half of the bytes and says so; makes a file longer without reserving room and says so. Other calls
+    /// are as always.
     Short,
     /// Another bit somewhere in what is read or written. Other calls are as always.
     FlipBit,

@@ -139,7 +139,7 @@ impl Spill {
     ///
     /// # Errors
     /// [`Error::StateFilesFull`] and [`Error::StateFolder`].
-    pub fn new(files: BlockFiles, layouts: &[UnitLayout], parts: &[Vec<Range<u64>>]) -> Result<Self> {
+    pub fn new(mut files: BlockFiles, layouts: &[UnitLayout], parts: &[Vec<Range<u64>>]) -> Result<Self> {
         let mut ends = vec![0u64; files.count()];
         let mut next = 0;
         let mut block = |len: usize| {
@@ -175,10 +175,10 @@ impl Spill {
         units.flat_map(|unit| &unit.parts).flat_map(|part| &part.blocks).map(|block| block.len as u64).sum()
     }
 
-    /// What could not be used, in a sentence.
+    /// What could not be used, each in a sentence.
     #[must_use]
-    pub fn note(&self) -> Option<String> {
-        self.files.note()
+    pub fn notes(&self) -> &[String] {
+        self.files.notes()
     }
 
     fn unit(&self, unit: usize) -> &SpilledUnit {

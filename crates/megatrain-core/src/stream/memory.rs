@@ -120,7 +120,7 @@ impl Memory {
         warnings.sort();
         warnings.dedup();
         warnings.extend(pinning.warning());
-        warnings.extend(spill.as_ref().and_then(|spill| spill.note()));
+        warnings.extend(spill.iter().flat_map(|spill| spill.notes()).cloned());
         let memory = Self {
             store,
             spill: RwLock::new(spill),

@@ -77,11 +77,13 @@ impl DiskFile for SimFile {
         self.run("set size", |state| self.resize("set size", state, bytes))
     }
 
-    fn preallocate(&self, bytes: u64) -> DiskResult<()> {
-        self.run("preallocate", |state| {
-            let longer = bytes > state.file(self.node).live.len() as u64;
-            if longer { self.resize("preallocate", state, bytes) } else { Ok(()) }
-        })
+    fn preallocate(&self, bytes: u64) -> DiskResult<bool> {
+        let mut state = self.disk.lock();
+        let fault = state.enter("preallocate", &self.path)?;
+        if fault != Some(FaultKind::LeftOut) && bytes > state.file(self.node).live.len() as u64 {
+            self.resize("preallocate", &mut state, bytes)?;
+        }
+        Ok(fault != Some(FaultKind::Short))
     }
 
     fn sync(&self) -> DiskResult<()> {

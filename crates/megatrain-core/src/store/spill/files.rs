@@ -45,7 +45,7 @@ pub struct BlockFiles {
     // Closed before the folders go.
     files: Vec<Box<dyn DiskFile>>,
     rings: Option<Rings>,
-    note: Option<String>,
+    notes: Vec<String>,
     _folders: Vec<Folder>,
 }
 
@@ -53,17 +53,17 @@ impl BlockFiles {
     /// Blocks in these files, which are empty and nobody else's.
     fn new(files: Vec<Box<dyn DiskFile>>, io: StateIo) -> Self {
         let known = files.iter().all(|file| file.descriptor().is_some());
-        let (rings, note) = match (io, files.first()) {
+        let (rings, notes) = match (io, files.first()) {
             (StateIo::Auto, Some(first)) if known => match Rings::new(first.as_ref()) {
-                Ok(rings) => (Some(rings), None),
+                Ok(rings) => (Some(rings), Vec::new()),
                 Err(error) => {
                     let note = format!("io_uring cannot be used ({error}); threads read and write state on disk");
-                    (None, Some(note))
+                    (None, vec![note])
                 }
             },
-            _ => (None, None),
+            _ => (None, Vec::new()),
         };
-        Self { files, rings, note, _folders: Vec::new() }
+        Self { files, rings, notes, _folders: Vec::new() }
     }
 
     /// Makes one file in a folder of its own below each path. They have no names any more when this returns, and go when
@@ -91,23 +91,33 @@ impl BlockFiles {
         self.files[file].path().to_owned()
     }
 
-    /// What could not be used, in a sentence.
-    pub(super) fn note(&self) -> Option<String> {
-        self.note.clone()
+    /// What could not be used, each in a sentence.
+    pub(super) fn notes(&self) -> &[String] {
+        &self.notes
     }
 
-    /// Gives a file its size, with room on the disk for all of it. It then reads as zeros.
+    /// Gives a file its size, with room on the disk for all of it; a note says where that cannot be reserved. It then reads
+    /// as zeros.
     ///
     /// # Errors
     /// [`Error::StateFilesFull`] and [`Error::StateFolder`].
-    pub(super) fn allocate(&self, file: usize, bytes: u64) -> Result<()> {
+    pub(super) fn allocate(&mut self, file: usize, bytes: u64) -> Result<()> {
         let file = &self.files[file];
-        file.set_size(0).and_then(|()| file.preallocate(bytes)).map_err(|DiskError { path, source, .. }| {
+        let allocated = file.set_size(0).and_then(|()| file.preallocate(bytes));
+        let reserved = allocated.map_err(|DiskError { path, source, .. }| {
             if source.raw_os_error() == Some(libc::ENOSPC) {
                 return Error::StateFilesFull { path, needed: bytes };
             }
             Error::StateFolder { path, what: "cannot be given its size", source }
-        })
+        })?;
+        if !reserved {
+            self.notes.push(format!(
+                "{}: its file system cannot reserve the {bytes} bytes that state on disk needs there; should others fill the \
+                 disk, training ends",
+                file.path().display()
+            ));
+        }
+        Ok(())
     }
 
     /// Transfers all pieces, in any order. When it returns, none is under way.

@@ -17,7 +17,7 @@ const BLOCKS: usize = 64;
 /// As for [`BlockFiles::open`], and [`Error::StateFilesFull`] and [`Error::StateFile`].
 pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
     let disk: Arc<dyn Disk> = Arc::new(RealDisk);
-    let files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto })?;
+    let mut files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto })?;
     let count = files.count();
     let blocks = usize::try_from(bytes).unwrap_or(usize::MAX) / BLOCK_BYTES;
     // As many transfers for reading as for writing, each of whole transfers.

@@ -51,10 +51,10 @@ pub struct BlockFiles {
 
 impl BlockFiles {
     /// Blocks in these files, which are empty and nobody else's.
-    fn new(files: Vec<Box<dyn DiskFile>>, io: StateIo) -> Self {
+    pub(super) fn new(files: Vec<Box<dyn DiskFile>>, io: StateIo) -> Self {
         let known = files.iter().all(|file| file.descriptor().is_some());
-        let (rings, notes) = match (io, files.first()) {
-            (StateIo::Auto, Some(first)) if known => match Rings::new(first.as_ref()) {
+        let (rings, notes) = match io {
+            StateIo::Auto if known => match Rings::new(&files) {
                 Ok(rings) => (Some(rings), Vec::new()),
                 Err(error) => {
                     let note = format!("io_uring cannot be used ({error}); threads read and write state on disk");
@@ -130,8 +130,8 @@ impl BlockFiles {
         pieces: &[Piece],
         each: &EachPiece<'_>,
     ) -> std::result::Result<(), Failed> {
-        match &self.rings {
-            Some(rings) => rings.transfer(&self.files, direction, pieces, each),
+        match self.rings.as_ref().and_then(Rings::take) {
+            Some(ring) => ring.transfer(&self.files, direction, pieces, each),
             None => by_threads(&self.files, direction, pieces, each),
         }
     }

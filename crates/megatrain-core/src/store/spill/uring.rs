@@ -1,9 +1,10 @@
 //! The same through io_uring: many blocks under way from one thread.
 //!
-//! A ring is used by one transfer at a time; those that are not in use wait for the next one.
+//! A ring is used by one transfer at a time; those that are not in use wait for the next one. All are made at the start: in the
+//! middle of a step the system might refuse one.
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use io_uring::{IoUring, Probe, opcode, types};
 
@@ -15,66 +16,70 @@ use crate::host::span::PAGE;
 
 /// Blocks under way at most.
 const DEPTH: u32 = 32;
+/// Transfers at a time: of the lane that reads state, of the one that writes it, and of callers and saves, who take turns.
+const TRANSFERS: usize = 3;
 
 pub(super) struct Rings {
     idle: Mutex<Vec<IoUring>>,
 }
 
 impl Rings {
-    /// Tries what is going to be used, on `file`, of which nothing is kept.
+    /// Makes all that are ever used, and tries what they are used for on each file, of which nothing is kept.
     ///
     /// # Errors
     /// Those of the system, which may forbid io_uring or be too old for it (Linux 5.6 reads and writes).
-    pub(super) fn new(file: &dyn DiskFile) -> io::Result<Self> {
-        let ring = IoUring::new(DEPTH)?;
+    pub(super) fn new(files: &[Box<dyn DiskFile>]) -> io::Result<Self> {
+        let made = (0..TRANSFERS).map(|_| IoUring::new(DEPTH)).collect::<io::Result<Vec<_>>>()?;
         let mut probe = Probe::new();
-        ring.submitter().register_probe(&mut probe)?;
+        made[0].submitter().register_probe(&mut probe)?;
         if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::Write::CODE) {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel is older than 5.6"));
         }
-        let rings = Self { idle: Mutex::new(vec![ring]) };
+        let rings = Self { idle: Mutex::new(made) };
         let span = HostSpan::map(PAGE).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        let pieces = [Piece { file: 0, offset: 0, span }];
-        let descriptors = [descriptor(file)];
-        for direction in [Direction::Write, Direction::Read] {
-            rings.run(&descriptors, direction, &pieces, &|_| Ok(())).map_err(|failed| match failed {
-                Failed::System(_, error) => error,
-                _ => io::ErrorKind::UnexpectedEof.into(),
-            })?;
+        for (index, file) in files.iter().enumerate() {
+            let pieces = [Piece { file: index, offset: 0, span: span.clone() }];
+            for direction in [Direction::Write, Direction::Read] {
+                let ring = rings.take().expect("each is given back before the next one is taken");
+                ring.transfer(files, direction, &pieces, &|_| Ok(())).map_err(|failed| match failed {
+                    Failed::System(_, error) => error,
+                    _ => io::ErrorKind::UnexpectedEof.into(),
+                })?;
+            }
+            file.set_size(0).map_err(|error| error.source)?;
         }
-        file.set_size(0).map_err(|error| error.source)?;
         Ok(rings)
     }
 
+    /// One for a transfer; `None` while there are more transfers than rings.
+    pub(super) fn take(&self) -> Option<Ring<'_>> {
+        let uring = self.idle().pop()?;
+        Some(Ring { rings: self, uring })
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<IoUring>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A ring that is nobody else's.
+pub(super) struct Ring<'a> {
+    rings: &'a Rings,
+    uring: IoUring,
+}
+
+impl Ring<'_> {
     /// Transfers all pieces; see `BlockFiles::transfer`. All files have descriptors.
     pub(super) fn transfer(
-        &self,
+        self,
         files: &[Box<dyn DiskFile>],
         direction: Direction,
         pieces: &[Piece],
         each: &EachPiece<'_>,
     ) -> Result<(), Failed> {
-        let descriptors: Vec<RawFd> = files.iter().map(|file| descriptor(file.as_ref())).collect();
-        self.run(&descriptors, direction, pieces, each)
-    }
-
-    fn run(&self, files: &[RawFd], direction: Direction, pieces: &[Piece], each: &EachPiece<'_>) -> Result<(), Failed> {
-        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = idle().pop();
-        let ring = kept.map_or_else(|| IoUring::new(DEPTH), Ok).map_err(|error| Failed::System(0, error))?;
-        let mut transfer = Transfer { ring, files, direction, pieces, each, moved: vec![0; pieces.len()] };
-        match transfer.run() {
-            Ok(done) => {
-                idle().push(transfer.ring);
-                done
-            }
-            Err(error) => {
-                // The kernel may still move bytes, and nothing says when it is done with them: they stay where they are.
-                std::mem::forget(transfer.ring);
-                pieces.iter().for_each(|piece| std::mem::forget(piece.span.clone()));
-                Err(Failed::System(0, error))
-            }
-        }
+        let files = files.iter().map(|file| descriptor(file.as_ref())).collect();
+        let (uring, moved) = (Some(self.uring), vec![0; pieces.len()]);
+        Transfer { rings: self.rings, uring, files, direction, pieces, each, moved, under_way: 0 }.run()
     }
 }
 
@@ -84,50 +89,69 @@ fn descriptor(file: &dyn DiskFile) -> RawFd {
 }
 
 struct Transfer<'a> {
-    ring: IoUring,
+    rings: &'a Rings,
+    /// Until this is dropped.
+    uring: Option<IoUring>,
     /// Descriptors, which stay open as long as this lives.
-    files: &'a [RawFd],
+    files: Vec<RawFd>,
     direction: Direction,
     pieces: &'a [Piece],
     each: &'a EachPiece<'a>,
     /// Bytes of each piece that are over.
     moved: Vec<usize>,
+    /// Pieces that were queued and whose completion has not been seen.
+    under_way: usize,
+}
+
+impl Drop for Transfer<'_> {
+    /// Gives the ring back. Where the ring has failed or `each` has panicked while pieces are under way, the kernel may still
+    /// move bytes, and nothing says when it is done with them: ring and memory then stay where they are for good.
+    fn drop(&mut self) {
+        if self.under_way == 0 {
+            self.rings.idle().extend(self.uring.take());
+        } else {
+            std::mem::forget(self.uring.take());
+            self.pieces.iter().for_each(|piece| std::mem::forget(piece.span.clone()));
+        }
+    }
 }
 
 impl Transfer<'_> {
-    /// # Errors
-    /// The outer one when the ring itself fails, so that pieces may still be under way.
-    fn run(&mut self) -> io::Result<Result<(), Failed>> {
-        let (mut next, mut under_way, mut failure) = (0, 0, None);
+    fn uring(&mut self) -> &mut IoUring {
+        self.uring.as_mut().expect("there until this is dropped")
+    }
+
+    fn run(mut self) -> Result<(), Failed> {
+        let (mut next, mut failure) = (0, None);
         loop {
-            while failure.is_none() && next < self.pieces.len() && under_way < DEPTH as usize {
+            while failure.is_none() && next < self.pieces.len() && self.under_way < DEPTH as usize {
                 let ready = if self.direction == Direction::Write { (self.each)(next) } else { Ok(()) };
                 match ready {
                     Ok(()) => {
+                        self.under_way += 1;
                         self.push(next);
-                        under_way += 1;
                     }
                     Err(error) => failure = Some(Failed::Piece(error)),
                 }
                 next += 1;
             }
-            if under_way == 0 {
-                return Ok(failure.map_or(Ok(()), Err));
+            if self.under_way == 0 {
+                return failure.map_or(Ok(()), Err);
             }
-            match self.ring.submit_and_wait(1) {
+            match self.uring().submit_and_wait(1) {
                 Ok(_) => {}
                 // What was queued stays queued, and is submitted with the next call.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
-                Err(error) => return Err(error),
+                Err(error) => return Err(Failed::System(0, error)),
             }
             let over: Vec<(usize, i32)> =
-                self.ring.completion().map(|entry| (entry.user_data() as usize, entry.result())).collect();
+                self.uring().completion().map(|entry| (entry.user_data() as usize, entry.result())).collect();
             for (index, result) in over {
                 match self.completed(index, result) {
                     Ok(true) => self.push(index),
-                    Ok(false) => under_way -= 1,
+                    Ok(false) => self.under_way -= 1,
                     Err(error) => {
-                        under_way -= 1;
+                        self.under_way -= 1;
                         failure.get_or_insert(error);
                     }
                 }
@@ -168,10 +192,89 @@ impl Transfer<'_> {
             Direction::Read => opcode::Read::new(file, address, len).offset(offset).build(),
             Direction::Write => opcode::Write::new(file, address, len).offset(offset).build(),
         };
-        // SAFETY: the span keeps its memory mapped, and the files stay open, until `run` has seen this piece's completion:
-        // it returns only when nothing is under way. Who may touch the bytes meanwhile is the schedule's business, as for
-        // a device's copies: whoever asked for the transfer waits for it.
-        unsafe { self.ring.submission().push(&entry.user_data(index as u64)) }
+        // SAFETY: the span keeps its memory mapped, and the files stay open, until this piece's completion has been seen: `run`
+        // returns when nothing is under way, and where it fails or unwinds before, `drop` keeps ring and memory for good
+        // (the kernel holds on to the files of what it was given). Who may touch the bytes meanwhile is the schedule's
+        // business, as for a device's copies: whoever asked for the transfer waits for it.
+        unsafe { self.uring().submission().push(&entry.user_data(index as u64)) }
             .expect("no more are under way than there are places");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::Path;
+
+    use super::super::{BLOCK_BYTES, BlockFiles, StateIo};
+    use super::*;
+    use crate::disk::{Disk, RealDisk};
+
+    fn file(name: &str) -> Box<dyn DiskFile> {
+        let path = std::env::temp_dir().join(format!("megatrain-uring-{}-{name}", std::process::id()));
+        let file = RealDisk.create(&path, 0o600).unwrap();
+        RealDisk.remove(&path).unwrap();
+        file
+    }
+
+    /// Rings for a file; `None` where the system forbids them.
+    fn rings(files: &[Box<dyn DiskFile>]) -> Option<Rings> {
+        Rings::new(files).inspect_err(|error| eprintln!("skipped: no io_uring: {error}")).ok()
+    }
+
+    #[test]
+    fn every_file_is_tried_and_threads_are_used_where_one_refuses() {
+        if rings(&[file("tried")]).is_none() {
+            return;
+        }
+        let full = RealDisk.open(Path::new("/dev/full")).unwrap();
+        let files = BlockFiles::new(vec![file("one"), full], StateIo::Auto);
+        let [note] = files.notes() else { panic!("{:?}", files.notes()) };
+        assert!(note.contains("io_uring cannot be used (No space left on device"), "{note}");
+    }
+
+    #[test]
+    fn rings_are_made_once_and_used_again() {
+        let files = [file("again")];
+        let Some(rings) = rings(&files) else { return };
+        let taken: Vec<_> = std::iter::from_fn(|| rings.take()).collect();
+        assert_eq!(taken.len(), TRANSFERS);
+        let pieces = [Piece { file: 0, offset: 0, span: HostSpan::map(BLOCK_BYTES).unwrap() }];
+        for ring in taken {
+            ring.transfer(&files, Direction::Write, &pieces, &|_| Ok(())).unwrap();
+        }
+        assert_eq!(rings.idle().len(), TRANSFERS);
+    }
+
+    #[test]
+    fn memory_stays_mapped_when_pieces_are_under_way_as_a_callback_panics() {
+        let files = [file("panics")];
+        let Some(rings) = rings(&files) else { return };
+        for direction in [Direction::Write, Direction::Read] {
+            let count = 8;
+            let span = HostSpan::map(count * BLOCK_BYTES).unwrap();
+            let piece = |i: usize| Piece {
+                file: 0,
+                offset: (i * BLOCK_BYTES) as u64,
+                span: span.slice(i * BLOCK_BYTES, BLOCK_BYTES),
+            };
+            let pieces: Vec<Piece> = (0..count).map(piece).collect();
+            let by = |each: &EachPiece<'_>| rings.take().unwrap().transfer(&files, direction, &pieces, each);
+            by(&|_| Ok(())).unwrap();
+            let idle = rings.idle().len();
+            // When it is written, pieces before the third are queued; when it is read, all are.
+            let panics = |index: usize| if index == 3 { panic!("a callback") } else { Ok(()) };
+            catch_unwind(AssertUnwindSafe(|| by(&panics))).unwrap_err();
+            assert_eq!(rings.idle().len(), idle - 1, "{direction:?}: the ring is not used again");
+            let address = span.address() as usize;
+            drop((pieces, span));
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let mapped = maps.lines().any(|line| {
+                let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+                let [from, to] = [from, to].map(|end| usize::from_str_radix(end, 16).unwrap());
+                (from..to).contains(&address)
+            });
+            assert!(mapped, "{direction:?}");
+        }
     }
 }

@@ -140,6 +140,8 @@ impl Shared {
         let len = super::access::whole_elements(found, start, bytes, dtype)?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever had the window before may have broken the engine.
+        drop(self.enter()?);
         let image = self.memory.store.image(unit).expect("weights of state on disk are on the host");
         let mut done = 0;
         while done < len {

@@ -24,8 +24,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def megatrain(*arguments: str) -> str:
-    """Standard output of a command of the package in this tree, 100 columns wide."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "COLUMNS": "100", "NO_COLOR": "1"}
+    """Standard output of a command of the installed package (`make docs` installs this tree's), 100 columns wide."""
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "megatrain", *arguments]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,17 @@ def test_accuracy_and_perplexity_are_those_of_stocks_logits(kind: str) -> None:
     assert found.loss == ours.evaluate(data)
     assert found.perplexity == pytest.approx(float(torch.tensor(found.loss).exp()), rel=1e-5)
     assert megatrain.EvalOutput(loss=1e9, accuracy=0.0, num_tokens=1).perplexity == float("inf")
+    assert math.isnan(megatrain.EvalOutput(loss=math.nan, accuracy=0.0, num_tokens=0).perplexity)
+
+
+def test_of_equal_logits_the_first_is_the_likeliest() -> None:
+    """As for argmax: the head of an untrained model is often zero, and would be right about every token otherwise."""
+    model, (batch,) = build(), batches(1)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    labels = batch["labels"][:, 1:]
+    labels[0, 0] = 0
+    found = engine(model).evaluate_metrics([batch])
+    assert found.accuracy == pytest.approx(float((labels == 0).sum()) / found.num_tokens, abs=1e-9)
 
 
 def test_the_norm_of_gradients_is_known_before_they_are_applied() -> None:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from megatrain.engine import embed_head
 from megatrain.engine.profile import loss_fn_bytes
+from megatrain.engine.runtime import Runtime
 from megatrain.errors import ConfigError, DoesNotFit
 from support.peak import Peak
 from support.reference import batches, build, engine
@@ -66,6 +67,37 @@ def test_a_loss_fn_that_does_not_fit_is_refused_before_the_step_and_the_engine_g
     assert ours.num_steps == 0
     ours.step(batches(1, vocab=4096, **BATCH))
     assert ours.num_steps == 1
+
+
+def test_a_loss_fn_that_is_refused_at_first_use_leaves_other_steps_as_they_were() -> None:
+    """Without sizes the first step plans, so that nothing is planned yet that the refusal could be compared with."""
+    ours = engine(build(vocab_size=4096), memory={"gpu": "20MB", "host": "1GiB"})
+    with pytest.raises(DoesNotFit, match=r"(?s)memory of loss_fn: the logits of 256 tokens.*loss_workspace"):
+        ours.step(batches(1, vocab=4096, **BATCH), loss_fn=cross_entropy)
+    ours.step(batches(1, vocab=4096, **BATCH))
+    assert ours.num_steps == 1
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_sums_that_do_not_fit_leave_the_engine_as_it_was(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = engine(build())
+    data = batches(1)
+    if planned:
+        ours.step(data)
+    request = Runtime.request
+
+    def small(self: Runtime, *sizes: Any) -> dict[str, Any]:
+        asked = request(self, *sizes)
+        if self.settings.get("accumulate"):
+            asked["budget"] |= {"device": 1 << 12, "host": 1 << 12}
+        return asked
+
+    monkeypatch.setattr(Runtime, "request", small)
+    for _ in range(2):
+        with pytest.raises(DoesNotFit):
+            ours.forward_backward(data, normalizer=10)
+    ours.step(data)
+    assert ours.num_steps == 1 + planned
 
 
 def test_a_declared_workspace_is_planned_from_the_start() -> None:

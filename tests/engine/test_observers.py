@@ -128,6 +128,20 @@ def test_a_refusal_under_a_profiler_leaves_the_engine_as_it_was() -> None:
     assert ours.step(batches(1)) == wanted.step(batches(1))
 
 
+def test_an_interrupt_after_a_refused_call_within_a_pass_still_leaves_an_engine_that_says_so() -> None:
+    ours = engine(build())
+
+    def interrupted(*_: Any) -> Any:
+        with pytest.raises(ConfigError, match="another pass of this engine is under way"):
+            ours.evaluate(batches(1))
+        raise KeyboardInterrupt
+
+    with torch.profiler.profile(), pytest.raises(KeyboardInterrupt):
+        ours.step(batches(1), loss_fn=interrupted)
+    with pytest.raises(EngineBroken, match="cut off under a torch profiler"):
+        ours.step(batches(1))
+
+
 def test_a_loss_function_has_the_callers_default_device_and_all_else_has_none(tmp_path: Path) -> None:
     data, seen = batches(2), []
 

@@ -1,5 +1,6 @@
 """Machine facts: what a process may use, under both control-group versions, and written descriptions."""
 
+import dataclasses
 import resource
 from pathlib import Path
 from typing import Any
@@ -301,3 +302,24 @@ def test_a_description_comes_back_as_it_was_written() -> None:
 def test_a_wrong_description_is_refused_by_its_key(document: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hardware.from_description(document, "machine.yaml")
+
+
+def test_state_on_a_disk_that_is_host_memory_is_counted_as_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    class Memory(SystemProbe):
+        kind = "ext4"
+
+        def disk(self, path: Path) -> tuple[int, int]:  # noqa: ARG002
+            return 1, 100 * GIB
+
+        def file_system(self, path: Path) -> str:  # noqa: ARG002
+            return self.kind
+
+    probe, machine = Memory(), dataclasses.replace(hardware.read(gpus=False), memory_available=64 * GIB)
+    paths = ("/state/one",)
+    assert machine.state_disk(paths, None, 60 * GIB, probe) == 95 * GIB
+    probe.kind = "tmpfs"
+    assert machine.state_disk(paths, None, 60 * GIB, probe) == 4 * GIB
+    assert machine.state_disk(paths, 3 * GIB, 60 * GIB, probe) == 3 * GIB
+    assert machine.state_disk(paths, None, 80 * GIB, probe) == 0
+    (said,) = [message for message in caplog.messages if "is in host memory (tmpfs)" in message]
+    assert "/state/one" in said

@@ -90,6 +90,21 @@ def test_a_callback_that_raises_is_named_and_the_run_stops_with_a_checkpoint_to_
     assert (resumed.loss, resumed.eval_loss) == (straight.loss, straight.eval_loss)
 
 
+def test_a_trainer_that_is_called_again_goes_on_after_a_callback_failed(tmp_path: Path) -> None:
+    class Once(megatrain.Callback):
+        failed = False
+
+        def on_step(self, run: Any, metrics: Any) -> None:  # noqa: ARG002
+            if metrics["step"] == 2 and not self.failed:
+                self.failed = True
+                raise ValueError("only once")
+
+    trainer = megatrain.Trainer(settings(tmp_path), callbacks=[Once()])
+    with pytest.raises(RunStopped, match="only once"):
+        trainer.fit()
+    assert trainer.fit().step == 6
+
+
 @pytest.mark.parametrize("method", ["on_save", "on_end"])
 def test_one_that_raises_at_the_end_loses_nothing(tmp_path: Path, method: str) -> None:
     def fails(*_: Any) -> None:

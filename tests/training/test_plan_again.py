@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatrain
 from megatrain.checkpoint.step_folders import step_folder
 from megatrain.engine.step import Pass
 from megatrain.errors import StorageError
@@ -34,6 +35,16 @@ def limit(monkeypatch: pytest.MonkeyPatch, step: int, allowed: tuple[str, ...] =
     return failed
 
 
+class Ends(megatrain.Callback):
+    """Keeps how the run ended, each time that it is said."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    def on_end(self, run: Any, result: Any) -> None:  # noqa: ARG002
+        self.results.append(result)
+
+
 def corrected(run: Path) -> Any:
     return json.loads((run / "plan.json").read_text()).get("corrected")
 
@@ -47,9 +58,11 @@ def test_a_step_that_runs_out_of_memory_is_made_up_for_under_a_safer_plan(
     config = settings(tmp_path, output={"resume": resume}, eval={"every": 2, "at_start": True})
     fit(plain)
     failed = limit(monkeypatch, step)
+    ends = Ends()
     with caplog.at_level(logging.INFO):
-        result = fit(config)
+        result = fit(config, callbacks=[ends])
     assert (result.step, failed) == (6, ["keep"])
+    assert ends.results == [result]
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     assert_bit_equal(step_folder(tmp_path / "run", 6), step_folder(tmp_path / "plain", 6))
     assert read_status(tmp_path / "run")["state"] == "done"
@@ -80,9 +93,10 @@ def test_a_second_failure_ends_the_run_with_its_last_step_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = limit(monkeypatch, 3, allowed=())
+    ends = Ends()
     with pytest.raises(RunStopped, match=r"step 3: forward of .*out of memory.*the last good checkpoint is .*step-2"):
-        fit(settings(tmp_path))
-    assert failed == ["keep", "recompute"]
+        fit(settings(tmp_path), callbacks=[ends])
+    assert (failed, ends.results) == (["keep", "recompute"], [None])
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"]) == ("failed", 2)
 
@@ -108,6 +122,24 @@ def test_an_evaluation_that_runs_out_of_memory_is_made_up_for(tmp_path: Path, mo
     assert records[2]["eval_loss_before"] == evaluated[1]["eval_loss"]
 
 
+def test_samples_that_run_out_of_memory_are_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward, failed = Pass._forward, []
+
+    def failing(self: Pass, op: Any) -> None:
+        forward(self, op)
+        if not self._training and not failed:
+            failed.append(op)
+            raise torch.OutOfMemoryError(WORDS)
+
+    monkeypatch.setattr(Pass, "_forward", failing)
+    fit(settings(tmp_path, eval={"samples": {"every": 3, "prompts": ["a"], "max_new_tokens": 2}}))
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record.get("samples")] == [6]
+    assert "step 3: its samples are left out" in caplog.text
+
+
 def test_a_disk_without_room_for_the_correction_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 3)
 
@@ -115,8 +147,10 @@ def test_a_disk_without_room_for_the_correction_ends_the_run(tmp_path: Path, mon
         raise StorageError("plan.json cannot be written: No space left on device")
 
     monkeypatch.setattr(RunFolder, "correct_plan", full)
+    ends = Ends()
     with pytest.raises(RunStopped, match=r"step 3: .*out of memory.*plan\.json cannot be written.*step-2"):
-        fit(settings(tmp_path))
+        fit(settings(tmp_path), callbacks=[ends])
+    assert ends.results == [None]
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"]) == ("failed", 2)
     assert "No space left on device" in status["reason"]

@@ -297,10 +297,7 @@ class Engine:
                 "create the engine with plan={'accumulate': True}"
             )
         prepared = self._prepared(micro_batches, loss_fn)
-        if not self._passes.num_waiting:
-            with on_cpu():
-                self._runtime.plan_sums()
-        elif self.decoder.router is not None:
+        if self._passes.num_waiting and self.decoder.router is not None:
             raise ConfigError(
                 "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
                 "forward_backward; give it all micro-batches, or set output_router_logits to false"

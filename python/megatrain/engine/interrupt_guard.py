@@ -80,12 +80,11 @@ class InterruptGuard:
         asked to stop (`check`), and after half a second the interrupt is raised even if it still runs. Raises
         ConfigError when other work is under way."""
         self.settle()
-        body = self._alone(body)
         if threading.current_thread() is not threading.main_thread():
-            return body()
+            return self._alone(body)()
         if (watched := observer()) is not None:
             return self._on_the_callers_thread(body, watched)
-        job = self._job = _Job(self._as_the_caller(body))
+        job = self._job = _Job(self._as_the_caller(self._alone(body)))
         try:
             self._jobs.put(job)
             job.wait()
@@ -167,18 +166,22 @@ class InterruptGuard:
 
     def _on_the_callers_thread(self, body: Callable[[], T], watched: str) -> T:
         """What `body` returns. An exception that may be an interrupt's is raised and leaves the engine broken."""
-        self._cut = (
-            f"a pass of this engine was cut off under {watched}, where nothing guards it against interrupts, so its "
-            "state is not known; create the engine again and load a checkpoint"
-        )
-        try:
-            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+
+        def marked() -> T:
+            self._cut = (
+                f"a pass of this engine was cut off under {watched}, where nothing guards it against interrupts, so "
+                "its state is not known; create the engine again and load a checkpoint"
+            )
+            try:
                 found = body()
-        except MegatrainError:
+            except MegatrainError:
+                self._cut = ""
+                raise
             self._cut = ""
-            raise
-        self._cut = ""
-        return found
+            return found
+
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            return self._alone(marked)()
 
     def _as_the_caller(self, body: Callable[[], T]) -> Callable[[], T]:
         """`body` under what torch and Python keep for the calling thread."""

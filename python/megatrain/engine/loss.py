@@ -246,13 +246,13 @@ def _cross_entropy(
 
 
 def is_largest(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(R,) bool: whether a supervised target's logit is the largest of its row (R, V). Neither scale nor cap changes
-    that."""
+    """(R,) bool: whether a supervised target has the largest logit of its row (R, V), the first of equal ones as
+    for argmax. Neither scale nor cap changes that."""
     index = torch.where(targets != IGNORED, targets, 0).unsqueeze(1)
     found = []
     for rows, wanted in zip(torch.split(logits, TILE_ROWS), torch.split(index, TILE_ROWS), strict=True):
         summed = rows if bias is None else rows + bias
-        found.append(summed.gather(1, wanted).squeeze(1) >= summed.amax(1))
+        found.append(summed.argmax(1) == wanted.squeeze(1))
     return torch.cat(found) & (targets != IGNORED)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -139,7 +139,7 @@ class Runtime:
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
         if self._disk is not None:
-            budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size)
+            budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size, budget["host"])
         return plan_request(
             self._decoder,
             micro_batch=micro_batch,
@@ -202,32 +202,43 @@ class Runtime:
 
     def plan_loss_fn(self, between_passes: bool) -> None:
         """Counts what a loss function of the caller's needs, from the first step with one on; nothing moves where the
-        plan stays the same otherwise. Raises DoesNotFit, with what to do, and nothing has changed then."""
+        plan stays the same otherwise."""
         if self._loss_fn is not False:
             return
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
+        planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
+        if _placement(planned) == _placement(self._plan):
+            self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
+        elif not between_passes:
+            raise ConfigError(
+                "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
+                "first, or create the engine with plan={'loss_workspace': …}"
+            )
+        else:
+            self._plan_again(self.micro_batch, self.micro_batches)
+
+    @contextlib.contextmanager
+    def planning(self, prepared: StepInputs) -> Iterator[None]:
+        """Around the planning of a pass over `prepared`. Where that is refused, what `plan_sums` and `plan_loss_fn`
+        asked for is taken back, so that other passes are planned as before."""
+        core, loss_fn, sums = self._core, self._loss_fn, self.settings.get("accumulate")
         try:
-            planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
-            if _placement(planned) == _placement(self._plan):
-                self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
-            elif not between_passes:
-                raise ConfigError(
-                    "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
-                    "first, or create the engine with plan={'loss_workspace': …}"
-                )
-            else:
-                self._plan_again(self.micro_batch, self.micro_batches)
+            yield
         except BaseException as error:
-            self._loss_fn = False
-            if not isinstance(error, DoesNotFit):
+            if self._core is not core:  # planned with what was asked for
                 raise
+            counted, self._loss_fn = self._loss_fn is not loss_fn, loss_fn
+            if not sums:
+                self.settings.pop("accumulate", None)
+            if not counted or not isinstance(error, DoesNotFit):
+                raise
+            tokens = math.prod(self.micro_batch or prepared.largest)
             refusal = DoesNotFit(
-                f"{error}\nThis is with the memory of loss_fn: the logits of {math.prod(self.micro_batch)} tokens at "
-                "once, with their gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), "
-                "and declare what loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the "
-                "engine is created"
+                f"{error}\nThis is with the memory of loss_fn: the logits of {tokens} tokens at once, with their "
+                "gradients. Use a smaller micro_batch; or use head.logprobs instead of head(hidden), and declare what "
+                "loss_fn allocates beside it, such as plan={'loss_workspace': '64MiB'}, when the engine is created"
             )
             refusal.items = error.items
             raise refusal from None

@@ -68,7 +68,7 @@ class EvalOutput:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is too large."""
-        return math.exp(self.loss) if self.loss < _MOST_EXP else math.inf
+        return math.inf if self.loss >= _MOST_EXP else math.exp(self.loss)
 
 
 _MOST_EXP = 709.0
@@ -170,9 +170,12 @@ class Passes:
             return self._apply() if apply else 0.0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
-        if loss_fn is not None:
-            self._runtime.plan_loss_fn(not self.num_waiting)
-        core = self._runtime.ready(prepared, not self.num_waiting)
+        with self._runtime.planning(prepared):
+            if not apply and not self.num_waiting:
+                self._runtime.plan_sums()
+            if loss_fn is not None:
+                self._runtime.plan_loss_fn(not self.num_waiting)
+            core = self._runtime.ready(prepared, not self.num_waiting)
         options = LossOptions(
             scale=1.0 / divisor,
             chunk=self._runtime.settings.get("loss_chunk"),

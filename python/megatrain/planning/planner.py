@@ -112,7 +112,7 @@ def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
         return found
     for path in disk.paths if not machine.described else ():
         check_state_folder(Path(path))
-    return found | {"disk": machine.state_disk(disk.paths, disk.size)}
+    return found | {"disk": machine.state_disk(disk.paths, disk.size, found["host"])}
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -338,10 +338,6 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
 
 
-_IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are in host memory, such as that of /dev/shm."""
-
-
 def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
     """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside optimizer state
     that the plan keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
@@ -362,7 +358,7 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
             f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
-    if kind not in _IN_MEMORY:
+    if kind not in facts.IN_MEMORY:
         return
     tiers = ("device", "host") if run_plan.device == "cpu" else ("host",)
     planned, available = sum(run_plan.plan["totals"][tier] for tier in tiers), run_plan.machine.memory_available

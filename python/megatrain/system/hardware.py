@@ -6,6 +6,7 @@ and by each of that group's parents (both control-group versions).
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -131,16 +132,35 @@ class Machine:
             return {"device": host if gpu is None else min(gpu, host), "host": host}
         return {"device": self.gpu_budget() if gpu is None else gpu, "host": host}
 
-    def state_disk(self, paths: tuple[str, ...], size: int | None, probe: "SystemProbe | None" = None) -> int:
+    def state_disk(
+        self, paths: tuple[str, ...], size: int | None, host: int, probe: "SystemProbe | None" = None
+    ) -> int:
         """Bytes that optimizer state may take on the disks of these folders, over which it is spread evenly: `size`,
-        and no more than is free there less a margin for whatever else is written. Of a described machine `size`, or
+        and no more than is free there less a margin for whatever else is written. Where one is in host memory, as
+        /dev/shm is, no more than `host`, the host's budget, leaves of that either. Of a described machine `size`, or
         what its description says is free."""
         if self.described:
             return _less_margin(self.disk_free or 0) if size is None else size
         probe = probe or SYSTEM_PROBE
         disks = [probe.disk(Path(path)) for path in paths]
         room = min(_less_margin(free) // [d for d, _ in disks].count(disk) for disk, free in disks) * len(paths)
+        in_memory = [path for path in paths if probe.file_system(Path(path)) in IN_MEMORY]
+        if in_memory:
+            _warn_of_memory(in_memory[0])
+            room = min(room, max(0, self.memory_available - host))
         return room if size is None else min(size, room)
+
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in host memory, such as that of /dev/shm."""
+
+
+@functools.cache
+def _warn_of_memory(path: str) -> None:
+    """Once for each folder."""
+    log.warning(
+        "memory.nvme.path: %s is in host memory (tmpfs), so state on it saves none; name a folder on a disk", path
+    )
 
 
 class SystemProbe:

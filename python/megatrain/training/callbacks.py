@@ -76,12 +76,8 @@ class Callbacks:
         self.error: Exception | None = None
 
     def begin(self, run: Run) -> None:
-        """The run that is passed on, from its first step or after `pause`."""
-        self._run = run
-
-    def pause(self) -> None:
-        """Lets go of the run, which begins again with another engine."""
-        self._run = None
+        """The run that is passed on from here: from its first step, or again with another engine."""
+        self._run, self.failure, self.error = run, "", None
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Calls `on_step`."""
@@ -96,8 +92,9 @@ class Callbacks:
         self._call("on_save", step, folder)
 
     def end(self, result: "Result | None") -> None:
-        """Calls `on_end` of every callback, those after one that fails included."""
+        """Calls `on_end` of every callback, those after one that fails included, once for a run that has begun."""
         self._call("on_end", result, always=True)
+        self._run = None
 
     def _call(self, name: str, *arguments: Any, always: bool = False) -> None:
         for callback in self._callbacks:

@@ -111,8 +111,7 @@ class TrainingLoop:
         )
         try:
             result = self._train()
-        except out_of_memory.PlanAgain:
-            self.callbacks.pause()
+        except out_of_memory.PlanAgain:  # the run has not ended
             raise
         except BaseException:
             self.callbacks.end(None)
@@ -421,14 +420,19 @@ class TrainingLoop:
         self.doing = f"the samples after step {step}"
         texts = []
         for prompt in settings.prompts:
-            text = sample(
-                self.engine,
-                self.planned.tokenizer,
-                prompt,
-                settings.max_new_tokens,
-                max_length=self.config.data.seq_len,
-                stopped=lambda: self.stop.requested,
-            )
+            try:
+                text = sample(
+                    self.engine,
+                    self.planned.tokenizer,
+                    prompt,
+                    settings.max_new_tokens,
+                    max_length=self.config.data.seq_len,
+                    stopped=lambda: self.stop.requested,
+                )
+            except Exception as error:
+                if is_out_of_memory(error):
+                    log.warning("step %d: its samples are left out", step)
+                raise
             if self.stop.requested:
                 return
             texts.append(prompt + text)

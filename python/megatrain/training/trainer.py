@@ -77,6 +77,12 @@ class Trainer:
         gc.collect()
         log.warning("%s. Planning again, once, with %s", before, before.changes())
         try:
+            return self._part_again(folder, before)
+        finally:
+            self.callbacks.end(None)  # where it has not ended by itself
+
+    def _part_again(self, folder: RunFolder, before: out_of_memory.PlanAgain) -> Result:
+        try:
             folder.correct_plan(before.correction)
         except StorageError as error:
             folder.write_status("failed", **folder.facts(), reason=f"{before}; {error}")

@@ -17,6 +17,7 @@ pub(crate) mod file;
 mod planes;
 pub mod spill;
 
+pub(crate) use planes::check_stored;
 pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
 

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::disk::{Fault, FaultKind, SimDisk};
 use megatrain_core::error::{Error, Tier};
-use megatrain_core::layout::{Precision, Role};
+use megatrain_core::layout::{Dtype, Precision, Role};
 use megatrain_core::plan::{Count, DeviceKind, Place, Plan, Request, State, UpdateMode, plan};
+use megatrain_core::store::Plane;
 use megatrain_core::store::spill::{StateFiles, StateIo};
-use megatrain_core::stream::{Engine, Options};
+use megatrain_core::stream::{Engine, Options, PlaneName};
 
 mod support;
 use support::{FOREVER, Toy, request};
@@ -289,6 +290,38 @@ fn state_is_read_once_and_written_once_in_a_step_however_many_passes_it_adds_up(
             assert!(toy.apply(&engine, Some(0.5)).unwrap().skipped);
             assert_eq!(moved(), [0, 0], "a step that is skipped leaves the disk alone");
         }
+    }
+}
+
+#[test]
+fn a_caller_reads_no_block_of_a_plane_twice_and_writes_each_once() {
+    let mut request = spilled(UpdateMode::JustInTime, Precision::Bf16, 5);
+    for unit in &mut request.units {
+        unit.tensors[0].shape = vec![700_001, 3];
+    }
+    let planned = plan(&request).unwrap();
+    let (disk, toy) = (support::state_disk(), Toy::new(queueing(1), request.clone()));
+    let options = Options { threads: Some(1), huge_pages: false, ..Options::default() };
+    let engine = support::engine_on(&disk, &toy.device, &request, &planned, &options).unwrap();
+    toy.fill(&engine).unwrap();
+    for plane in [Plane::Master, Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq] {
+        let numel = engine.layouts()[2].tensors[0].spec.numel();
+        let (size, dtype) = if plane == Plane::Residual { (2, Dtype::I16) } else { (4, Dtype::F32) };
+        let stored = numel * if matches!(plane, Plane::Master | Plane::Residual) { 2 } else { 4 };
+        let mut out = vec![0; (numel * size) as usize];
+        let counted = |kind: &str| disk.calls().iter().filter(|call| call.starts_with(kind)).count() as u64;
+        disk.arm(Vec::new());
+        engine.read(2, 0, PlaneName::State(plane), 0, &mut out).unwrap();
+        // A plane's ends may be inside a block; a master is joined by two blocks of lower halves at a time.
+        let blocks = stored.div_ceil(1 << 20) + 1;
+        let most = if plane == Plane::Master { blocks + stored.div_ceil(2 << 20) } else { blocks };
+        assert!(counted("read") <= most, "{plane:?}: {} reads of {blocks} blocks", counted("read"));
+        disk.arm(Vec::new());
+        engine.write(2, 0, PlaneName::State(plane), 0, dtype, &out).unwrap();
+        assert!(counted("write") <= most, "{plane:?}: {} writes of {blocks} blocks", counted("write"));
+        let mut again = vec![0; out.len()];
+        engine.read(2, 0, PlaneName::State(plane), 0, &mut again).unwrap();
+        assert!(again == out, "{plane:?}");
     }
 }
 

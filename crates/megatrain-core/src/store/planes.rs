@@ -109,12 +109,7 @@ impl UnitPlanes {
             return Ok(());
         }
         let (span, own) = self.raw(layout, tensor, plane)?;
-        if own != dtype {
-            return Err(wrong_dtype(tensor, plane, own.name(), dtype));
-        }
-        if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
-            check_finite(tensor, plane, start, dtype, source)?;
-        }
+        check_stored(tensor, plane, own, start, dtype, source)?;
         slice(&span, start * own.size(), len * own.size()).copy_from(source);
         Ok(())
     }
@@ -231,6 +226,27 @@ fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) ->
         return Err(Error::OutOfBounds { tensor: tensor.spec.name.clone(), start, len, numel });
     }
     Ok(len)
+}
+
+/// What may be written into a plane that is stored as it is, in its own dtype.
+///
+/// # Errors
+/// [`Error`], naming the tensor, for another dtype and the first value of a moment that is not finite.
+pub(crate) fn check_stored(
+    tensor: &TensorLayout,
+    plane: Plane,
+    own: Dtype,
+    start: u64,
+    dtype: Dtype,
+    source: &[u8],
+) -> Result<()> {
+    if own != dtype {
+        return Err(wrong_dtype(tensor, plane, own.name(), dtype));
+    }
+    if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
+        check_finite(tensor, plane, start, dtype, source)?;
+    }
+    Ok(())
 }
 
 fn check_finite(tensor: &TensorLayout, plane: Plane, start: u64, dtype: Dtype, source: &[u8]) -> Result<()> {

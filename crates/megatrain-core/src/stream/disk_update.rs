@@ -11,11 +11,13 @@ use crate::layout::{Dtype, Precision, TensorLayout, UnitLayout};
 use crate::optimizer::TensorUpdate;
 use crate::schedule::Op;
 use crate::store::spill::{BLOCK_BYTES, Direction, PartPlanes, Spill};
-use crate::store::{Plane, UnitPlanes};
 
-/// Elements whose state is read or written for a caller at a time: 12 bytes each, beside the blocks that they come from, are
-/// within the window.
-const WINDOW_ELEMENTS: u64 = 128 << 10;
+use crate::store::{Plane, UnitPlanes, check_stored};
+
+/// Blocks of the window through which halves of masters go; their low halves take as many bytes behind them.
+const WINDOW_BLOCKS: usize = 2;
+/// Elements of a master that are joined or split for a caller at a time.
+const WINDOW_ELEMENTS: u64 = (WINDOW_BLOCKS * BLOCK_BYTES / 2) as u64;
 
 impl Shared {
     pub(super) fn on_disk(&self, unit: usize) -> bool {
@@ -81,7 +83,8 @@ impl Shared {
         self.adamw.update(&self.pool, &updates)
     }
 
-    /// Reads elements of a plane from `start` on for a caller; the engine is broken where that fails.
+    /// Reads elements of a plane from `start` on for a caller; the engine is broken where that fails. What is stored as it is
+    /// read passes through the whole window, so that no block is read twice and several are under way.
     pub(super) fn read_from_disk(
         &self,
         unit: usize,
@@ -92,11 +95,17 @@ impl Shared {
     ) -> Result<()> {
         let (dtype, _) = self.plane_of(unit, tensor, plane)?;
         let (len, size) = (out.len(), usize::try_from(dtype.size()).expect("a few bytes"));
-        self.through_disk_window(unit, tensor, start, len, dtype, |window, first, count| {
-            window.fill(&*self.spill()?, plane)?;
-            window.planes.read(&window.layout, 0, plane, 0, &mut out[first * size..(first + count) * size])
+        if is_stored(plane) {
+            return self.alone_on_disk(unit, tensor, start, len, dtype, "read", |_, found, _| {
+                self.spill()?.read(unit, plane, found.element + start, out, &self.memory.window)
+            });
+        }
+        self.alone_on_disk(unit, tensor, start, len, dtype, "read", |layout, found, len| {
+            self.by_windows(unit, layout, found, start, len, |window, first, count| {
+                window.fill(&*self.spill()?, plane)?;
+                window.planes.read(&window.layout, 0, plane, 0, &mut out[first * size..(first + count) * size])
+            })
         })
-        .map_err(|error| self.broken_by_disk(unit, "read", error))
     }
 
     /// Overwrites elements of a plane from `start` on for a caller; the engine is broken where the disk fails.
@@ -109,12 +118,27 @@ impl Shared {
         dtype: Dtype,
         source: &[u8],
     ) -> Result<()> {
-        let size = usize::try_from(dtype.size()).expect("a few bytes");
-        self.through_disk_window(unit, tensor, start, source.len(), dtype, |window, first, count| {
-            window.planes.write(&window.layout, 0, plane, 0, dtype, &source[first * size..(first + count) * size])?;
-            window.keep(&*self.spill()?, plane)
+        let (len, size) = (source.len(), usize::try_from(dtype.size()).expect("a few bytes"));
+        if is_stored(plane) {
+            let (own, _) = self.plane_of(unit, tensor, plane)?;
+            return self.alone_on_disk(unit, tensor, start, len, dtype, "write", |_, found, _| {
+                check_stored(found, plane, own, start, dtype, source)?;
+                self.spill()?.write(unit, plane, found.element + start, source, &self.memory.window)
+            });
+        }
+        self.alone_on_disk(unit, tensor, start, len, dtype, "write", |layout, found, len| {
+            self.by_windows(unit, layout, found, start, len, |window, first, count| {
+                window.planes.write(
+                    &window.layout,
+                    0,
+                    plane,
+                    0,
+                    dtype,
+                    &source[first * size..(first + count) * size],
+                )?;
+                window.keep(&*self.spill()?, plane)
+            })
         })
-        .map_err(|error| self.broken_by_disk(unit, "write", error))
     }
 
     /// What the disk refused or returned damaged ends the engine: the state of training is no longer whole.
@@ -125,16 +149,18 @@ impl Shared {
         self.fail_unit(unit, op, &error.to_string())
     }
 
-    /// Works on elements `[start, ..)` of a tensor, as many as the window holds at a time: `work` is given a window, the first
-    /// of its elements among the caller's, and their number.
-    fn through_disk_window(
+    /// Works on elements `[start, ..)` of a tensor while nobody else uses the window: `work` is given the unit's layout, the
+    /// tensor's and the number of elements.
+    #[expect(clippy::too_many_arguments, reason = "what a caller names, and how an error names it")]
+    fn alone_on_disk(
         &self,
         unit: usize,
         tensor: usize,
         start: u64,
         bytes: usize,
         dtype: Dtype,
-        mut work: impl FnMut(&DiskWindow, usize, usize) -> Result<()>,
+        op: &str,
+        work: impl FnOnce(&UnitLayout, &TensorLayout, u64) -> Result<()>,
     ) -> Result<()> {
         let (layout, found) = self.find(unit, tensor)?;
         let len = super::access::whole_elements(found, start, bytes, dtype)?;
@@ -142,11 +168,25 @@ impl Shared {
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever had the window before may have broken the engine.
         drop(self.enter()?);
+        work(layout, found, len).map_err(|error| self.broken_by_disk(unit, op, error))
+    }
+
+    /// As many elements as the window holds at a time: `work` is given a window, the first of its elements among the
+    /// caller's, and their number.
+    fn by_windows(
+        &self,
+        unit: usize,
+        layout: &UnitLayout,
+        tensor: &TensorLayout,
+        start: u64,
+        len: u64,
+        mut work: impl FnMut(&DiskWindow, usize, usize) -> Result<()>,
+    ) -> Result<()> {
         let image = self.memory.store.image(unit).expect("weights of state on disk are on the host");
         let mut done = 0;
         while done < len {
             let count = WINDOW_ELEMENTS.min(len - done);
-            let window = DiskWindow::new(&self.memory.window, image, layout, unit, found, start + done, count)?;
+            let window = DiskWindow::new(&self.memory.window, image, layout, unit, tensor, start + done, count)?;
             let fits = "inside the caller's bytes";
             work(&window, usize::try_from(done).expect(fits), usize::try_from(count).expect(fits))?;
             done += count;
@@ -155,7 +195,13 @@ impl Shared {
     }
 }
 
-/// Elements of one tensor laid out as a unit of its own: its weights where they are, its state in the window.
+/// Whether a plane's bytes on disk are those that callers read and write.
+const fn is_stored(plane: Plane) -> bool {
+    matches!(plane, Plane::Residual | Plane::ExpAvg | Plane::ExpAvgSq)
+}
+
+/// Elements of one tensor laid out as a unit of its own, for masters: their upper halves where the weights are, the lower ones
+/// in the window.
 struct DiskWindow {
     planes: UnitPlanes,
     layout: UnitLayout,
@@ -179,42 +225,33 @@ impl DiskWindow {
         let mut spec = tensor.spec.clone();
         spec.shape = vec![count];
         let own = UnitLayout::new(layout.name.as_str(), vec![spec], layout.precision)?;
-        let mut at = BLOCK_BYTES;
-        let mut carve = |size: u64| {
-            let len = usize::try_from(count * size).expect("inside the window");
-            at += len.next_multiple_of(512);
-            window.slice(at - len.next_multiple_of(512), len)
-        };
+        let (blocks, low) = (WINDOW_BLOCKS * BLOCK_BYTES, usize::try_from(2 * count).expect("inside the window"));
         let planes = UnitPlanes {
             image: within(image, &(first..first + count), layout.precision.dtype().size()),
-            residual: (layout.precision == Precision::Bf16).then(|| carve(2)),
-            exp_avg: carve(4),
-            exp_avg_sq: carve(4),
+            residual: (layout.precision == Precision::Bf16).then(|| window.slice(blocks, low)),
+            // Neither is reached through a window.
+            exp_avg: window.slice(0, 0),
+            exp_avg_sq: window.slice(0, 0),
         };
-        Ok(Self { planes, layout: own, unit, first, bounce: window.slice(0, BLOCK_BYTES) })
+        Ok(Self { planes, layout: own, unit, first, bounce: window.slice(0, blocks) })
     }
 
-    /// The plane on disk that belongs to `plane`, and where it is in the window; none of weights that are no split master.
-    fn stored(&self, plane: Plane) -> Option<(Plane, &HostSpan)> {
-        match plane {
-            Plane::Weights => None,
-            Plane::Master | Plane::Residual => self.planes.residual.as_ref().map(|span| (Plane::Residual, span)),
-            Plane::ExpAvg => Some((plane, &self.planes.exp_avg)),
-            Plane::ExpAvgSq => Some((plane, &self.planes.exp_avg_sq)),
-        }
+    /// Lower halves in the window; None of weights, and of masters that are not split.
+    fn low_halves(&self, plane: Plane) -> Option<&HostSpan> {
+        self.planes.residual.as_ref().filter(|_| plane == Plane::Master)
     }
 
     /// Reads what `plane` needs.
     fn fill(&self, spill: &Spill, plane: Plane) -> Result<()> {
-        let Some((stored, span)) = self.stored(plane) else { return Ok(()) };
+        let Some(span) = self.low_halves(plane) else { return Ok(()) };
         let mut out = span.elements_mut::<u8>(0, span.len() as u64);
-        spill.read(self.unit, stored, self.first, &mut out, &self.bounce)
+        spill.read(self.unit, Plane::Residual, self.first, &mut out, &self.bounce)
     }
 
     /// Writes what `plane` has changed.
     fn keep(&self, spill: &Spill, plane: Plane) -> Result<()> {
-        let Some((stored, span)) = self.stored(plane) else { return Ok(()) };
+        let Some(span) = self.low_halves(plane) else { return Ok(()) };
         let source = span.elements::<u8>(0, span.len() as u64);
-        spill.write(self.unit, stored, self.first, &source, &self.bounce)
+        spill.write(self.unit, Plane::Residual, self.first, &source, &self.bounce)
     }
 }

@@ -133,5 +133,7 @@ fn a_call_does_what_its_fault_says() {
     assert_eq!((error.source.raw_os_error(), error.offset, error.bytes), (Some(ENOSPC), 8, 3));
     assert_eq!(full.free_bytes(Path::new("/")).unwrap(), 2);
     full.remove(path).unwrap();
+    assert_eq!(full.free_bytes(Path::new("/")).unwrap(), 2, "it is there until it is closed");
+    drop(file);
     assert_eq!(full.free_bytes(Path::new("/")).unwrap(), 10);
 }

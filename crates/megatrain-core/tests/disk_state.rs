@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use megatrain_core::device::sim::{Faults, SimDevice};
-use megatrain_core::disk::{Fault, FaultKind, SimDisk};
+use megatrain_core::disk::{Disk, Fault, FaultKind, SimDisk};
 use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::{Dtype, Precision, Role};
 use megatrain_core::plan::{Count, DeviceKind, Place, Plan, Request, State, UpdateMode, plan};
@@ -133,6 +133,32 @@ fn engines_that_share_a_path_have_files_of_their_own_and_leftovers_are_removed()
     assert!(first_toy.state(&first).unwrap() == second_toy.state(&second).unwrap());
     drop((first, second));
     assert_eq!(folder.names(), ["notes.txt"]);
+}
+
+#[test]
+fn an_engine_on_a_simulated_disk_leaves_the_systems_alone_and_no_folder_where_its_lock_cannot_be_made() {
+    let folder = Folder::new("simulated");
+    std::fs::create_dir_all(folder.0.join("megatrain-1-0")).unwrap();
+    std::fs::write(folder.0.join("megatrain-1-0/lock"), b"").unwrap();
+    let request = spilled(UpdateMode::JustInTime, Precision::Bf16, 5);
+    let planned = plan(&request).unwrap();
+    let start = |disk: &SimDisk| {
+        let toy = Toy::new(queueing(1), request.clone());
+        let paths = options(&[&folder.0], StateIo::Auto);
+        Engine::with_disk(Arc::new(toy.device), Arc::new(disk.clone()), &request, &planned, &paths)
+    };
+    let disk = SimDisk::default();
+    let parents: Vec<&Path> = folder.0.ancestors().collect();
+    parents.iter().rev().skip(1).for_each(|parent| disk.create_folder(parent).unwrap());
+    let before = disk.contents();
+    disk.arm(vec![Fault { call: 1, kind: FaultKind::Error(28) }]);
+    assert!(start(&disk).is_err());
+    assert!(disk.calls()[1].starts_with("create ") && disk.calls()[1].ends_with("lock"));
+    assert!(disk.contents() == before);
+    disk.arm(Vec::new());
+    drop(start(&disk).unwrap());
+    assert!(disk.contents() == before);
+    assert_eq!(folder.names(), ["megatrain-1-0"]);
 }
 
 #[test]

@@ -214,7 +214,7 @@ impl Engine {
         let plane = PlaneName::from_str(plane).map_err(|e| to_python(py, &e))?;
         let source = Array::read("source", source)?;
         self.drain(py)?;
-        // In one call, so that nothing has been written when a value is refused.
+        // In one call, so that of state on the host nothing has been written when a value is refused.
         detached(py, || self.engine.write(unit, tensor, plane, start, dtype_of(source.element()), source.bytes()))
     }
 

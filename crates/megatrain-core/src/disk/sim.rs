@@ -71,6 +71,8 @@ struct FileNode {
     durable: Vec<u8>,
     /// What has happened to it since it was flushed.
     edits: Vec<Edit>,
+    /// How often it is open.
+    handles: usize,
 }
 
 enum Edit {
@@ -191,6 +193,8 @@ impl State {
                 held.extend(folder.live.values());
             }
         }
+        // A file without a name is there until it is closed.
+        held.extend((0..self.nodes.len()).filter(|&n| matches!(&self.nodes[n], Node::File(file) if file.handles > 0)));
         held.into_iter().map(|node| bytes_of(&self.nodes[node])).sum()
     }
 
@@ -253,16 +257,14 @@ impl Disk for SimDisk {
         let mut state = self.lock();
         state.enter("create", path)?;
         let node = state.make("create", path, Node::File(FileNode::default()))?;
-        Ok(Box::new(SimFile { disk: self.clone(), path: path.to_owned(), node }))
+        Ok(Box::new(SimFile::new(self, &mut state, path, node)))
     }
 
     fn open(&self, path: &Path) -> DiskResult<Box<dyn DiskFile>> {
         let mut state = self.lock();
         state.enter("open", path)?;
         match state.find(path) {
-            Some(node) if state.folder(node).is_none() => {
-                Ok(Box::new(SimFile { disk: self.clone(), path: path.to_owned(), node }))
-            }
+            Some(node) if state.folder(node).is_none() => Ok(Box::new(SimFile::new(self, &mut state, path, node))),
             Some(_) => Err(error("open", path, libc::EISDIR)),
             None => Err(error("open", path, libc::ENOENT)),
         }

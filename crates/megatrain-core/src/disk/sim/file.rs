@@ -7,12 +7,24 @@ use crate::disk::{DiskFile, DiskResult};
 use crate::error::DiskError;
 
 pub(super) struct SimFile {
-    pub(super) disk: SimDisk,
-    pub(super) path: PathBuf,
-    pub(super) node: usize,
+    disk: SimDisk,
+    path: PathBuf,
+    node: usize,
+}
+
+impl Drop for SimFile {
+    fn drop(&mut self) {
+        self.disk.lock().file(self.node).handles -= 1;
+    }
 }
 
 impl SimFile {
+    /// One more handle of a file.
+    pub(super) fn new(disk: &SimDisk, state: &mut State, path: &Path, node: usize) -> Self {
+        state.file(node).handles += 1;
+        Self { disk: disk.clone(), path: path.to_owned(), node }
+    }
+
     /// Runs one call that may be left out.
     fn run(&self, call: &'static str, act: impl FnOnce(&mut State) -> DiskResult<()>) -> DiskResult<()> {
         let mut state = self.disk.lock();

@@ -72,7 +72,8 @@ pub(super) fn places(inputs: &ScheduleInputs, held: Resident) -> impl Iterator<I
     (0..parts).map(move |part| held.slot.map_or(Resource::Own(held.unit, part), Resource::Slot))
 }
 
-/// Host planes and weights that live on the device are there from the start; all else must be written first.
+/// Planes on the host and on disk, and weights that live on the device, are there from the start; all else must be written
+/// first.
 pub(super) fn must_be_written(inputs: &ScheduleInputs, resource: Resource) -> bool {
     match resource {
         Resource::Image(..) | Resource::Disk(..) | Resource::Count(_) => false,

@@ -23,24 +23,29 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// Makes one, after those that killed processes have left below `parent` were removed.
+    /// Makes one, and removes those that killed processes have left below `parent`.
     ///
     /// # Errors
     /// [`Error::StateFolder`].
     pub(super) fn create(disk: &Arc<dyn Disk>, parent: &Path) -> Result<Self> {
         let failed = |source| Error::StateFolder { path: parent.to_owned(), what: "cannot be written", source };
-        remove_leftovers(parent);
         for number in 0u64.. {
             let path = parent.join(format!("{PREFIX}{}-{number}", std::process::id()));
-            let made = disk.create_folder(&path).and_then(|()| disk.create(&path.join(LOCK), 0o600));
-            match made {
-                Ok(lock) if is_ours(&path, lock.as_ref()).map_err(failed)? => {
-                    return Ok(Self { disk: Arc::clone(disk), path, _lock: lock });
-                }
-                // Another process, which has the same number in its own container, was faster.
-                Ok(_) => {}
-                Err(DiskError { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {}
+            match disk.create_folder(&path) {
+                Ok(()) => {}
+                Err(DiskError { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(DiskError { source, .. }) => return Err(failed(source)),
+            }
+            let lock = disk.create(&path.join(LOCK), 0o600).map_err(|DiskError { source, .. }| {
+                let _ = disk.remove(&path);
+                failed(source)
+            })?;
+            // If not, another process, which has the same number in its own container, has taken it for a leftover.
+            if is_ours(&path, lock.as_ref()).map_err(failed)? {
+                if lock.descriptor().is_some() {
+                    remove_leftovers(parent);
+                }
+                return Ok(Self { disk: Arc::clone(disk), path, _lock: lock });
             }
         }
         unreachable!("numbers do not end")
@@ -77,7 +82,7 @@ fn locked(file: &File, folder: &Path) -> io::Result<bool> {
     Ok(named == Some((own.dev(), own.ino())))
 }
 
-/// Removes what killed processes have left. What cannot be read or removed, another user's say, stays.
+/// Removes what killed processes have left on the system's disk. What cannot be read or removed, another user's say, stays.
 fn remove_leftovers(parent: &Path) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let path = entry.path();

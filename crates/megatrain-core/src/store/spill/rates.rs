@@ -68,9 +68,11 @@ fn run(files: &BlockFiles, direction: Direction, blocks: std::ops::Range<usize>,
                 Failed::Short(index, _) => (index, std::io::ErrorKind::UnexpectedEof.into()),
                 Failed::Piece(error) => return error,
             };
-            let Piece { file, offset, ref span } = pieces[index];
-            let (unit, what) = ("(measured)".to_owned(), direction.name());
-            Error::StateFile { unit, what, path: files.path(file), offset, bytes: span.len(), source }
+            let what = match direction {
+                Direction::Read => "cannot be read",
+                Direction::Write => "cannot be written",
+            };
+            Error::StateFolder { path: files.path(pieces[index].file), what, source }
         })?;
     }
     Ok(bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9))

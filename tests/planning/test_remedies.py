@@ -11,7 +11,7 @@ from megatrain.config import Config
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner, remedies
-from megatrain.system import hardware
+from megatrain.system import descriptions
 from megatrain.system.hardware import GIB, Machine
 from megatrain.training.setup import prepare_model
 
@@ -41,7 +41,7 @@ def with_held(machine: Machine, held: int) -> Machine:
 
 
 def test_what_others_hold_of_the_card_is_a_line_of_the_refusal() -> None:
-    machine = hardware.from_description(MACHINE, "machine.yaml")
+    machine = descriptions.from_description(MACHINE, "machine.yaml")
     asked = config(train={"batch_size": 8}, plan={"micro_batch": 8})
     said = refused(asked, with_held(machine, 78 * GIB))
     assert "of device memory are needed and 1.00 GiB allowed" in said
@@ -55,7 +55,7 @@ def test_what_others_hold_of_the_card_is_a_line_of_the_refusal() -> None:
 
 
 def test_changes_that_are_named_fit_and_the_next_larger_do_not() -> None:
-    machine = hardware.from_description(MACHINE, "machine.yaml")
+    machine = descriptions.from_description(MACHINE, "machine.yaml")
     asked = config(plan={"micro_batch": 8, "slots": 24}, memory={"gpu": "4GiB"})
     said = refused(asked, machine)
     words = [line.strip() for line in said.partition("would fit:")[2].splitlines() if line.strip()]
@@ -92,7 +92,7 @@ def test_a_run_on_the_cpu_uses_one_memory_once() -> None:
     """Also through the engine: what a plan puts on the device is host memory there."""
     asked = config(train={"batch_size": 1})
     asked = dataclasses.replace(asked, device="cpu")
-    machine = hardware.from_description(MACHINE | {"gpu": None}, "machine.yaml")
+    machine = descriptions.from_description(MACHINE | {"gpu": None}, "machine.yaml")
     decoder = prepare_model(asked, machine, plan_only=True).decoder
     found = planner.plan_run(asked, decoder, device="cpu", machine=machine, rows=1)
     totals = found.plan["totals"]

@@ -106,13 +106,21 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
     """Bytes that a run may use: device, host, and disk where `memory.nvme` names one. Raises ConfigError when that is
     no folder that can be written."""
-    gpu, host, disk = config.memory.gpu, config.memory.host, config.memory.nvme
+    gpu, host, disk = config.memory.gpu, config.memory.host, _state_disk(config, machine)
     found = machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
     if disk is None:
         return found
     for path in disk.paths if not machine.described else ():
         check_state_folder(Path(path))
     return found | {"disk": machine.state_disk(disk.paths, disk.size, found["host"])}
+
+
+def _state_disk(config: Config, machine: Machine) -> NvmeConfig | None:
+    """Where optimizer state may be kept on disk: `memory.nvme`, or the drives of a described machine, which need no
+    folder to be planned with."""
+    if config.memory.nvme is None and machine.state_drives:
+        return NvmeConfig(path=tuple(f"drive {number}" for number in range(machine.state_drives)))
+    return config.memory.nvme
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -219,7 +227,7 @@ def plan_run(
         plan=plan,
         options=options,
         correction=dict(correction or {}),
-        disk=config.memory.nvme,
+        disk=_state_disk(config, machine),
     )
 
 
@@ -260,7 +268,7 @@ def _spilled(
 ) -> int | None:
     """Bytes of optimizer state that would be on disk if there were one without bounds; None where one is named already,
     or none would help."""
-    if config.memory.nvme is not None:
+    if _state_disk(config, machine) is not None:
         return None
     disk = NvmeConfig(path="memory.nvme.path", size=1 << 50)
     changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, nvme=disk))

@@ -12,7 +12,7 @@ from megatrain.config import Config
 from megatrain.errors import DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner
-from megatrain.system import hardware
+from megatrain.system import descriptions, hardware
 from megatrain.system.hardware import GIB, SystemProbe, format_bytes
 from megatrain.training import forecast
 from megatrain.training.metrics import duration
@@ -263,7 +263,7 @@ def test_rates_that_were_measured_are_planned_with(tmp_path: Path, capsys: pytes
     words = ("tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128")
     assumed = answer(capsys, *words)
     assert assumed["rates_measured"] is False
-    measured = dict.fromkeys(calibrate.UNITS, 2.0) | {"matmul_tflops": 1e-3}
+    measured = dict.fromkeys(descriptions.UNITS, 2.0) | {"matmul_tflops": 1e-3}
     assert calibrate.keep(hardware.read(), "cpu", measured) is not None
     found = answer(capsys, *words)
     assert found["rates_measured"] is True

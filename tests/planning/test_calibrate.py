@@ -11,7 +11,7 @@ import pytest
 from megatrain import _core
 from megatrain.cli import main
 from megatrain.planning import calibrate
-from megatrain.system import hardware
+from megatrain.system import descriptions, hardware
 from megatrain.system.hardware import SystemProbe
 
 HOST = {"touch_gbs": 4.0, "copy_gbs": 10.0, "adamw_params_per_s": 2e9}
@@ -86,7 +86,7 @@ def test_the_matrix_product_is_measured() -> None:
     [("NVIDIA H100 80GB HBM3", 643, 50), ("NVIDIA GeForce RTX 4090", 107, 25), ("NVIDIA A100-SXM4-80GB", 203, 25)],
 )
 def test_unmeasured_rates_are_those_of_the_card(card: str, tflops: float, link: float) -> None:
-    machine = hardware.from_description(
+    machine = descriptions.from_description(
         {"host": {"memory": "64GiB", "cpus": 8}, "gpu": {"name": card, "memory": "24GiB"}}, "machine.yaml"
     )
     rates, measured = calibrate.rates(machine, "cuda")

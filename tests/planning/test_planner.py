@@ -9,7 +9,7 @@ from megatrain.config import Config
 from megatrain.errors import DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner
-from megatrain.system import hardware
+from megatrain.system import descriptions
 from megatrain.system.hardware import GIB
 from megatrain.training.setup import prepare_model
 from support.plans import H100
@@ -24,7 +24,7 @@ def run_plan(
     document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
     train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
     card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
-    config, described = Config.of(document | {"train": train} | sections), hardware.from_description(card, "card")
+    config, described = Config.of(document | {"train": train} | sections), descriptions.from_description(card, "card")
     decoder = prepare_model(config, described, plan_only=True).decoder
     if free is not None:
         cards = tuple(dataclasses.replace(gpu, held_bytes=gpu.total_bytes - free) for gpu in described.gpus)

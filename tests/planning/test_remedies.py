@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megatrain import _core
-from megatrain.config import Config
+from megatrain.config import Config, yaml12
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner, remedies
-from megatrain.system import hardware
-from megatrain.system.hardware import GIB, Machine
+from megatrain.system import descriptions
+from megatrain.system.hardware import GIB, Machine, format_bytes
 from megatrain.training.setup import prepare_model
 
 MACHINE = {"host": {"memory": "64GiB", "cpus": 16}, "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]}}
@@ -41,7 +41,7 @@ def with_held(machine: Machine, held: int) -> Machine:
 
 
 def test_what_others_hold_of_the_card_is_a_line_of_the_refusal() -> None:
-    machine = hardware.from_description(MACHINE, "machine.yaml")
+    machine = descriptions.from_description(MACHINE, "machine.yaml")
     asked = config(train={"batch_size": 8}, plan={"micro_batch": 8})
     said = refused(asked, with_held(machine, 78 * GIB))
     assert "of device memory are needed and 1.00 GiB allowed" in said
@@ -54,45 +54,131 @@ def test_what_others_hold_of_the_card_is_a_line_of_the_refusal() -> None:
     assert "held by" not in refused(config(memory={"host": "1GiB", "gpu": "2GiB"}), machine)
 
 
+def changed(asked: Config, words: str) -> Config:
+    """The configuration with `section.key=value` words of a way."""
+    document = asked.to_dict()
+    for word in words.split():
+        key, _, value = word.partition("=")
+        *sections, name = key.split(".")
+        part = document
+        for section in sections:
+            part[section] = part.get(section) or {}
+            part = part[section]
+        part[name] = yaml12.load(value, key)
+    return Config.from_dict(document)
+
+
+def replayed(asked: Config, machine: Machine, way: remedies.Way) -> planner.RunPlan:
+    """The plan of a way, as someone makes it who types what the refusal says."""
+    on = descriptions.from_words(way.machine.split(","), machine, "changed") if way.machine else machine
+    other = changed(asked, way.settings)
+    decoder = prepare_model(other, on, plan_only=True).decoder
+    return planner.plan_run(other, decoder, device="cuda", machine=on, rows=planner.nominal_rows(other))
+
+
+def ways(asked: Config, machine: Machine) -> tuple[remedies.Way, ...]:
+    decoder = prepare_model(asked, machine, plan_only=True).decoder
+    with pytest.raises(remedies.Refusal) as error:
+        planner.plan_run(asked, decoder, device="cuda", machine=machine, rows=planner.nominal_rows(asked))
+    assert all(f"  {way}" in str(error.value).splitlines() for way in error.value.ways)
+    return error.value.ways
+
+
 def test_changes_that_are_named_fit_and_the_next_larger_do_not() -> None:
-    machine = hardware.from_description(MACHINE, "machine.yaml")
+    machine = descriptions.from_description(MACHINE, "machine.yaml")
     asked = config(plan={"micro_batch": 8, "slots": 24}, memory={"gpu": "4GiB"})
-    said = refused(asked, machine)
-    words = [line.strip() for line in said.partition("would fit:")[2].splitlines() if line.strip()]
-    assert 1 <= len(words) <= 3
-    for word in words:
-        document = asked.to_dict()
-        for change in word.split():
-            key, _, value = change.partition("=")
-            section, _, name = key.partition(".")
-            document[section][name] = None if value == "null" else json.loads(value)
-        planned(Config.from_dict(document), machine)
-    sizes = [int(word.partition("=")[2]) for word in words if word.startswith("plan.micro_batch")]
+    found = ways(asked, machine)
+    assert 1 <= len(found) <= 3
+    for way in found:
+        replayed(asked, machine, way)
+    sizes = [int(way.settings.partition("=")[2]) for way in found if way.settings.startswith("plan.micro_batch")]
     for size in sizes:
         refused(dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, micro_batch=2 * size)), machine)
 
 
+RTX4090 = "gpu.name=RTX 4090,gpu.memory=24GiB,gpu.capability=8.9,host.cpus=16,host.memory="
+DRIVES = ",disk.count=2,disk.free=4TB"
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "kinds"),
+    [
+        ("qwen2.5-7b", f"{RTX4090}32GiB", ["disk.count=1", "host.memory=128GiB", "gpu.memory"]),
+        (
+            "qwen2.5-7b",
+            f"{RTX4090}32GiB{DRIVES}",
+            ["train.update=immediate", "train.batch_tokens", "host.memory=48GiB"],
+        ),
+        ("llama-70b", f"{RTX4090}256GiB{DRIVES}", ["train.update=immediate", "host.memory=384GiB", "gpu.memory"]),
+    ],
+)
+def test_every_way_that_is_named_fits_when_it_is_taken_and_hardware_comes_last(
+    model: str, machine: str, kinds: list[str]
+) -> None:
+    shape = LLAMA_70B if model == "llama-70b" else SHAPES[model].config()
+    asked = Config.of({"model": {"config": shape}, "device": "cuda", "train": {"steps": 1}})
+    described = descriptions.from_words(machine.split(","), None, machine)
+    found = ways(asked, described)
+    assert len(found) == len(kinds)
+    for way, kind in zip(found, kinds, strict=True):
+        assert kind in f"{way.settings} {way.machine}", way
+        assert replayed(asked, described, way).plan["totals"]["disk"] == way.spilled
+    assert [bool(way.machine) for way in found] == sorted(bool(way.machine) for way in found)
+
+
+def test_a_refusal_says_how_much_host_memory_is_missing_and_not_that_the_card_should_hold_all_state() -> None:
+    machine = descriptions.from_words(f"{RTX4090}64GiB".split(","), None, "machine")
+    asked = Config.of({"model": {"config": SHAPES["qwen2.5-14b"].config()}, "device": "cuda", "train": {"steps": 1}})
+    said = refused(asked, machine)
+    host = sum(item["bytes"] for item in said_items(asked, machine) if item["tier"] == "host")
+    assert host > 14 * 14.7e9
+    assert f"{format_bytes(host)} of host memory are needed and 60.80 GiB allowed" in said
+    assert "of device memory are needed" not in said
+
+
+def said_items(asked: Config, machine: Machine) -> list[dict[str, Any]]:
+    with pytest.raises(DoesNotFit) as error:
+        planned(asked, machine)
+    return error.value.items
+
+
 def test_of_each_kind_the_smallest_change_is_named_and_contradictions_are_left_out() -> None:
     asked = config(plan={"slabs": 8, "slots": 4}, train={"update": "immediate", "max_grad_norm": None})
+    machine = descriptions.from_description(MACHINE, "machine.yaml")
     tried: list[Config] = []
 
-    def fits(changed: Config) -> bool:
+    def fits(changed: Config, where: Machine) -> bool:
         tried.append(changed)
-        return changed.data.seq_len <= 1024 or changed.plan.slabs is None
+        return where == machine and (changed.data.seq_len <= 1024 or changed.plan.slabs is None)
 
-    assert remedies.changes_that_fit(asked, 8, fits) == ["plan.slabs=null", "data.seq_len=1024"]
-    assert {changed.data.seq_len for changed in tried} == {4096, 2048, 1024}
+    def made(changed: Config, where: Machine) -> dict[str, Any] | None:
+        return {"totals": {"disk": 0}} if fits(changed, where) else None
+
+    found = [str(way) for way in remedies.ways_that_fit(asked, machine, 8, fits, made)]
+    assert found == ["plan.slabs=null", "data.seq_len=1024 train.batch_size=32"]
     assert all(
-        changed.train.batch_size * changed.data.seq_len == 8 * 4096 for changed in tried if changed.data.seq_len < 4096
+        changed.train.batch_size * changed.data.seq_len in (8 * 4096, changed.data.seq_len)
+        for changed in tried
+        if changed.data.seq_len < 4096
     )
-    assert remedies.changes_that_fit(asked, 8, lambda _: False) == []
+    assert remedies.ways_that_fit(asked, machine, 8, lambda *_: False, lambda *_: None) == []
 
 
 def test_a_run_on_the_cpu_uses_one_memory_once() -> None:
     """Also through the engine: what a plan puts on the device is host memory there."""
     asked = config(train={"batch_size": 1})
     asked = dataclasses.replace(asked, device="cpu")
-    machine = hardware.from_description(MACHINE | {"gpu": None}, "machine.yaml")
+    machine = descriptions.from_description(MACHINE | {"gpu": None}, "machine.yaml")
     decoder = prepare_model(asked, machine, plan_only=True).decoder
     found = planner.plan_run(asked, decoder, device="cpu", machine=machine, rows=1)
     totals = found.plan["totals"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.system import hardware
+from megatrain.system import descriptions, hardware
 from megatrain.system.hardware import GIB, MIB, SystemProbe, format_bytes
 
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:        1048576 kB\nMemAvailable:   62914560 kB\n"
@@ -157,7 +157,7 @@ def test_memory_that_does_not_become_more_is_not_waited_for(tmp_path: Path) -> N
     probe = Releasing(tmp_path, [10, 10, 9, 10])
     assert hardware.settled(hardware.read(readers=probe, gpus=False), probe) is None
     assert probe.looks == 2
-    described = hardware.from_description({"host": {"memory": "1GiB"}}, "a file")
+    described = descriptions.from_description({"host": {"memory": "1GiB"}}, "a file")
     assert hardware.settled(described, probe) is None
 
 
@@ -267,41 +267,6 @@ def test_on_the_cpu_both_tiers_share_one_memory(tmp_path: Path) -> None:
 def test_sizes_are_shown_in_units_of_1024() -> None:
     assert format_bytes(3 * GIB // 2) == "1.50 GiB"
     assert format_bytes(100) == "100 B"
-
-
-def test_a_description_comes_back_as_it_was_written() -> None:
-    document = {
-        "name": "one H100",
-        "host": {"memory": "1500GiB", "cpus": 64},
-        "gpu": {"name": "H100", "memory": "80GiB", "capability": [9, 0]},
-        "disk": {"free": "4TiB"},
-        "rates": {"h2d_gbs": 55, "matmul_tflops": 746},
-    }
-    found = hardware.from_description(document, "h100.yaml")
-    assert found.host_budget() > 1400 * GIB
-    assert found.gpu is not None
-    assert found.gpu.total_bytes == 80 * GIB
-    again = hardware.from_description(hardware.describe(found), "again")
-    assert (again.gpu, again.memory_available, again.rates) == (found.gpu, found.memory_available, found.rates)
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ([], "mapping"),
-        ({"hosts": {}}, "hosts"),
-        ({"host": {"memory": "1GiB", "ram": 3}}, "host.ram"),
-        ({"host": {}}, "host.memory"),
-        ({"host": {"memory": "much"}}, "host.memory"),
-        ({"host": {"memory": "1GiB", "cpus": 0}}, "host.cpus"),
-        ({"host": {"memory": "1GiB"}, "gpu": {"name": "H100"}}, "gpu.memory"),
-        ({"host": {"memory": "1GiB"}, "gpu": {"memory": "1GiB", "capability": 9}}, "gpu.capability"),
-        ({"host": {"memory": "1GiB"}, "rates": {"h2d_gbs": -1}}, "rates.h2d_gbs"),
-    ],
-)
-def test_a_wrong_description_is_refused_by_its_key(document: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        hardware.from_description(document, "machine.yaml")
 
 
 def test_state_on_a_disk_that_is_host_memory_is_counted_as_host_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from megatrain.cli import main
 from megatrain.engine.engine import Engine, StepOutput
 from megatrain.errors import StorageError
 from megatrain.planning import calibrate
-from megatrain.system import hardware
+from megatrain.system import descriptions, hardware
 from megatrain.training import run_dir, setup
 from megatrain.training.run_dir import read_metrics, read_status, state_of
 from megatrain.training.stop import RunStopped, Stop
@@ -161,7 +161,7 @@ def test_a_run_says_at_its_start_how_long_a_stop_takes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
     if measured:
-        rates = dict.fromkeys(calibrate.UNITS, 2.0) | {"disk_write_gbs": 1e-6}
+        rates = dict.fromkeys(descriptions.UNITS, 2.0) | {"disk_write_gbs": 1e-6}
         assert calibrate.keep(hardware.read(), "cpu", rates) is not None
     with caplog.at_level(logging.INFO, "megatrain"):
         fit(settings(tmp_path))

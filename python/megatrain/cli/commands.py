@@ -184,16 +184,22 @@ def _draw(report: "Forecast", model: str, path: Path) -> None:
 
 
 def _described(given: str) -> "Machine":
-    """A machine by the name of a preset, or from a file that describes it."""
+    """A machine by the name of a preset or from a file that describes it, by its numbers as key=value,…, or both."""
     from megatrain.config import yaml12
     from megatrain.planning import presets
-    from megatrain.system import hardware as facts
+    from megatrain.system import descriptions
 
-    path = Path(given)
-    if not path.exists() and not path.suffix and path.name == given:
-        return presets.preset(given)
+    first, *words = given.split(",")
+    if "=" in first and not Path(first).exists():
+        first, words = "", [first, *words]
+    path = Path(first)
     try:
-        return facts.from_description(yaml12.load(path.read_text(encoding="utf-8"), str(path)), str(path))
+        if not first:
+            return descriptions.from_words(words, None, given)
+        if not path.exists() and not path.suffix and path.name == first:
+            return presets.changed(first, words, given) if words else presets.preset(first)
+        described = descriptions.from_description(yaml12.load(path.read_text(encoding="utf-8"), first), first)
+        return descriptions.from_words(words, described, given) if words else described
     except OSError as error:
         raise ConfigError(f"--machine {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -203,6 +209,7 @@ def _described(given: str) -> "Machine":
 def _probe(args: argparse.Namespace) -> int:
     from megatrain.config import paths
     from megatrain.planning import calibrate
+    from megatrain.system import descriptions
     from megatrain.system import hardware as facts
 
     if args.out:
@@ -218,10 +225,12 @@ def _probe(args: argparse.Namespace) -> int:
     if args.out:
         calibrate.write_description(machine, found, Path(args.out))
     if args.json:
-        description = facts.describe(machine) | {"rates": found}
+        description = descriptions.describe(machine) | {"rates": found}
         json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
     else:
-        table(("rate", ">value", "unit"), [(key, f"{value:.3g}", calibrate.UNITS[key]) for key, value in found.items()])
+        table(
+            ("rate", ">value", "unit"), [(key, f"{value:.3g}", descriptions.UNITS[key]) for key, value in found.items()]
+        )
         line(f"stored in {kept}" if kept else "not stored: the cache folder cannot be written")
         if measured.busy:
             line(f"busy: {measured.busy}, so plans will expect too little of this machine; probe again when it is idle")

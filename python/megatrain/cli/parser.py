@@ -3,6 +3,7 @@
 import argparse
 
 from megatrain.cli import exit_codes
+from megatrain.system import descriptions
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,10 +40,12 @@ def build() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--machine",
-        metavar="FILE|NAME",
+        metavar="FILE|NAME|KEY=VALUE[,KEY=VALUE…]",
         help="plan for a machine described in a file instead of this one; or for one by the name of its card, such as "
-        "rtx4090 or h100",
+        "rtx4090 or h100; or by its numbers, which may follow a file or a name, such as "
+        "rtx4090,host.memory=256GiB,disk.count=2,disk.free=4TB (keys below)",
     )
+    plan.epilog = f"{descriptions.key_help()}\n\n{exit_codes.TEXT}"
     plan.add_argument("--picture", metavar="FILE.svg", help="draw the lanes of a step, as predicted")
     _verbose(plan, "every item, the lanes, plans not chosen, the lower bound of the step time, and the numerics key")
 

@@ -21,26 +21,10 @@ from typing import Any
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
 from megatrain.system.atomic import write_whole
+from megatrain.system.descriptions import UNITS, describe
 from megatrain.system.hardware import GIB, Machine
 
 log: logging.Logger = logging.getLogger("megatrain")
-
-UNITS = {
-    "h2d_gbs": "GB/s, host to device",
-    "d2h_gbs": "GB/s, device to host",
-    "bidirectional_gbs": "GB/s, both ways at once",
-    "pin_gbs": "GB/s of host memory registered with the card",
-    "hbm_gbs": "GB/s, device memory read and written",
-    "matmul_tflops": "TFLOP/s, large matrix product in the training precision",
-    "adamw_gparams": "10⁹ parameters/s, host AdamW",
-    "touch_gbs": "GB/s, host memory mapped and touched for the first time",
-    "copy_gbs": "GB/s, host memory copied",
-    "disk_write_gbs": "GB/s, file written and flushed",
-    "disk_read_gbs": "GB/s, file read back",
-    "state_read_gbs": "GB/s, optimizer state read from disk while other state is written",
-    "state_write_gbs": "GB/s, optimizer state written to disk while other state is read",
-}
-"""Every rate, with what it counts. GB is 10⁹ bytes."""
 
 # Where nothing was measured: of the data sheets, dense bf16 products with fp32 sums and device memory, of which a large
 # product reaches about two thirds and a copy three quarters; a word of the card's name decides, the first that fits.
@@ -90,7 +74,8 @@ _FASTEST_CPU_TFLOPS = 0.2  # a core with two 512-bit FMA units at 3 GHz
 
 def nominal(machine: Machine, device: str) -> dict[str, float]:
     """Rates of a usual machine with this card and as many processors, whatever was measured here."""
-    usual = _usual_cuda(machine) | _USUAL_STATE_DISK
+    drives = max(1, machine.state_drives)
+    usual = _usual_cuda(machine) | {rate: drives * each for rate, each in _USUAL_STATE_DISK.items()}
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
         usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
@@ -230,9 +215,7 @@ def write_description(machine: Machine, found: dict[str, float], path: Path) -> 
     """The description that `plan --machine` reads. Raises StorageError."""
     import yaml
 
-    document = facts.describe(
-        dataclasses.replace(machine, rates={key: round(value, 4) for key, value in found.items()})
-    )
+    document = describe(dataclasses.replace(machine, rates={key: round(value, 4) for key, value in found.items()}))
     try:
         path.write_text(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     except OSError as error:

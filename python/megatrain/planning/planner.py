@@ -106,13 +106,21 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
     """Bytes that a run may use: device, host, and disk where `memory.nvme` names one. Raises ConfigError when that is
     no folder that can be written."""
-    gpu, host, disk = config.memory.gpu, config.memory.host, config.memory.nvme
+    gpu, host, disk = config.memory.gpu, config.memory.host, _state_disk(config, machine)
     found = machine.budget(device, None if gpu == "auto" else gpu, None if host == "auto" else host)
     if disk is None:
         return found
     for path in disk.paths if not machine.described else ():
         check_state_folder(Path(path))
     return found | {"disk": machine.state_disk(disk.paths, disk.size, found["host"])}
+
+
+def _state_disk(config: Config, machine: Machine) -> NvmeConfig | None:
+    """Where optimizer state may be kept on disk: `memory.nvme`, or the drives of a described machine, which need no
+    folder to be planned with."""
+    if config.memory.nvme is None and machine.state_drives:
+        return NvmeConfig(path=tuple(f"drive {number}" for number in range(machine.state_drives)))
+    return config.memory.nvme
 
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
@@ -187,9 +195,8 @@ def plan_run(
     nominal = SplitPlanner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
     options = (correction or {}) | options
     roomiest = SplitPlanner(config, decoder, device, machine.idle(), rates, options)
-    size = first = _first_split(config, device, rows, saved, nominal)
-    while size > 1 and config.plan.micro_batch is None and not roomiest.fits(size, -(-rows // size)):
-        size = -(-size // 2)
+    first = _first_split(config, device, rows, saved, nominal)
+    size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
     planner = SplitPlanner(config, decoder, device, machine, rates, options)
     try:
         request, plan = planner.fit(size, -(-rows // size))
@@ -199,9 +206,16 @@ def plan_run(
             return plan_run(
                 config, decoder, device=device, machine=settled, rows=rows, saved=saved, correction=correction
             )
-        changes = remedies.changes_that_fit(config, rows, lambda other: _fits(other, decoder, device, machine, rates))
-        spilled = _spilled(config, decoder, device, machine, rates, options, (size, -(-rows // size)))
-        raise remedies.explained(error, config, device, machine, planner.budget, changes, spilled) from None
+        if "state_on_device" not in options and remedies.exceeds_by_state(error, planner.budget):
+            error = planner.refusal(size, -(-rows // size), state_on_device=0) or error
+        ways = remedies.ways_that_fit(
+            config,
+            machine,
+            rows,
+            lambda other, where: _fits(other, decoder, device, where, rates),
+            lambda other, where: _planned(other, decoder, device, where, rates),
+        )
+        raise remedies.explained(error, config, device, machine, planner.budget, ways) from None
     if size != first:
         log.info(
             "micro-batches of %d rows do not fit, so %d rows are used; this is part of the numerics key", first, size
@@ -219,7 +233,7 @@ def plan_run(
         plan=plan,
         options=options,
         correction=dict(correction or {}),
-        disk=config.memory.nvme,
+        disk=_state_disk(config, machine),
     )
 
 
@@ -249,37 +263,53 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     return best[1] or None
 
 
-def _spilled(
-    config: Config,
-    decoder: "Decoder",
-    device: str,
-    machine: Machine,
-    rates: dict[str, float],
-    options: dict[str, Any],
-    split: tuple[int, int],  # rows of a micro-batch, micro-batches
-) -> int | None:
-    """Bytes of optimizer state that would be on disk if there were one without bounds; None where one is named already,
-    or none would help."""
-    if config.memory.nvme is not None:
-        return None
-    disk = NvmeConfig(path="memory.nvme.path", size=1 << 50)
-    changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, nvme=disk))
-    described = dataclasses.replace(machine, described=True)  # so that no folder is looked for
-    with contextlib.suppress(DoesNotFit):
-        _, plan = SplitPlanner(changed, decoder, device, described, rates, options).fit(*split)
-        return int(plan["totals"]["disk"])
-    return None
-
-
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:
-    """Whether a run with these settings could be planned, with whatever split of a step fits."""
+    """Whether `_planned` finds a plan; of most requests it takes one plan to know that."""
+    rows, machine = nominal_rows(config), _unasked(machine)
     planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
-    rows = nominal_rows(config)
-    size = config.plan.micro_batch or _even_parts(rows, MICRO_BATCH_TOKENS[device][0], config.data.seq_len)
-    size = min(size, rows)
-    while size > 1 and config.plan.micro_batch is None and not planner.fits(size, -(-rows // size)):
+    if config.plan.micro_batch is not None:
+        size = min(rows, config.plan.micro_batch)
+        return planner.fits(size, -(-rows // size))
+    if planner.fits(1, rows):
+        # The split follows from the idle machine, and is halved until it fits there.
+        return machine == machine.idle() or _planned(config, decoder, device, machine, rates) is not None
+    # One micro-batch needs no fp32 sums of gradients on the device.
+    whole = rows * config.data.seq_len <= MICRO_BATCH_TOKENS[device][0] and planner.fits(rows, 1)
+    return whole and _planned(config, decoder, device, machine, rates) is not None
+
+
+def _planned(
+    config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]
+) -> dict[str, Any] | None:
+    """The plan of a run with these settings, as `plan_run` makes it; None where it does not fit."""
+    rows, machine = nominal_rows(config), _unasked(machine)
+    options = engine_plan(config, device, machine)
+    size = config.plan.micro_batch and min(rows, config.plan.micro_batch)
+    if size is None:
+        idle, nominal = machine.idle(), calibrate.nominal(machine, device)
+        first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
+        size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
+    try:
+        return SplitPlanner(config, decoder, device, machine, rates, options).fit(size, -(-rows // size))[1]
+    except DoesNotFit:
+        return None
+
+
+def _unasked(machine: Machine) -> Machine:
+    """A machine of which no folder is looked for: a way to fit may name one that is not there."""
+    return dataclasses.replace(machine, described=True)
+
+
+def _largest_that_fits(planner: "SplitPlanner", first: int, rows: int) -> int:
+    """Rows of a micro-batch: `first`, or the largest of its halves that fits; 1 where none does."""
+    if first == 1 or planner.fits(first, -(-rows // first)):
+        return first
+    if not planner.fits(1, rows):  # nothing needs less
+        return 1
+    size = -(-first // 2)
+    while size > 1 and not planner.fits(size, -(-rows // size)):
         size = -(-size // 2)
-    return planner.fits(size, -(-rows // size))
+    return size
 
 
 def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]:
@@ -443,6 +473,17 @@ class SplitPlanner:
         except DoesNotFit:
             return False
         return True
+
+    def refusal(self, rows: int, micro_batches: int, **options: Any) -> DoesNotFit | None:
+        """Why a plan with these numbers asked for besides does not fit; None where it does."""
+        asked, self.options = self.options, self.options | options
+        try:
+            self.fit(rows, micro_batches)
+        except DoesNotFit as error:
+            return error
+        finally:
+            self.options = asked
+        return None
 
     def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """(request, plan). Raises DoesNotFit."""

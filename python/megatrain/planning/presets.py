@@ -3,8 +3,12 @@
 The card's rates are those of `calibrate`, which knows them by its name.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 from megatrain.errors import ConfigError
 from megatrain.names import nearest
+from megatrain.system import descriptions
 from megatrain.system.hardware import GIB, Gpu, Machine, format_bytes
 
 # name: (the driver's name, GiB that it reports, compute capability)
@@ -56,8 +60,26 @@ def preset(name: str) -> Machine:
         gpus=(Gpu(name=card, total_bytes=round(memory * GIB), capability=capability),),
         name=found,
         described=True,
-        assumed=f"{format_bytes(host)} of host memory, {cpus} processors and the card's nominal rates",
+        assumed=_assumed(host, cpus, ()),
     )
+
+
+def changed(name: str, words: list[str], where: str) -> Machine:
+    """The preset `name` with other numbers, as `key=value` words. Raises ConfigError, and ValueError naming the key."""
+    machine = descriptions.from_words(words, preset(name), where)
+    given = [word.partition("=")[0].strip() for word in words]
+    return dataclasses.replace(machine, assumed=_assumed(machine.memory_available, machine.cpus, given))
+
+
+def _assumed(host: int, cpus: int, given: Sequence[str]) -> str:
+    """What a preset assumes beside its card, without what was `given` by its key; in words."""
+    parts = {
+        "host.memory": f"{format_bytes(host)} of host memory",
+        "host.cpus": f"{cpus} processors",
+        "rates": "the card's nominal rates",
+    }
+    shown = [text for key, text in parts.items() if not any(one.startswith(key) for one in given)]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def _plain(name: str) -> str:

@@ -1,67 +1,294 @@
-"""The refusal of a plan that does not fit: its sum, where the budgets come from, and changes that would fit."""
+"""The refusal of a plan that does not fit: its sum, where the budgets come from, and ways that would fit."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatrain.config import Config
+from megatrain.config import Config, NvmeConfig
 from megatrain.errors import ConfigError, DoesNotFit
-from megatrain.system.hardware import Machine, format_bytes
+from megatrain.system.hardware import GIB, Machine, format_bytes
 
 _MOST_SHOWN = 3
-"""Changes that are named."""
+"""Ways that are named."""
 _SHORTEST = 256
 """Tokens of the shortest sequences that are suggested."""
+_IMMEDIATE = "train.update=immediate train.max_grad_norm=null"
+_FOLDER = "DIR"
+"""Stands for a folder on a fast disk."""
+
+# What one can buy: host memory and cards in GiB, a drive in 10⁹ bytes.
+_HOSTS = tuple(size << shift for shift in range(8) for size in (32, 48, 64)[: 3 if shift == 7 else 2])
+_CARDS = (8, 12, 16, 24, 32, 48, 80, 96, 141, 180)
+_DRIVES = (500, 1000, 2000, 4000, 8000, 16000)
+_MOST_LARGER = 4
+"""Memory that is more times as large belongs to another kind of machine, and is not suggested."""
 
 
-def changes_that_fit(config: Config, rows: int, fits: Callable[[Config], bool]) -> list[str]:
-    """Up to three changes of settings with which a plan fits, as `section.key=value` words for the command line; of
-    each kind the smallest change. `rows`: sequences of a step. `fits`: whether a configuration can be planned."""
-    found: dict[str, str] = {}
-    for words, sections in _changes(config, rows):
-        kind = words.partition("=")[0]
-        if kind in found:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to make a run fit that was refused."""
+
+    settings: str = ""
+    """`section.key=value` words for the command line; empty where only the machine changes."""
+    machine: str = ""
+    """`key=value` words for `--machine`; empty where the machine stays."""
+    spilled: int = 0
+    """Bytes of optimizer state that are then on a disk."""
+
+    def __str__(self) -> str:
+        words = self.settings
+        if self.machine:
+            words = f"{words} with {self.machine}".strip().replace(",", " and ")
+        if not self.spilled:
+            return words
+        disk = f"{_FOLDER} on a fast disk: " if _FOLDER in words else ""
+        return f"{words}  ({disk}{format_bytes(self.spilled)} of optimizer state, read and written once per step)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tried:
+    """A changed request: kinds of change in the order of their cost, and what they make of it."""
+
+    kinds: frozenset[str]
+    words: tuple[str, ...]
+    config: Config
+    machine: Machine
+    hardware: tuple[str, ...] = ()
+
+
+class Refusal(DoesNotFit):
+    """A plan that does not fit, with ways that would."""
+
+    ways: tuple[Way, ...] = ()
+
+
+Fits = Callable[[Config, Machine], bool]
+"""Whether these settings can be planned on this machine."""
+_Wanted = Callable[[frozenset[str]], bool]
+"""Whether a way of these kinds of change would be new: none contains a cheaper one that was found."""
+
+
+def ways_that_fit(
+    config: Config,
+    machine: Machine,
+    rows: int,  # sequences of a step
+    fits: Fits,
+    planned: Callable[[Config, Machine], dict[str, Any] | None],  # the plan itself; None where there is none
+) -> list[Way]:
+    """Up to three ways in which a run fits, the cheapest first: settings that leave results and time as they are, then
+    the disk that is there, then what changes training (clipping, tokens of a step, length), two or three of these
+    together, and last other hardware. Each was planned; none contains a cheaper one."""
+    start = _Tried(frozenset(), (), config, machine)
+    found: list[Way] = []
+    kinds: list[frozenset[str]] = []
+    search = _Search(rows, _remembered(fits), lambda new: not any(cheaper <= new for cheaper in kinds))
+    for tried in itertools.chain(_settings(start, search), _hardware(start, search)):
+        if not search.wanted(tried.kinds) or not search.fits(tried.config, tried.machine):
             continue
-        try:
-            changed = dataclasses.replace(config, **sections)
-        except ConfigError:  # contradicts another setting
-            continue
-        if fits(changed):
-            found[kind] = words
+        plan = planned(tried.config, tried.machine)
+        if plan is not None:
+            kinds.append(tried.kinds)
+            spilled = int(plan["totals"]["disk"])
+            found.append(Way(settings=" ".join(tried.words), machine=",".join(tried.hardware), spilled=spilled))
             if len(found) == _MOST_SHOWN:
                 break
-    return list(found.values())
+    return found
 
 
-def _changes(config: Config, rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Words for the command line and the sections they change; those that cost a run least come first."""
-    plan, data, train = config.plan, config.data, config.train
-    for field in dataclasses.fields(plan):
-        # Numbers that were asked for and could be derived.
-        if field.default is None and field.name != "micro_batch" and getattr(plan, field.name) is not None:
-            changed: dict[str, Any] = {field.name: None}
-            yield f"plan.{field.name}=null", {"plan": dataclasses.replace(plan, **changed)}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Search:
+    """What every part of the search asks."""
+
+    rows: int
+    fits: Fits
+    wanted: _Wanted
+
+
+def _remembered(fits: Fits) -> Fits:
+    """The same, asked once for equal requests."""
+    answers: list[tuple[Config, Machine, bool]] = []
+
+    def remembered(config: Config, machine: Machine) -> bool:
+        for asked, where, answer in answers:
+            if (asked, where) == (config, machine):
+                return answer
+        answers.append((config, machine, fits(config, machine)))
+        return answers[-1][2]
+
+    return remembered
+
+
+def _settings(start: _Tried, search: _Search) -> Iterator[_Tried]:
+    """Changes of settings, by their cost."""
+    yield from _free(start, search.rows)
+    modes = list(_modes(start))
+    yield from (mode for mode in modes if len(mode.kinds) == 1)
+    for mode in [start, *modes]:
+        if len(mode.kinds) > 1:
+            yield mode
+        if search.wanted(mode.kinds):
+            yield from _smaller(mode, search)
+
+
+def _free(start: _Tried, rows: int) -> Iterator[_Tried]:
+    """What costs neither time nor training: numbers that were asked for and could be derived, and the split."""
+    plan = start.config.plan
+    asked = [
+        field.name
+        for field in dataclasses.fields(plan)
+        if field.default is None and field.name != "micro_batch" and getattr(plan, field.name) is not None
+    ]
+    for keys in [*([key] for key in asked), *([asked] if len(asked) > 1 else [])]:
+        changes: dict[str, Any] = dict.fromkeys(keys)
+        changed = _changed(
+            start, "plan", [f"plan.{key}=null" for key in keys], plan=dataclasses.replace(plan, **changes)
+        )
+        yield from changed
     # A step of one micro-batch needs no fp32 sums of gradients on the device; small ones need the least activations.
     # Where the size is derived, it follows from the idle card, so that smaller ones may fit beside what others hold.
     for size in [rows, *(rows >> shift for shift in range(1, rows.bit_length()))]:
         if size != plan.micro_batch:
-            yield f"plan.micro_batch={size}", {"plan": dataclasses.replace(plan, micro_batch=size)}
-    length = data.seq_len // 2
-    while length >= _SHORTEST:
-        batch = train.batch_size and train.batch_size * data.seq_len // length  # a step keeps its tokens
-        sections = {"data": dataclasses.replace(data, seq_len=length)}
-        yield f"data.seq_len={length}", sections | {"train": dataclasses.replace(train, batch_size=batch)}
-        length //= 2
-    if train.update != "immediate":
-        immediate = dataclasses.replace(train, update="immediate", max_grad_norm=None)
-        yield "train.update=immediate train.max_grad_norm=null", {"train": immediate}
+            smaller = dataclasses.replace(plan, micro_batch=size)
+            yield from _changed(start, "micro_batch", [f"plan.micro_batch={size}"], plan=smaller)
+
+
+def _modes(start: _Tried) -> Iterator[_Tried]:
+    """State on the disk that is there, immediate updates, and both."""
+    config, machine = start.config, start.machine
+    disks = [start]
+    if config.memory.nvme is None and not machine.state_drives and (machine.disk_free or not machine.described):
+        # Of this machine no folder is known yet: the way says how much is needed there.
+        disk = NvmeConfig(path=_FOLDER, size=None if machine.described else 1 << 50)
+        memory = dataclasses.replace(config.memory, nvme=disk)
+        disks += _changed(start, "disk", [f"memory.nvme.path={_FOLDER}"], memory=memory)
+    for one in disks:
+        if one is not start:
+            yield one
+        if config.train.update != "immediate":
+            immediate = dataclasses.replace(config.train, update="immediate", max_grad_norm=None)
+            yield from _changed(one, "immediate", [_IMMEDIATE], train=immediate)
+
+
+def _smaller(start: _Tried, search: _Search) -> Iterator[_Tried]:
+    """The largest number of tokens of a step, and the longest sequences, that fit; none where the smallest do not."""
+    data, train, rows = start.config.data, start.config.train, search.rows
+    fewer = []
     for shift in range(1, rows.bit_length()):
         if train.batch_size is not None:
             size = train.batch_size >> shift
-            yield f"train.batch_size={size}", {"train": dataclasses.replace(train, batch_size=size)}
+            fewer += _changed(
+                start, "batch", [f"train.batch_size={size}"], train=dataclasses.replace(train, batch_size=size)
+            )
         else:
             tokens = (rows >> shift) * data.seq_len
-            yield f"train.batch_tokens={tokens}", {"train": dataclasses.replace(train, batch_tokens=tokens)}
+            smaller = dataclasses.replace(train, batch_tokens=tokens)
+            fewer += _changed(start, "batch", [f"train.batch_tokens={tokens}"], train=smaller)
+    short_rows = _lengths(start, rows, one=True) if rows > 1 else []
+    for sizes in (fewer, _lengths(start, rows), short_rows):
+        if not sizes or not search.wanted(sizes[-1].kinds) or not search.fits(sizes[-1].config, sizes[-1].machine):
+            continue
+        yield next((one for one in sizes[:-1] if search.fits(one.config, one.machine)), sizes[-1])
+        if sizes is fewer:
+            short_rows.clear()
+
+
+def _lengths(start: _Tried, rows: int, *, one: bool = False) -> list[_Tried]:
+    """Shorter sequences, the longest first; a step keeps its tokens or, with `one` or where it has one row, is one of
+    them."""
+    data, train, shorter = start.config.data, start.config.train, []
+    length = data.seq_len // 2
+    while length >= _SHORTEST:
+        words = [f"data.seq_len={length}"]
+        changes: dict[str, Any] = {}
+        if one and train.batch_size is not None:
+            words, changes["batch_size"] = [*words, "train.batch_size=1"], 1
+        elif (one or rows == 1) and train.batch_tokens is not None:
+            words, changes["batch_tokens"] = [*words, f"train.batch_tokens={length}"], length
+        elif train.batch_size is not None and rows > 1:
+            changes["batch_size"] = train.batch_size * data.seq_len // length
+            words.append(f"train.batch_size={changes['batch_size']}")
+        sections = {"data": dataclasses.replace(data, seq_len=length), "train": dataclasses.replace(train, **changes)}
+        found = _changed(start, "length", words, **sections)
+        shorter += [dataclasses.replace(tried, kinds=tried.kinds | {"batch"}) for tried in found] if one else found
+        length //= 2
+    return shorter
+
+
+def _hardware(start: _Tried, search: _Search) -> Iterator[_Tried]:
+    """The smallest drive, host memory and card with which a run fits as it is, or else with cheap settings."""
+    machine = start.machine
+    kinds: dict[str, list[tuple[str, Machine]]] = {}
+    if start.config.memory.nvme is None and not machine.state_drives and machine.described and not machine.disk_free:
+        kinds["disk"] = [
+            (f"disk.count=1,disk.free={size}GB", dataclasses.replace(machine, state_drives=1, disk_free=size * 10**9))
+            for size in _DRIVES
+        ]
+    if start.config.memory.host == "auto":
+        kinds["host"] = [
+            (f"host.memory={size}GiB", _with_host(machine, size * GIB))
+            for size in _HOSTS
+            if machine.memory_limit < size * GIB <= _MOST_LARGER * machine.memory_limit
+        ]
+    if start.config.memory.gpu == "auto" and machine.gpu is not None:
+        kinds["card"] = [
+            (f"gpu.memory={size}GiB", _with_card(machine, size * GIB))
+            for size in _CARDS
+            if machine.gpu.total_bytes < 0.97 * size * GIB <= _MOST_LARGER * machine.gpu.total_bytes
+        ]
+    left = dict(kinds)
+    for mode in (start, *_modes(start)):
+        for kind, sizes in list(left.items()):
+            sized = _least(mode, kind, sizes, search) if search.wanted(mode.kinds | {kind}) else None
+            if sized is not None:
+                del left[kind]
+                yield sized
+
+
+def _least(mode: _Tried, kind: str, sizes: list[tuple[str, Machine]], search: _Search) -> _Tried | None:
+    """The smallest of these machines on which `mode` fits, with fewer tokens in a step where it must; None where it
+    does not fit on the largest."""
+    if not sizes:
+        return None
+    words, machine = sizes[-1]
+    largest = dataclasses.replace(mode, kinds=mode.kinds | {kind}, machine=machine, hardware=(words,))
+    for chosen in itertools.chain([largest], _smaller(largest, search)):
+        if not search.fits(chosen.config, chosen.machine):
+            continue
+        on = [dataclasses.replace(chosen, machine=machine, hardware=(words,)) for words, machine in sizes]
+        low, high = 0, len(on) - 1
+        while low < high:  # the first that fits
+            middle = (low + high) // 2
+            low, high = (low, middle) if search.fits(on[middle].config, on[middle].machine) else (middle + 1, high)
+        return on[low]
+    return None
+
+
+def _with_host(machine: Machine, size: int) -> Machine:
+    total = max(size, machine.memory_total)
+    return dataclasses.replace(machine, memory_total=total, memory_limit=size, memory_available=size)
+
+
+def _with_card(machine: Machine, size: int) -> Machine:
+    cards = tuple(dataclasses.replace(gpu, total_bytes=size) for gpu in machine.gpus)
+    return dataclasses.replace(machine, gpus=cards)
+
+
+def _changed(start: _Tried, kind: str, words: list[str], **sections: Any) -> list[_Tried]:
+    """`start` with these sections; nothing where they contradict another setting."""
+    try:
+        config = dataclasses.replace(start.config, **sections)
+    except ConfigError:
+        return []
+    return [dataclasses.replace(start, kinds=start.kinds | {kind}, words=(*start.words, *words), config=config)]
+
+
+def exceeds_by_state(error: DoesNotFit, budget: dict[str, int]) -> bool:
+    """Whether the sum of a refusal exceeds the card by optimizer state, which could as well be on the host. Of such a
+    sum nobody learns how much host memory is missing."""
+    device = [item for item in error.items if item["tier"] == "device"]
+    state = sum(item["bytes"] for item in device if "optimizer state" in item["what"])
+    return bool(state > 0 and sum(item["bytes"] for item in device) > budget["device"])
 
 
 def explained(
@@ -70,10 +297,9 @@ def explained(
     device: str,
     machine: Machine,
     budget: dict[str, int],
-    changes: list[str],
-    spilled: int | None = None,  # bytes of optimizer state on a disk with which it would fit as it is
-) -> DoesNotFit:
-    """The refusal with its whole sum, what is missing, where the budgets come from, and `changes` that would fit."""
+    ways: list[Way],
+) -> Refusal:
+    """The refusal with its whole sum, what is missing, where the budgets come from, and `ways` that would fit."""
     names = {
         "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
         "host": "host memory",
@@ -88,18 +314,18 @@ def explained(
     ]  # of the CPU, where both tiers share it
     lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
     lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
-    explained = DoesNotFit(
+    explained = Refusal(
         "\n".join(
             [
                 f"this does not fit: {'; '.join(over)}",
                 *lines,
                 *_limits(config, device, machine, budget),
-                *_advice(changes),
-                *_disk_advice(spilled),
+                *_advice(ways),
             ]
         )
     )
     explained.items = error.items
+    explained.ways = tuple(ways)
     return explained
 
 
@@ -126,18 +352,10 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
             yield f"  {format_bytes(gpu.held_bytes):>12}  device  held by other programs and other tensors"
 
 
-def _disk_advice(spilled: int | None) -> Iterator[str]:
-    if spilled:
-        yield (
-            f"Or name a folder on a fast disk as memory.nvme.path: {format_bytes(spilled)} of optimizer state would be "
-            "kept there, read once and written once per step"
-        )
-
-
-def _advice(changes: list[str]) -> Iterator[str]:
-    if changes:
+def _advice(ways: list[Way]) -> Iterator[str]:
+    if ways:
         yield "Each of these changes alone would fit:"
-        yield from (f"  {words}" for words in changes)
+        yield from (f"  {way}" for way in ways)
     else:
         yield (
             "No shorter sequence and no smaller batch would fit. Use a smaller model, freeze parameters, or give "

@@ -21,7 +21,6 @@ from typing import Any
 
 from megatrain.errors import first_line
 from megatrain.system import atomic
-from megatrain.units import parse_size
 
 log: logging.Logger = logging.getLogger("megatrain")
 
@@ -77,6 +76,9 @@ class Machine:
     gpu_reason: str = ""
     """Why there is no card, in a sentence; empty when there is one."""
     disk_free: int | None = None
+    """Free bytes of the disk of runs; of a described machine, of all its drives together."""
+    state_drives: int = 0
+    """Drives of a described machine that optimizer state may be spread over; 0 where none were described."""
     kernel: str = ""
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Measured rates (see `probe`): h2d_gbs, d2h_gbs, matmul_tflops, adamw_gparams, hbm_gbs, …"""
@@ -338,112 +340,6 @@ def format_bytes(size: float) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{size:.0f} B"
-
-
-def describe(machine: Machine) -> dict[str, Any]:
-    """The written description of a machine: what `--machine` reads and `probe --out` writes."""
-    gpu, disk = machine.gpu, machine.disk_free
-    return {
-        "name": machine.name,
-        "host": {
-            "memory": _written(machine.memory_available),
-            "total": _written(machine.memory_total),
-            "cpus": machine.cpus,
-        },
-        "gpu": None
-        if gpu is None
-        else {
-            "name": gpu.name,
-            "memory": _written(gpu.total_bytes),
-            "capability": list(gpu.capability),
-            "count": len(machine.gpus),
-        },
-        "disk": {"free": None if disk is None else _written(disk)},
-        "rates": dict(machine.rates),
-    }
-
-
-def _written(size: int) -> str:
-    """A size that `parse_size` reads back, to a thousandth of a GiB."""
-    return f"{size / GIB:.3f}GiB"
-
-
-def from_description(document: Any, where: str) -> Machine:
-    """Reads a written description: `host: {memory, cpus}`, `gpu: {name, memory, capability}` or null, `disk: {free}`,
-    `rates: {…}`, `name`. Sizes as `12GiB`. Raises ValueError naming the key."""
-    sections: dict[str, tuple[str, ...]] = {
-        "host": ("memory", "total", "cpus"),
-        "gpu": ("name", "memory", "capability", "count"),
-        "disk": ("free",),
-        "rates": (),
-        "name": (),
-    }
-    if not isinstance(document, dict):
-        raise ValueError(f"{where}: a machine description is a mapping with the keys {', '.join(sections)}")
-    for key in document:
-        if key not in sections:
-            raise ValueError(f"{where}: unknown key {key!r}; a machine description has {', '.join(sections)}")
-    for section, keys in sections.items():
-        part = document.get(section)
-        if not keys or part is None:
-            continue
-        if not isinstance(part, dict):
-            raise ValueError(f"{where}: {section} must be a mapping with {', '.join(keys)}, not {part!r}")
-        for key in part:
-            if key not in keys:
-                raise ValueError(f"{where}: unknown key {section}.{key}; it has {', '.join(keys)}")
-
-    host = document.get("host") or {}
-    if host.get("memory") is None:
-        raise ValueError(f"{where}: host.memory is missing; write the host memory a run may use, like 128GiB")
-    memory = _described(where, "host.memory", host["memory"])
-    gpu = document.get("gpu")
-    gpus: tuple[Gpu, ...] = ()
-    if gpu is not None:
-        if gpu.get("memory") is None:
-            raise ValueError(f"{where}: gpu.memory is missing; write the card's memory, like 80GiB, or gpu: null")
-        capability = gpu.get("capability", [9, 0])
-        if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(x, int) for x in capability)):
-            raise ValueError(f"{where}: gpu.capability must be two numbers, like [9, 0], not {capability!r}")
-        card = Gpu(
-            name=str(gpu.get("name", "GPU")),
-            total_bytes=_described(where, "gpu.memory", gpu["memory"]),
-            capability=(capability[0], capability[1]),
-        )
-        gpus = (card,) * _whole(where, "gpu.count", gpu.get("count", 1))
-    rates = document.get("rates") or {}
-    if not isinstance(rates, dict):
-        raise ValueError(f"{where}: rates must be a mapping of numbers, not {rates!r}")
-    for key, value in rates.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"{where}: rates.{key} must be a positive number, not {value!r}")
-    free = (document.get("disk") or {}).get("free")
-    return Machine(
-        cpus=_whole(where, "host.cpus", host.get("cpus", 8)),
-        memory_total=_described(where, "host.total", host.get("total", host["memory"])),
-        memory_limit=memory,
-        memory_available=memory,
-        memory_source=f"the description {where}",
-        gpus=gpus,
-        gpu_reason="" if gpus else f"the description {where} has no gpu",
-        disk_free=None if free is None else _described(where, "disk.free", free),
-        rates={key: float(value) for key, value in rates.items()},
-        name=str(document.get("name") or where),
-        described=True,
-    )
-
-
-def _described(where: str, key: str, value: Any) -> int:
-    try:
-        return parse_size(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {key}: {error}") from None
-
-
-def _whole(where: str, key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {key} must be a positive whole number, not {value!r}")
-    return value
 
 
 def _gpu(device: Mapping[str, Any]) -> Gpu:

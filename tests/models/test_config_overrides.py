@@ -122,6 +122,40 @@ def test_a_model_with_other_positions_learns_as_stock_transformers_with_the_same
         assert torch.equal(exported(ids).logits, stock.float().eval()(ids).logits)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "phi3", "gpt_oss", "gpt_neox", "deepseek_v3", "gpt2", "falcon"])
+def test_only_what_is_given_is_replaced(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    own = load_config(tmp_path)
+    nested = own.get_text_config() is not own
+    given = {"max_position_embeddings": 12345}
+    replaced = load_config(tmp_path, overrides={"text_config": given} if nested else given)
+    own.get_text_config().max_position_embeddings = 12345
+    assert replaced.to_dict() == own.to_dict()
+    assert replaced.name_or_path == own.name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("key", ["max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"])
+def test_keys_of_the_text_part_are_refused_beside_it(kind: str, key: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    value = {"rope_type": "linear", "factor": 2.0} if key.startswith("rope_s") or key.endswith("rs") else 4096
+    with pytest.raises(ConfigError, match=rf"text part of {kind}; write model\.config\.text_config\.{key}"):
+        load_config(tmp_path, overrides={key: value})
+
+
+def test_a_text_part_that_is_written_flat_keeps_what_is_not_replaced(tmp_path: Path) -> None:
+    """As the first files of Qwen2-VL are."""
+    described = {"model_type": "qwen2_vl", "hidden_size": 128, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    replaced = load_config(tmp_path, overrides={"text_config": {"max_position_embeddings": 4096}}).text_config
+    assert (replaced.hidden_size, replaced.num_hidden_layers, replaced.rms_norm_eps) == (128, 2, 1e-5)
+    assert replaced.max_position_embeddings == 4096
+
+
 def test_windows_follow_the_keys_that_are_replaced(tmp_path: Path) -> None:
     saved(tmp_path / "model", "qwen2")
     own = load_config(tmp_path / "model")

@@ -64,13 +64,27 @@ def merge(config: Any, described: Mapping[str, Any], given: Mapping[str, Any], p
                 raise ConfigError(
                     f"{prefix}{key} is {value!r}; write the keys that are replaced, such as {{KEY: VALUE}}"
                 )
-            merged[key] = merge(part, described.get(key) or {}, value, f"{prefix}{key}.")
+            # older files of models with images have the keys of the text part beside the others
+            merged[key] = merge(part, described.get(key) or part.to_dict(), value, f"{prefix}{key}.")
             continue
+        _refuse_of_text(config, key, prefix)
         name = config.attribute_map.get(key, key)
         for other in (name, *(old for old, new in config.attribute_map.items() if new == name)):
             merged.pop(other, None)
         merged[name] = copy.deepcopy(value)
     return merged
+
+
+def _refuse_of_text(config: Any, key: str, prefix: str) -> None:
+    """Raises ConfigError for a key of the text part, which would be stored, and read by nothing, outside of it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    owner = type(config)
+    declared = key in getattr(owner, "__dataclass_fields__", ()) or (key not in _ROPE and hasattr(owner, key))
+    if text is config or declared:
+        return
+    if hasattr(text, key) or key in _ROPE:
+        name = next((name for name, part in vars(config).items() if part is text), "text_config")
+        raise ConfigError(f"{prefix}{key} is a key of the text part of {config.model_type}; write {prefix}{name}.{key}")
 
 
 def check_effect(config: Any, given: Mapping[str, Any], prefix: str) -> None:

@@ -68,6 +68,7 @@ def _overridden(config: Any, source: str | Path, overrides: Mapping[str, Any], a
         replaced = type(config).from_dict(merged)
     except Exception as error:  # a configuration class may raise anything for a value it refuses
         raise ConfigError(f"model.config: {config.model_type}: {_reason(error)}") from error
+    replaced.name_or_path = config.name_or_path  # where a model's own code is looked up
     _refuse_unknown(replaced, overrides, "model.config.")
     config_overrides.check_effect(replaced, overrides, "model.config.")
     return replaced

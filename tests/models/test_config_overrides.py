@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import reference, runs
-from tests.support.trainer import fit, stopped_after_two_steps
 
 from megatrain.cli import main
 from megatrain.config import Config
@@ -18,6 +16,8 @@ from megatrain.models.hf_config import load_config
 from megatrain.system import hardware
 from megatrain.training.run_dir import read_status
 from megatrain.training.setup import assemble, prepare_model
+from support import reference, runs
+from support.trainer import fit, stopped_after_two_steps
 
 THETA = 10_000.0
 

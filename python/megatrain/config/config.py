@@ -110,7 +110,7 @@ class Config:
         if "data" in keys:
             if not self.data.train:
                 raise ConfigError("data.train is not set; name a file, a folder or python:stdlib")
-            if self.model.config is not None and self.model.tokenizer is None:
+            if self.model.path is None and self.model.tokenizer is None:
                 raise ConfigError(
                     "model.tokenizer is not set, and a model from model.config has none; name a folder or hub id, "
                     "or write {train: bpe, vocab_size: 4096}"

@@ -15,6 +15,11 @@ log: logging.Logger = logging.getLogger(__name__)
 _NAMES = ("max_position_embeddings", "n_positions")
 """Keys of a `config.json` that name a model's positions."""
 
+_ROPE = ("rope_parameters", "rope_scaling")
+
+STRETCHED = ("yarn", "llama3", "longrope")
+"""Kinds of rotary positions that read how many positions the model was trained with."""
+
 
 def shorten(tree: dict[str, Any]) -> None:
     """Sets `data.seq_len` of a configuration that does not state it, where its model is written out or lies in a local
@@ -33,11 +38,12 @@ def shorten(tree: dict[str, Any]) -> None:
 def _positions(model: Any) -> int | None:
     described = model.get("config") if isinstance(model, Mapping) else None
     path = model.get("path") if isinstance(model, Mapping) else None
-    if described is None and isinstance(path, str):
+    if isinstance(path, str):
         try:
-            described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+            own = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None  # what is wrong with it is said when the model is read
+        described = _replaced(own, described) if isinstance(own, Mapping) else None
     if not isinstance(described, Mapping):
         return None
     parts = [described, described.get("text_config")]
@@ -53,6 +59,28 @@ def _positions(model: Any) -> int | None:
             except (AttributeError, TypeError, ValueError):
                 return None
     return None
+
+
+def _replaced(own: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """A `config.json` with keys of `model.config` in place of its own."""
+    replaced = dict(own)
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        part = replaced.get(name)
+        if name.endswith("_config") and isinstance(part, Mapping):
+            replaced[name] = _replaced(part, value)
+            continue
+        if name in _ROPE:
+            old: Mapping[str, Any] = next(
+                (replaced[key] for key in _ROPE if isinstance(replaced.get(key), Mapping)), {}
+            )
+            replaced = {key: replaced[key] for key in replaced if key not in _ROPE}
+            if isinstance(value, Mapping) and not {"type", "rope_type"} & value.keys():
+                value = {**old, **value}
+            elif isinstance(value, Mapping) and {value.get("type"), value.get("rope_type")} & {*STRETCHED}:
+                limit = old.get("original_max_position_embeddings") or own.get("max_position_embeddings")
+                value = {"original_max_position_embeddings": limit, **value}
+        replaced[name] = value
+    return replaced
 
 
 def max_positions(config: Any) -> int | None:

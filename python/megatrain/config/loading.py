@@ -178,11 +178,17 @@ def override(tree: dict[str, Any], words: Iterable[str], base: Path) -> dict[str
         tree = located(normal(_set(tree, key.split("."), value, key)), base)
     for key in given:
         rival = _RIVALS.get(key)
-        if rival is not None and rival not in given and isinstance(tree.get(rival.split(".")[0]), dict):
+        if rival in _RIVALS and rival not in given and isinstance(tree.get(rival.split(".")[0]), dict):
+            if key.startswith("model.") and not _is_architecture(tree["model"].get("config")):
+                continue  # keys of the path's configuration that are replaced
             section, name = rival.split(".")
             if tree[section].get(key.split(".")[1]) is not None:
                 tree[section].pop(name, None)
     return tree
+
+
+def _is_architecture(config: Any) -> bool:
+    return isinstance(config, Mapping) and "model_type" in config
 
 
 def _set(tree: dict[str, Any], parts: list[str], value: Any, key: str) -> dict[str, Any]:

@@ -56,9 +56,11 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`random`: only the architecture is taken from `path`. A model from `config` is always random."""
+    """`random`: only the architecture is taken from `path`. A model from `config` alone is always random."""
     config: dict[str, Any] | None = None
-    """An architecture written out, with the keys of a Hugging Face `config.json`; in place of `path`."""
+    """An architecture written out, with the keys of a Hugging Face `config.json`, `model_type` among them; in place of
+    `path`. Beside `path`: keys that replace those of its configuration, such as `max_position_embeddings` and
+    `rope_scaling`. None may change the shapes of pretrained weights."""
     tokenizer: str | TokenizerTraining | None = None
     """A folder or hub id, or `{train: bpe, vocab_size: N}`; null: the one beside the model."""
     chat_template: str | None = None
@@ -72,9 +74,13 @@ class ModelConfig:
     """Implementation of attention, by its name in transformers."""
 
     def __post_init__(self) -> None:
-        if self.config is not None:
-            if self.path is not None:
-                raise ConfigError("model.path and model.config are both given; a model comes from one of the two")
+        if self.config is not None and self.path is not None:
+            if "model_type" in self.config:
+                raise ConfigError(
+                    "model.path and model.config are both given; a model comes from one of the two. To replace keys "
+                    "of the configuration of model.path, leave model_type out of model.config"
+                )
+        elif self.config is not None:
             if self.init == "pretrained":
                 object.__setattr__(self, "init", "random")
             if not isinstance(self.config.get("model_type"), str):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.models import config_overrides
 from megatrain.names import nearest
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -23,11 +24,14 @@ _EVERY_MODEL = frozenset(
 """Keys that the `config.json` of any model may have, whether or not its class declares them."""
 
 
-def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) -> Any:
+def load_config(
+    source: Any, trust_remote_code: bool = False, overrides: Mapping[str, Any] | None = None, **arguments: Any
+) -> Any:
     """A Hugging Face configuration from itself, from a dict with `model_type`, or from a folder or hub id, for which
     `arguments` go to `from_pretrained`. A key that the model does not have is an error in a dict, which somebody wrote
     by hand, and a line in the log for a folder. A folder's `quantization_config` is dropped, since weights are
-    dequantised when they are loaded. Raises ConfigError, also for whatever transformers refuses."""
+    dequantised when they are loaded. `overrides`: keys that replace a folder's own. Raises ConfigError, also for
+    whatever transformers refuses."""
     from transformers import AutoConfig
 
     if isinstance(source, dict):
@@ -49,10 +53,25 @@ def load_config(source: Any, trust_remote_code: bool = False, **arguments: Any) 
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
             log.info("%s: its configuration has keys that %s does not know: %s", source, config.model_type, extra)
+        if overrides:
+            config = _overridden(config, source, overrides, arguments)
         from megatrain.weights import dequantize  # which loads torch, as a refused request must not
 
         return dequantize.without(config, source)
     return source
+
+
+def _overridden(config: Any, source: str | Path, overrides: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    described = type(config).get_config_dict(str(source), **arguments)[0]
+    merged = config_overrides.merge(config, described, overrides, "model.config.")
+    try:
+        replaced = type(config).from_dict(merged)
+    except Exception as error:  # a configuration class may raise anything for a value it refuses
+        raise ConfigError(f"model.config: {config.model_type}: {_reason(error)}") from error
+    replaced.name_or_path = config.name_or_path  # where a model's own code is looked up
+    _refuse_unknown(replaced, overrides, "model.config.")
+    config_overrides.check_effect(replaced, overrides, "model.config.")
+    return replaced
 
 
 def check(config: Any) -> None:
@@ -131,6 +150,8 @@ def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
 
     for name in _unknown(config, given):
         known = {field.name for field in dataclasses.fields(type(config))} | set(config.attribute_map)
+        if "rope_parameters" in known:
+            known |= {"rope_theta", "rope_scaling"}  # its parts in older files
         close = nearest(name, sorted(known))
         hint = f"did you mean {prefix}{close}?" if close else "remove it"
         raise ConfigError(f"{prefix}{name} is not a key of {config.model_type}; {hint}")

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ from megatrain.data import Dataset, Loader, fingerprint, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
+from megatrain.models.config_overrides import check_shapes
 from megatrain.models.decoder import Decoder
 from megatrain.models.flops import ModelCount, count_model
 from megatrain.models.hf_config import check, load_config, text_config
@@ -155,6 +156,9 @@ def _model_setup(
     precision = planner.choose_precision(config, device, machine)
     hf_config = _hf_config(config, files, tokenizer)
     check(hf_config)
+    if config.model.config and config.model.init == "pretrained":
+        own = functools.partial(_folder_config, config, files)
+        check_shapes(own, config.model.config, config.model.trust_remote_code)
     _check_length(config, text_config(hf_config))
     decoder = Decoder.from_config(
         hf_config,
@@ -348,16 +352,21 @@ def _files(config: Config, plan_only: bool) -> ModelFiles | None:
 
 
 def _hf_config(config: Config, files: ModelFiles | None, tokenizer: "PreTrainedTokenizerBase | None") -> Any:
-    if config.model.config is not None:
-        own = config.model.config
+    if config.model.path is None:
+        own = config.model.config or {}
         if tokenizer is not None:
             return load_config(with_vocabulary(own, tokenizer))
         trained = config.model.tokenizer
         size = {"vocab_size": trained.vocab_size} if isinstance(trained, TokenizerTraining) else {}
         return load_config(size | own)
+    return _folder_config(config, files, config.model.config)
+
+
+def _folder_config(config: Config, files: ModelFiles | None, overrides: Mapping[str, Any] | None) -> Any:
+    """The configuration of `model.path` with keys replaced."""
     if files is None:
-        return load_config(config.model.path, config.model.trust_remote_code)
-    return load_config(files.folder, config.model.trust_remote_code, **files.arguments())
+        return load_config(config.model.path, config.model.trust_remote_code, overrides)
+    return load_config(files.folder, config.model.trust_remote_code, overrides, **files.arguments())
 
 
 def _located(config: Config, files: ModelFiles | None) -> Config:
@@ -372,7 +381,7 @@ def _check_length(config: Config, text: Any) -> None:
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
             f"data.seq_len is {config.data.seq_len} and the model has positions for {limit} tokens; lower data.seq_len"
-            + (", or raise model.config.max_position_embeddings" if config.model.config is not None else "")
+            ", or raise model.config.max_position_embeddings"
         )
 
 

@@ -345,7 +345,11 @@ class Encoder:
         learnt = [index for index in wanted if index not in silent]
         if silent:
             remarks = tuple(sorted({*remarks, ("calls", "")}))
-        endless, stops = self._close_runs(ids, mask, runs, ends_with_assistant=messages[-1]["role"] == "assistant")
+        if not assistants or assistants[-1] == len(messages) - 1:
+            ending = int(ids[runs[-1][1]]) if runs and runs[-1][1] < len(ids) else None
+        else:
+            ending = self._ending(messages[: assistants[-1] + 1], row)
+        endless, stops = self._close_runs(ids, mask, runs, ending)
         # A turn without content of which no call is rendered says nothing that could be marked.
         spoken = [index for index in assistants if messages[index]["content"] or index not in silent]
         if self._supervise == "last" and learnt == spoken[-1:] and runs:
@@ -362,14 +366,22 @@ class Encoder:
                     mask[start:stop] = 0
         return self._started(Encoded(row, ids, mask, stops, endless, (*row.remarks, *remarks)))
 
+    def _ending(self, messages: Sequence[Message], row: Row) -> int | None:
+        """The token that the template writes after the mark of the turn that ends a conversation."""
+        try:
+            text, marked = self._render_marked(messages, row)
+        except Exception:  # a template raises what it likes
+            return None
+        after = text[marked[-1][1] :] if marked else ""
+        ids = self._backend.encode(after, add_special_tokens=False).ids
+        return int(ids[0]) if ids else None
+
     def _close_runs(
-        self, ids: np.ndarray, mask: np.ndarray, runs: Sequence[tuple[int, int]], *, ends_with_assistant: bool
+        self, ids: np.ndarray, mask: np.ndarray, runs: Sequence[tuple[int, int]], ending: int | None
     ) -> tuple[int, np.ndarray]:
-        """Adds end-of-turn tokens that a template wrote after its mark. Returns how many turns have none, and the token
-        after the end of each."""
-        final = runs[-1][1] if runs else 0
-        # What follows a turn in the middle may be the next turn's opening; what follows the last one cannot be.
-        expected = int(ids[final]) if ends_with_assistant and final < len(ids) else None
+        """Adds end-of-turn tokens that a template wrote after its mark: `ending`, which follows the turn that ends a
+        conversation, since what follows any other may be the next turn's opening. Returns how many turns have none,
+        and the token after the end of each."""
         endless, stops = 0, []
         for start, stop in runs:
             stops.append(stop)
@@ -377,7 +389,7 @@ class Encoder:
             if inside in self._special:
                 continue
             following = int(ids[stop]) if stop < len(ids) else None
-            if following in self._special and (following == expected or not ends_with_assistant):
+            if following in self._special and following == ending:
                 mask[stop] = 1
                 stops[-1] = stop + 1
             else:

@@ -45,6 +45,7 @@ def text_of(found, encoded):
         "\n  {% if strftime_now is defined %}\n [{{ strftime_now('%A %-d %B, %j %F 100%% %%d %H:%M') }}]{% endif %}\n",
         "{% macro day() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}{% set d = day() %}{{ d }}{{ d | length }}",
         "{%- set day = strftime_now('%d') | int + 1 %}{{ day }}",
+        "{%- set format = ['%d', '%%m', '%Y'] | join('·') %}{{ strftime_now(format) }}",
     ],
 )
 def test_a_template_that_is_given_a_day_renders_as_it_would_have_on_that_day(template, monkeypatch):

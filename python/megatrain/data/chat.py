@@ -288,6 +288,8 @@ class _Finder:
         calls = [index for index in indices if self._messages[index].get("tool_calls")]
         # Apart, since templates that check the order of roles refuse another turn in place of a call.
         for group in ([index for index in indices if index not in set(calls)], calls):
+            if not group:
+                continue
             found = self._exchanged(group) or self._after_anchors(group)
             for index in group:
                 one = {} if index in found else self._exchanged([index])
@@ -304,8 +306,6 @@ class _Finder:
 
     def _exchanged(self, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
         """Found with markers in place of these turns, in one rendering; None where the rest of the text changes."""
-        if not indices:
-            return {}
         plain, reasoned = {}, {}
         for index in indices:
             plain[index] = {"role": "assistant", "content": self._marker(index)}

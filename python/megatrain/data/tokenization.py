@@ -210,7 +210,8 @@ class Encoder:
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
 
         def render(changed: Sequence[Message], *, prompt: bool = False) -> str:
-            return self._render(changed, row, prompt=prompt)
+            # Without the stock call's checks of the messages, which take as long as the template.
+            return self._jinja(changed, row, prompt=prompt)[0]
 
         names = facts.names
         remarks = self._unrendered(row, messages, text)
@@ -276,20 +277,25 @@ class Encoder:
         The stock call returns a mask of tokens, which is wrong where a part ends with the first token or with a blank
         that the tokenizer drops (https://github.com/huggingface/transformers/issues/47325).
         """
+        with self._stock:
+            return self._jinja(messages, row, marked=True)
+
+    def _jinja(
+        self, messages: Sequence[Message], row: Row, *, prompt: bool = False, marked: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """What the stock call renders, by the function that it uses, and the parts that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **row.template_arguments}
-        with self._stock:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                tools=_tools(row),
-                chat_template=self._template(row).text,
-                return_assistant_tokens_mask=True,
-                **arguments,
-            )
-        (text,), (marked,) = rendered
-        assert text == self._render(messages, row)
-        return text, marked
+        rendered: Any = render_jinja_template(
+            conversations=[list(messages)],
+            tools=_tools(row),
+            chat_template=self._template(row).text,
+            return_assistant_tokens_mask=marked,
+            add_generation_prompt=prompt,
+            **arguments,
+        )
+        return rendered[0][0], rendered[1][0] if marked else []
 
     def _spans(self, row: Row, found: "_Rendered", encoding: "Encoding") -> Encoded:
         ids = encoding.ids

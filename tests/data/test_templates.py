@@ -100,6 +100,18 @@ def test_one_of_several_templates_is_named_and_gets_the_documents_of_a_row(tmp_p
         encoder({"rag": TURNS, "tool_use": TURNS})
 
 
+def test_a_prompt_with_its_completion_has_tools_documents_and_arguments_like_messages(tmp_path):
+    head = "{{ effort }} {{ documents[0].title }} {{ tools[0].function.name }}\n"
+    more = {"tools": [TOOL], "documents": [{"title": "paris"}], "chat_template_kwargs": {"effort": "high"}}
+    (row,) = rows(tmp_path / "a.jsonl", {"prompt": "2 + 2?", "completion": "4", **more})
+    found = encoder(head + TURNS)
+    (encoded,) = found.encode([row], ["a"])
+    assert text_of(found, encoded).startswith(f"high paris {TOOL['function']['name']}\n<|im_start|>user\n2 + 2?")
+    assert [name for kind, name in encoded.remarks if kind in ("column", "argument", "tools")] == []
+    (encoded,) = encoder(None).encode([row], ["a"])
+    assert {("tools", ""), ("argument", "documents"), ("argument", "effort")} <= set(encoded.remarks)
+
+
 def test_arguments_of_a_row_reach_the_template_and_those_it_does_not_read_are_named(tmp_path):
     found = encoder("{% if effort is defined %}effort: {{ effort }}\n{% endif %}" + TURNS)
     given = {"messages": TALK, "chat_template_kwargs": {"effort": "high", "color": "red"}}

@@ -195,6 +195,8 @@ class Encoder:
         if not self._as_chat(row):
             start, stop = len(row.text), len(row.text) + len(row.completion)
             unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
+            unused += (("tools", ""),) if row.tools else ()
+            unused += tuple(("argument", key) for key in sorted(row.template_arguments))
             return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
         if not self._templates:
             raise ConfigError(

@@ -1,12 +1,16 @@
 """Tokens per second of `megatrain data` beside `datasets.map` with the same tokenizer and as many workers: a JSON line.
 
     pip install 'megatrain[datasets]'
-    python benches/tokenization.py [--rows 20000] [--workers 2] [--tokenizer FOLDER]
+    python benches/tokenization.py [--chat chatml|header|marked] [--rows 20000] [--workers 2] [--tokenizer FOLDER]
 
 Both start from the same JSONL file and end with token ids on disk; neither has a cache. `datasets.map` tokenizes in
 batches of 1,000 rows, once with `num_proc` processes and once in one process whose tokenizer uses all its threads, as
 the library does by default; the faster of the two is what counts. Rounds alternate, so that a busy machine is as busy
 for both, and each round's ratio is printed; the last key is their median.
+
+With `--chat` rows are conversations of four messages. `datasets.map` then makes the stock template call for each row,
+with its mask of the assistant's tokens where the template marks them (`marked`), and without a mask where it does not:
+megatrain finds the assistant's tokens in both cases.
 """
 
 import argparse
@@ -21,12 +25,42 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+TEMPLATES = {
+    "chatml": (
+        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    "header": (
+        "{{ '<|system|>\nToday is ' + strftime_now('%d %b %Y') + '.<|im_end|>' }}{%- for message in messages %}"
+        "{{ '<|' + message.role + '|>\n' + message.content | trim + '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- endif %}"
+    ),
+    "marked": (
+        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{%- if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{%- else %}"
+        "{{ message.content + '<|im_end|>' }}{%- endif %}{{ '\n' }}{%- endfor %}"
+    ),
+}
+"""Chat templates by the names of `--chat`."""
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
 def rows(count: int) -> list[dict[str, str]]:
     """Paragraphs of the standard library's sources and documentation, over and over."""
     from megatrain.data.stdlib import documents
 
     parts = [part for _, text in documents("python:stdlib") for part in text.split("\n\n") if len(part) > 200]
     return [{"text": f"{index} {parts[index % len(parts)]}"} for index in range(count)]
+
+
+def conversations(texts: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Rows of four texts each, as two questions with their answers."""
+    roles = ("user", "assistant", "user", "assistant")
+    groups = zip(*(texts[start::4] for start in range(4)), strict=True)
+    return [
+        {"messages": [{"role": role, "content": row["text"]} for role, row in zip(roles, group, strict=True)]}
+        for group in groups
+    ]
 
 
 def ours(file: Path, folder: Path, tokenizer: Any, workers: int) -> tuple[float, int]:
@@ -48,13 +82,24 @@ def theirs(file: Path, folder: Path, tokenizer: Any, processes: int | None) -> t
     datasets.disable_progress_bars()
     end = tokenizer.eos_token_id
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[*ids, end] for ids in tokenizer(batch["text"], add_special_tokens=False)["input_ids"]]}
+    marked = "{% generation" in (tokenizer.chat_template or "")
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        if "text" in batch:
+            ids = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
+            return {"input_ids": [[*one, end] for one in ids]}
+        made = [
+            tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marked)
+            for messages in batch["messages"]
+        ]
+        return {key: [one[key] for one in made] for key in ("input_ids", "assistant_masks") if key in made[0]}
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if processes is None else "false"
     begin = time.perf_counter()
     loaded = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder))
-    done = loaded.map(encode, batched=True, remove_columns=["text"], num_proc=processes, load_from_cache_file=False)
+    done = loaded.map(
+        encode, batched=True, remove_columns=loaded.column_names, num_proc=processes, load_from_cache_file=False
+    )
     seconds = time.perf_counter() - begin
     return seconds, sum(len(ids) for ids in done["input_ids"])
 
@@ -68,14 +113,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizer", type=Path, help="a folder; default: a BPE of 8,192 tokens trained on the rows")
+    parser.add_argument("--chat", choices=TEMPLATES, help="rows are conversations, rendered by this template")
     asked = parser.parse_args()
     texts = rows(asked.rows)
     tokenizer = (
         load_tokenizer(asked.tokenizer) if asked.tokenizer else train_bpe((row["text"] for row in texts[:4000]), 8192)
     )
+    lines: list[Any] = texts
+    if asked.chat:
+        tokenizer.chat_template = TEMPLATES[asked.chat]
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+        lines = conversations(texts)
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+        file.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
         rates: dict[str, list[float]] = {"megatrain": [], "map_processes": [], "map_threads": []}
         for number in range(asked.rounds):
             folder = Path(place) / str(number)

@@ -141,6 +141,34 @@ def test_a_template_that_ends_only_the_conversation_leaves_earlier_turns_without
     assert runs[2].strip().endswith("</s>")
 
 
+# Each role has an opening token of its own, and the end token follows the last answer only.
+ROLES = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% if loop.last %}{{ eos_token }}{% endif %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+UNMARKED_ROLES = ROLES.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("template", [UNMARKED_ROLES, ROLES], ids=["found", "generation"])
+@pytest.mark.parametrize("last", [5, 7], ids=["ends with a user", "ends with an answer"])
+def test_what_opens_the_next_turn_is_not_learnt_as_the_end_of_an_answer(template, last):
+    tokenizer = tiny_tokenizer(specials=("<|system|>", "<|user|>", "<|assistant|>"), template=template)
+    talk = (*TALK[:last], *([{"role": "user", "content": "<|user|> hi"}] if last == 5 else []))
+    row = Row(kind="chat", file=0, number=1, messages=talk)
+    (encoded,) = Encoder(tokenizer).encode([row], ["rows:1"])
+    answers = [message["content"] for message in talk if message["role"] == "assistant"]
+    ends = "" if last == 5 else tokenizer.eos_token
+    assert learnt(tokenizer, encoded) == [*answers[:-1], answers[-1] + ends]
+    assert encoded.endless == (2 if last == 5 else len(answers) - 1)
+
+
+def test_marked_turns_of_a_conversation_that_ends_with_a_user_keep_their_end():
+    tokenizer, encoded = encode(MARKED, TALK[:4])
+    assert learnt(tokenizer, encoded) == ["how are you?<|im_end|>"]
+    assert encoded.endless == 0
+
+
 def test_end_markers_that_the_tokenizer_does_not_know_are_supervised_as_text():
     tokenizer = tiny_tokenizer(template=CHATML)  # no special tokens for the template's words
     row = Row(kind="chat", file=0, number=1, messages=TALK[1:5])

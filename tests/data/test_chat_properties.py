@@ -147,10 +147,14 @@ def test_the_work_grows_with_the_number_of_turns(name):
     rendered = []
     for count in (10, 80):
         encoder, characters = Encoder(tokenizer_of(style), date=DAY.date()), []
-        render = encoder._render
-        encoder._render = lambda *args, render=render, characters=characters, **settings: (
-            characters.append(render(*args, **settings)) or characters[-1]
-        )
+        render = encoder._jinja
+
+        def counted(*args, render=render, characters=characters, **settings):
+            text, marked = render(*args, **settings)
+            characters.append(text)
+            return text, marked
+
+        encoder._jinja = counted
         encoded(encoder, exchange * count, TOOLS if style.tools else None)
         rendered.append(sum(map(len, characters)))
     assert rendered[1] < 8 * 1.25 * rendered[0]

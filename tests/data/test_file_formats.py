@@ -152,6 +152,15 @@ def test_a_damaged_columnar_file_is_named(tmp_path, kind):
             rows(file)
 
 
+def test_an_older_pyarrow_is_refused_by_its_release(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["one"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(arrow, "__version__", "19.0.1")
+    with pytest.raises(ConfigError, match=r"a\.parquet: reading Parquet needs pyarrow 20 or newer, and 19\.0\.1 is"):
+        rows(tmp_path / "a.parquet")
+
+
 # Folders that `datasets` saved. The files are what `save_to_disk` of datasets 5.2 writes.
 
 

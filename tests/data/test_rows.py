@@ -157,6 +157,66 @@ def test_the_chosen_answer_of_each_form_of_preference_pair(tmp_path):
     assert {("column", "chosen"), ("column", "rejected")} <= set(row.remarks)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "good", "bad"),
+    [
+        ("Was ist das?", "\nJa", "\nJein"),
+        ("Was ist das?", "\n\tJa", "\n\tJein"),
+        ("Q: a\u00a0A:", "\u3000bc", "\u3000bd"),
+        ("人类：你好吗？\n助手：", "很好", "滚"),
+        ("问：你好吗？答：", "好", "滚"),
+        ("人类：你好 吗？助手：", "好", "滚"),
+        ("Human: hi\n\nAssistant:", "Yes", "No"),
+        ("Human: hi\n\nAssistant:", "Yes", "Yesterday"),
+        ("Human:hi?Assistant:", "Yes", "No"),
+        ("Human: hi\n\nAssistant: I", " do", " do not"),
+        ("At 12:30 or", " 12:45?", " 12:50?"),
+    ],
+)
+def test_plain_pairs_are_cut_where_an_answer_may_begin_and_never_in_the_question(tmp_path, prompt, good, bad):
+    for one, other in ((good, bad), (bad, good)):
+        pair = {"chosen": prompt + one, "rejected": prompt + other}
+        (row,) = read(tmp_path / "a.jsonl", pair, format="preference")
+        assert not row.skip
+        assert (row.text, row.completion) == (prompt, one)
+
+
+def test_plain_pairs_without_such_a_place_are_left_out(tmp_path):
+    same = {"chosen": "a b", "rejected": "a b"}
+    glued = {"chosen": "why?yes", "rejected": "why?yesterday"}
+    apart = {"chosen": "yes it is", "rejected": "no"}
+    rows = read(tmp_path / "a.jsonl", same, glued, apart, {"chosen": "alone"}, format="preference")
+    assert [row.skip for row in rows] == [
+        "chosen and rejected are the same text",
+        "chosen and rejected begin alike, and where the answer begins cannot be told",
+        "",
+        "",
+    ]
+    assert [row.completion for row in rows[2:]] == ["yes it is", "alone"]
+
+
+def test_earlier_answers_of_a_prompt_beside_a_whole_conversation_are_not_learnt(tmp_path):
+    end = {"role": "assistant", "content": "paris"}
+    system = {"role": "system", "content": "be kind"}
+    before, whole = [ASK, ANSWER, ASK], [ASK, ANSWER, ASK, end]
+    other = [*before, {"role": "assistant", "content": "rome"}]
+    for number, pair in enumerate(
+        [
+            {"prompt": before, "chosen": whole},
+            {"prompt": before, "chosen": [system, *whole]},
+            {"messages": before, "chosen": whole, "rejected": [ASK, end]},
+            {"chosen": whole, "rejected": other},
+            {"chosen": whole, "rejected": whole},
+            {"chosen": whole, "rejected": [*whole, ASK, end]},
+        ]
+    ):
+        rows = read(tmp_path / f"{number}.jsonl", pair, format="preference")
+        tokenizer, (encoded,) = encode(rows)
+        assert learnt(tokenizer, encoded) == ["paris<|im_end|>"], pair
+    with pytest.raises(ConfigError, match="the prompt beside it is not in it"):
+        read(tmp_path / "x.jsonl", {"prompt": [ANSWER, ASK, ANSWER], "chosen": whole}, format="preference")
+
+
 def test_tools_are_the_same_as_a_list_as_json_and_as_functions(tmp_path):
     function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": function}
@@ -190,6 +250,16 @@ def test_thinking_among_the_parts_of_a_content_is_reasoning(tmp_path):
     rows = read(tmp_path / "a.jsonl", {"messages": [ASK, {"role": "assistant", "content": parts}]})
     tokenizer, (encoded,) = encode(rows, THINKING)
     assert learnt(tokenizer, encoded) == ["<think>\ntwo and two\n</think>\n\nhow are you?<|im_end|>"]
+    for message, words in (
+        ({"content": parts, "reasoning_content": "three"}, "reasoning_content and parts of content hold different"),
+        ({"content": "a", "reasoning_content": "b", "thinking": "c"}, "reasoning_content and thinking hold different"),
+        ({"content": [parts[1], *parts]}, r"content\[1\] is of type 'thinking' and follows text"),
+        ({"content": "a", "thinking": 3}, "thinking is int 3; expected a string"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(tmp_path / "c.jsonl", {"messages": [ASK, {"role": "assistant", **message}]})
+    twice = {"role": "assistant", "content": parts, "reasoning_content": "two and two"}
+    assert read(tmp_path / "d.jsonl", {"messages": [ASK, twice]})[0].messages == rows[0].messages
     with pytest.raises(ConfigError, match=r"content\[0\] is of type 'file'; text and thinking can be read"):
         read(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": [{"type": "file"}]}]})
 

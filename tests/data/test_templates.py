@@ -45,6 +45,7 @@ def text_of(found, encoded):
         "\n  {% if strftime_now is defined %}\n [{{ strftime_now('%A %-d %B, %j %F 100%% %%d %H:%M') }}]{% endif %}\n",
         "{% macro day() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}{% set d = day() %}{{ d }}{{ d | length }}",
         "{%- set day = strftime_now('%d') | int + 1 %}{{ day }}",
+        "{%- set format = ['%d', '%%m', '%Y'] | join('·') %}{{ strftime_now(format) }}",
     ],
 )
 def test_a_template_that_is_given_a_day_renders_as_it_would_have_on_that_day(template, monkeypatch):
@@ -97,6 +98,18 @@ def test_one_of_several_templates_is_named_and_gets_the_documents_of_a_row(tmp_p
         build("tool_use")
     with pytest.raises(ConfigError, match=r"templates rag, tool_use and none called default; name one as model\.chat"):
         encoder({"rag": TURNS, "tool_use": TURNS})
+
+
+def test_a_prompt_with_its_completion_has_tools_documents_and_arguments_like_messages(tmp_path):
+    head = "{{ effort }} {{ documents[0].title }} {{ tools[0].function.name }}\n"
+    more = {"tools": [TOOL], "documents": [{"title": "paris"}], "chat_template_kwargs": {"effort": "high"}}
+    (row,) = rows(tmp_path / "a.jsonl", {"prompt": "2 + 2?", "completion": "4", **more})
+    found = encoder(head + TURNS)
+    (encoded,) = found.encode([row], ["a"])
+    assert text_of(found, encoded).startswith(f"high paris {TOOL['function']['name']}\n<|im_start|>user\n2 + 2?")
+    assert [name for kind, name in encoded.remarks if kind in ("column", "argument", "tools")] == []
+    (encoded,) = encoder(None).encode([row], ["a"])
+    assert {("tools", ""), ("argument", "documents"), ("argument", "effort")} <= set(encoded.remarks)
 
 
 def test_arguments_of_a_row_reach_the_template_and_those_it_does_not_read_are_named(tmp_path):

@@ -343,6 +343,104 @@ def test_a_loss_of_its_own_and_a_missing_trainer_are_refused(tmp_path: Path) -> 
     del WrongOrder
 
 
+class OwnInputs(Trainer):
+    """Changes labels where stock prepares a batch."""
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return super()._prepare_inputs({**inputs, "labels": inputs["input_ids"]})
+
+
+class OwnStep(Trainer):
+    """Scales the loss of a step."""
+
+    def training_step(self, *given: Any, **keywords: Any) -> Any:
+        return 2 * super().training_step(*given, **keywords)
+
+
+class OwnBatches(Trainer):
+    """Calls that the mixin passes on run as with torch."""
+
+    def get_batch_samples(self, *given: Any) -> Any:
+        batches, count = super().get_batch_samples(*given)
+        return [{**batch, "labels": batch["input_ids"]} for batch in batches], count
+
+
+def test_methods_of_a_trainer_that_the_mixin_would_pass_over_are_refused_by_name(tmp_path: Path) -> None:
+    class Inputs(TrainerMixin, OwnInputs):
+        pass
+
+    class InputsAfterwards(OnEngine):
+        def _prepare_inputs(self, *_: Any) -> Any:
+            raise AssertionError
+
+    class Step(TrainerMixin, OwnStep):
+        pass
+
+    for kind, words in (
+        (Inputs, r"OwnInputs\._prepare_inputs would never be called"),
+        (InputsAfterwards, r"InputsAfterwards\._prepare_inputs would never be called"),
+        (Step, r"OwnStep\.training_step would never be called .* in a class before TrainerMixin"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            trainer(kind, build(), tmp_path)
+
+
+def test_a_method_that_the_mixin_calls_may_be_ones_own(tmp_path: Path) -> None:
+    class Batches(TrainerMixin, OwnBatches):
+        pass
+
+    class StepBefore(OnEngine):
+        steps = 0
+
+        def training_step(self, *given: Any, **keywords: Any) -> Any:
+            self.steps += 1
+            return super().training_step(*given, **keywords)
+
+    model = build()
+    ours, stock = trainer(Batches, model, tmp_path / "a"), trainer(OwnBatches, model, tmp_path / "b")
+    ours.train()
+    stock.train()
+    assert_equal_runs(ours, stock)
+    counting = trainer(StepBefore, model, tmp_path / "c", max_steps=2)
+    counting.train()
+    assert counting.steps == 4
+
+
+def test_an_optimizer_of_a_subclass_is_refused(tmp_path: Path) -> None:
+    class WithSGD(OnEngine):
+        def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            return self.optimizer
+
+    with pytest.raises(ConfigError, match="the SGD that create_optimizer made cannot be used on the engine"):
+        trainer(WithSGD, build(), tmp_path).train()
+
+
+class Unfreezes(TrainerCallback):
+    """Makes a frozen parameter trainable at the third step."""
+
+    def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any = None, **___: Any) -> None:
+        if state.global_step == 2:
+            model.model.embed_tokens.weight.requires_grad_(True)
+
+
+def test_what_is_frozen_is_decided_before_the_trainer_is_made(tmp_path: Path) -> None:
+    run = trainer(OnEngine, build(), tmp_path / "late")
+    run.model.model.embed_tokens.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"requires_grad is False for model\.embed_tokens\.weight: frozen after"):
+        run.train()
+    assert run.engine.num_steps == 0
+
+    model = build()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    ours, stock = both(tmp_path, model, max_steps=3)
+    assert_equal_runs(ours, stock)
+    run = trainer(OnEngine, model, tmp_path / "unfreezes", given={"callbacks": [Unfreezes()]})
+    with pytest.raises(ConfigError, match=r"requires_grad is True for model\.embed_tokens\.weight: made trainable"):
+        run.train()
+    assert run.engine.num_steps == 2
+
+
 def test_labels_that_were_shifted_otherwise_are_refused(tmp_path: Path) -> None:
     run = trainer(OnEngine, build(), tmp_path)
     ids = torch.arange(8).view(1, 8)

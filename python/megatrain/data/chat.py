@@ -51,7 +51,8 @@ def assistant_turns(
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     closing = finder.closing(last, spans.get(last))
     return {
-        index: Turn(start, end, finder.closed(end, closing, specials)) for index, (start, end) in sorted(spans.items())
+        index: Turn(start, end, finder.closed(index, end, closing, specials))
+        for index, (start, end) in sorted(spans.items())
     }
 
 
@@ -287,6 +288,8 @@ class _Finder:
         calls = [index for index in indices if self._messages[index].get("tool_calls")]
         # Apart, since templates that check the order of roles refuse another turn in place of a call.
         for group in ([index for index in indices if index not in set(calls)], calls):
+            if not group:
+                continue
             found = self._exchanged(group) or self._after_anchors(group)
             for index in group:
                 one = {} if index in found else self._exchanged([index])
@@ -303,8 +306,6 @@ class _Finder:
 
     def _exchanged(self, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
         """Found with markers in place of these turns, in one rendering; None where the rest of the text changes."""
-        if not indices:
-            return {}
         plain, reasoned = {}, {}
         for index in indices:
             plain[index] = {"role": "assistant", "content": self._marker(index)}
@@ -447,8 +448,8 @@ class _Finder:
             return ""
         return out[out.index(marker) + len(marker) :]
 
-    def closed(self, end: int, closing: str, specials: re.Pattern[str]) -> int:
-        """Where what closes the turn that ends at `end` ends. `closing` is what closes the last turn."""
+    def closed(self, index: int, end: int, closing: str, specials: re.Pattern[str]) -> int:
+        """Where what closes the turn of a message, which ends at `end`, ends. `closing` closes the last turn."""
         after = self._text[end : end + len(closing) + _LONGEST_OPENING]
         shared = _shared(after, closing)
         for found in specials.finditer(after):
@@ -459,8 +460,20 @@ class _Finder:
             blanks = len(after) - len(after.lstrip())
             found_here, opens = specials.match(after, blanks), specials.match(self._prompt)
             if found_here and opens and found_here.group() != opens.group():
-                return end + found_here.end()
+                stop = end + found_here.end()
+                if self._another_opens(index, stop, specials):
+                    return stop
         return end + shared
+
+    def _another_opens(self, index: int, at: int, specials: re.Pattern[str]) -> bool:
+        """Whether a special token stands between `at` and the content of the message after this one. Without one, the
+        token before `at` is what opens that message, as where each role has an opening token of its own."""
+        content = self._content(index + 1).strip() if index + 1 < len(self._messages) else ""
+        until = self._text.find(content, at) if content else -1
+        found = specials.search(self._text, at)
+        if found is None:
+            return False
+        return found.end() <= until if until >= 0 else not self._text[at : found.start()].strip()
 
 
 _LONGEST_OPENING = 64

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from megatrain.compat import numbers
 from megatrain.config.data_files import INSTALL, is_document, suffix_of
 from megatrain.errors import ConfigError
 
@@ -27,6 +28,8 @@ _BLOCK = 1 << 20
 """Bytes read from a file at a time."""
 _LONGEST_WORD = 16
 """Characters, and more than any word or escape of JSON has."""
+_PYARROW = 20
+"""The first release whose record batches return the keys of a map as those of a dict (`maps_as_pydicts`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,9 +148,15 @@ def _open(file: str) -> BinaryIO:
 
 def _package(name: str, file: str, what: str) -> Any:
     try:
-        return importlib.import_module(name)
+        package = importlib.import_module(name)
+        installed = importlib.import_module("pyarrow").__version__
     except ImportError:
         raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {INSTALL}") from None
+    if numbers(installed) < (_PYARROW,):
+        raise ConfigError(
+            f"{file}: reading {what} needs pyarrow {_PYARROW} or newer, and {installed} is installed: {INSTALL}"
+        )
+    return package
 
 
 def _json_lines(file: str) -> Iterator[tuple[int, Any]]:

@@ -111,15 +111,19 @@ class _Parser:
         calls = _calls(others.pop("tool_calls", None), where)
         if calls:
             others["tool_calls"] = calls
+        thoughts = {key: others[key] for key in REASONING if others.get(key)}
         if isinstance(content, list):
-            content, thoughts = _without_thoughts(content, f"{where}: {content_key}")
-            if thoughts:
-                others.setdefault(REASONING[0], thoughts)
-        if reasoning := next((others[key] for key in REASONING if others.get(key)), None):
-            if not isinstance(reasoning, str):
-                raise ConfigError(f"{where}: the reasoning is {brief(reasoning)}; expected a string")
+            content, among = _without_thoughts(content, f"{where}: {content_key}")
+            thoughts |= {f"parts of {content_key}": among} if among else {}
+        for key, thought in thoughts.items():
+            if not isinstance(thought, str):
+                raise ConfigError(f"{where}: {key} is {brief(thought)}; expected a string")
+        if len(set(thoughts.values())) > 1:
+            raise ConfigError(f"{where}: {' and '.join(thoughts)} hold different reasoning; leave one")
+        reasoning = next(iter(thoughts.values()), "")
+        if reasoning:
             # Both of the names that templates read, as transformers does from 5.24 on.
-            others |= {"reasoning_content": reasoning, "thinking": others.get("thinking", reasoning)}
+            others |= dict.fromkeys(REASONING[:2], reasoning)
         if content is None and not calls and not reasoning:
             raise ConfigError(
                 f'{where}, a turn of role {role!r}, has no {content_key}; write its text as a string ("" for none), '
@@ -151,11 +155,18 @@ class _Parser:
 
 
 def _without_thoughts(parts: list[Any], where: str) -> tuple[list[Any], str]:
-    """The parts of a content that are no reasoning, and the reasoning of the others."""
-    rest, thoughts = [], []
+    """The parts of a content that are no reasoning, and the reasoning of the others. Raises ConfigError for reasoning
+    after text, since templates render a turn's reasoning before its content."""
+    rest: list[Any] = []
+    thoughts = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("thinking", "reasoning"):
+            if rest:
+                raise ConfigError(
+                    f"{where}[{index}] is of type {kind!r} and follows text; chat templates render a turn's reasoning "
+                    "before its text, so move the part to the front, or split the turn"
+                )
             text = part.get(kind, part.get("text", part.get("content")))
             thoughts.append(checked(text, f"{where}[{index}]"))
         else:
@@ -254,6 +265,12 @@ def same(one: Sequence[Message], other: Sequence[Message]) -> int:
     """How many messages two conversations have in common at their beginning."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+
+
+def end_of(part: Sequence[Message], whole: Sequence[Message]) -> int | None:
+    """After how many messages of the whole its first run of messages equal to `part` ends; None without one."""
+    starts = range(len(whole) - len(part) + 1)
+    return next((at + len(part) for at in starts if list(whole[at : at + len(part)]) == list(part)), None)
 
 
 def brief(value: Any) -> str:

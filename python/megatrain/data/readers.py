@@ -121,8 +121,9 @@ class Source:
                     yield first
                     yield from rows
                 continue
+            columnar = is_columnar(name)
             for number, value in read_values(name):
-                yield parser.row(value, index, number, self.where(index, number), columnar=is_columnar(name))
+                yield parser.row(value, index, number, self.where(index, number), columnar=columnar)
 
 
 def _document_rows(file: int, pieces: Iterator[Piece]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ reads are remarked on, so that no part of a row is left out without a word.
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,6 +57,14 @@ _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _NAMES = ("text", "messages", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
           "chosen", "rejected", "label", "documents")  # fmt: skip
 
+
+_ANSWERS_BEGIN = re.compile(
+    r"\s+"
+    r"|(?<=[^\W\d_][:：])"  # the colon after a role
+    r"|(?<=[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fff\u3001-\u31ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef])"
+)
+"""Where an answer may begin in a plain text: with any blank, or after a role's colon or a letter of Thai, Lao, Burmese,
+Khmer, Chinese or Japanese, which put no blanks between words."""
 
 _ARGUMENTS = "chat_template_kwargs"
 _TAKEN = frozenset(
@@ -153,6 +162,8 @@ class RowParser:
             text, after = reader.string("prompt"), reader.string(answer)
             row = Row(kind="completion", file=file, number=number, text=text, completion=after,
                       system=reader.optional("system"))  # fmt: skip
+            if self._form == "auto":  # a chat template may render it
+                row = dataclasses.replace(row, tools=reader.tools(), template_arguments=reader.template_arguments())
             return reader.labelled(row)
         before = reader.turns("prompt", "user")
         after_turns = reader.turns(answer, "assistant")
@@ -176,16 +187,17 @@ class RowParser:
             # The whole conversation stands in both: what they share is the prompt.
             rejected = reader.turns("rejected", "assistant")
             reader.used.discard(reader.names["rejected"])
-            shared = chat.same(chosen.messages, rejected.messages)
-            if shared == len(chosen.messages):
-                shared = 0
+            # One that the other begins with ends with the answer all the same.
+            shared = min(chat.same(chosen.messages, rejected.messages), len(chosen.messages) - 1)
         if whole and before.messages:
             # The prompt is in the conversation already, as in UltraFeedback; TRL takes it from there too.
-            if any(message not in chosen.messages for message in before.messages):
+            after = chat.end_of(before.messages, chosen.messages)
+            if after is None:
                 raise ConfigError(
                     f"{reader.where}: {reader.names['chosen']} is a whole conversation, and the prompt beside it is "
                     "not in it; leave one of the two out"
                 )
+            shared = max(shared, after)
             before = chat.Parsed((), ())
         elif not before.messages and isinstance(reader.value("chosen"), str):
             return self._chosen_text(reader, file, number)
@@ -194,14 +206,22 @@ class RowParser:
         return reader.conversation(turns, marks, file, number, prompt_turns=len(before.messages) + shared)
 
     def _chosen_text(self, reader: "_Reader", file: int, number: int) -> Row:
-        """Plain texts that begin alike: what they share, up to the last whole word, is the prompt."""
-        chosen = reader.string("chosen")
-        rejected = reader.optional("rejected")
+        """Plain texts that begin alike: what they share, up to the last place where an answer may begin, is the
+        prompt. Without a rejected text the whole is learnt; so is one that shares nothing with it."""
+        chosen, rejected = reader.string("chosen"), reader.optional("rejected")
         reader.used.discard(reader.names["rejected"])
-        common = os.path.commonprefix([chosen, rejected]) if rejected != chosen else ""  # noqa: RUF071 - characters
-        at = len(common.rstrip()) if common[-1:].isspace() else common.rfind(" ")
-        prompt = common[: max(at, 0)]
-        return Row(kind="completion", file=file, number=number, text=prompt, completion=chosen[len(prompt) :])
+        common = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - characters
+        common = common[: max(len(chosen) - 1, 0)]  # of texts of which one goes on, something is the answer
+        at = max((found.start() for found in _ANSWERS_BEGIN.finditer(common)), default=0)
+        skip = ""
+        if chosen == rejected:
+            skip = f"{reader.names['chosen']} and {reader.names['rejected']} are the same text"
+        elif common and not at:
+            skip = (
+                f"{reader.names['chosen']} and {reader.names['rejected']} begin alike, and where the answer begins "
+                "cannot be told"
+            )
+        return Row(kind="completion", file=file, number=number, text=chosen[:at], completion=chosen[at:], skip=skip)
 
     def _alpaca_prompt(self, reader: "_Reader") -> list[Message]:
         """Earlier exchanges, then the instruction with its input on the next line, as LLaMA-Factory joins them."""
@@ -322,11 +342,6 @@ class _Reader:
                 prompt_turns += bool(prompt_turns)
         elif self.has("system") and self._value[system] == turns[0]["content"]:
             self.used.add(system)
-        tools = None
-        if self.has("tools"):
-            tools = chat.tools_of(self.value("tools"), self.where)
-            if tools and self.names["tools"] == "functions" and "tools" not in self._fields:  # OpenAI's earlier form
-                tools = tuple({"type": "function", "function": tool} for tool in tools)
         self.remarks += [("marked", message["role"]) for message, mark in zip(turns, marks, strict=True)
                          if mark and message["role"] != "assistant"]  # fmt: skip
         row = Row(
@@ -336,12 +351,21 @@ class _Reader:
             messages=tuple(turns),
             marks=tuple(marks),
             prompt_turns=prompt_turns,
-            tools=tools,
-            template_arguments=self._template_arguments(),
+            tools=self.tools(),
+            template_arguments=self.template_arguments(),
         )
         return self.labelled(row)
 
-    def _template_arguments(self) -> dict[str, Any]:
+    def tools(self) -> tuple[Any, ...] | None:
+        """Descriptions of the tools that the row names."""
+        if not self.has("tools"):
+            return None
+        tools = chat.tools_of(self.value("tools"), self.where)
+        if tools and self.names["tools"] == "functions" and "tools" not in self._fields:  # OpenAI's earlier form
+            tools = tuple({"type": "function", "function": tool} for tool in tools)
+        return tools
+
+    def template_arguments(self) -> dict[str, Any]:
         """`chat_template_kwargs`, as TRL names them, and the documents of templates for retrieval."""
         found: dict[str, Any] = {}
         if self._value.get(_ARGUMENTS) is not None:

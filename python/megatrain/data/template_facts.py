@@ -81,13 +81,24 @@ def with_date(template: str, date: dt.date) -> str:
     spellings = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _UNPADDED]
     values = {spelling: moment.strftime(spelling) for spelling in spellings}
     # "%%" is a percent sign, and no part of a directive.
-    pairs = json.dumps([["%%", "\0"], *values.items(), ["\0", "%"]])
+    pairs = [("%%", "\0"), *values.items(), ("\0", "%")]
+
+    def formatted(text: str) -> str:
+        for directive, value in pairs:
+            text = text.replace(directive, value)
+        return text
+
+    # Formats are nearly always written out in the template. To go through all directives takes longer than all the rest
+    # of a rendering.
+    names = sorted(name for name in template_facts(template).names if "%" in name and name.isascii())
     macro = (
-        "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
-        f"{{%- for directive, value in {pairs} -%}}"
+        f"{{%- macro strftime_now(format) -%}}{{%- set written = {json.dumps({n: formatted(n) for n in names})} -%}}"
+        "{%- if format in written -%}{{- written[format] -}}{%- else -%}"
+        "{%- set made = namespace(text=format) -%}"
+        f"{{%- for directive, value in {json.dumps(pairs)} -%}}"
         "{%- set made.text = made.text.replace(directive, value) -%}{%- endfor -%}{{- made.text -}}"
         # The line break is not rendered: it is the first after a block.
-        "{%- endmacro %}\n"
+        "{%- endif -%}{%- endmacro %}\n"
     )
     return macro + template
 

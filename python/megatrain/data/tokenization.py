@@ -195,6 +195,8 @@ class Encoder:
         if not self._as_chat(row):
             start, stop = len(row.text), len(row.text) + len(row.completion)
             unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
+            unused += (("tools", ""),) if row.tools else ()
+            unused += tuple(("argument", key) for key in sorted(row.template_arguments))
             return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
         if not self._templates:
             raise ConfigError(
@@ -210,7 +212,8 @@ class Encoder:
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
 
         def render(changed: Sequence[Message], *, prompt: bool = False) -> str:
-            return self._render(changed, row, prompt=prompt)
+            # Without the stock call's checks of the messages, which take as long as the template.
+            return self._jinja(changed, row, prompt=prompt)[0]
 
         names = facts.names
         remarks = self._unrendered(row, messages, text)
@@ -276,20 +279,25 @@ class Encoder:
         The stock call returns a mask of tokens, which is wrong where a part ends with the first token or with a blank
         that the tokenizer drops (https://github.com/huggingface/transformers/issues/47325).
         """
+        with self._stock:
+            return self._jinja(messages, row, marked=True)
+
+    def _jinja(
+        self, messages: Sequence[Message], row: Row, *, prompt: bool = False, marked: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """What the stock call renders, by the function that it uses, and the parts that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, **row.template_arguments}
-        with self._stock:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                tools=_tools(row),
-                chat_template=self._template(row).text,
-                return_assistant_tokens_mask=True,
-                **arguments,
-            )
-        (text,), (marked,) = rendered
-        assert text == self._render(messages, row)
-        return text, marked
+        rendered: Any = render_jinja_template(
+            conversations=[list(messages)],
+            tools=_tools(row),
+            chat_template=self._template(row).text,
+            return_assistant_tokens_mask=marked,
+            add_generation_prompt=prompt,
+            **arguments,
+        )
+        return rendered[0][0], rendered[1][0] if marked else []
 
     def _spans(self, row: Row, found: "_Rendered", encoding: "Encoding") -> Encoded:
         ids = encoding.ids
@@ -345,7 +353,11 @@ class Encoder:
         learnt = [index for index in wanted if index not in silent]
         if silent:
             remarks = tuple(sorted({*remarks, ("calls", "")}))
-        endless, stops = self._close_runs(ids, mask, runs, ends_with_assistant=messages[-1]["role"] == "assistant")
+        if not assistants or assistants[-1] == len(messages) - 1:
+            ending = int(ids[runs[-1][1]]) if runs and runs[-1][1] < len(ids) else None
+        else:
+            ending = self._ending(messages[: assistants[-1] + 1], row)
+        endless, stops = self._close_runs(ids, mask, runs, ending)
         # A turn without content of which no call is rendered says nothing that could be marked.
         spoken = [index for index in assistants if messages[index]["content"] or index not in silent]
         if self._supervise == "last" and learnt == spoken[-1:] and runs:
@@ -362,14 +374,22 @@ class Encoder:
                     mask[start:stop] = 0
         return self._started(Encoded(row, ids, mask, stops, endless, (*row.remarks, *remarks)))
 
+    def _ending(self, messages: Sequence[Message], row: Row) -> int | None:
+        """The token that the template writes after the mark of the turn that ends a conversation."""
+        try:
+            text, marked = self._render_marked(messages, row)
+        except Exception:  # a template raises what it likes
+            return None
+        after = text[marked[-1][1] :] if marked else ""
+        ids = self._backend.encode(after, add_special_tokens=False).ids
+        return int(ids[0]) if ids else None
+
     def _close_runs(
-        self, ids: np.ndarray, mask: np.ndarray, runs: Sequence[tuple[int, int]], *, ends_with_assistant: bool
+        self, ids: np.ndarray, mask: np.ndarray, runs: Sequence[tuple[int, int]], ending: int | None
     ) -> tuple[int, np.ndarray]:
-        """Adds end-of-turn tokens that a template wrote after its mark. Returns how many turns have none, and the token
-        after the end of each."""
-        final = runs[-1][1] if runs else 0
-        # What follows a turn in the middle may be the next turn's opening; what follows the last one cannot be.
-        expected = int(ids[final]) if ends_with_assistant and final < len(ids) else None
+        """Adds end-of-turn tokens that a template wrote after its mark: `ending`, which follows the turn that ends a
+        conversation, since what follows any other may be the next turn's opening. Returns how many turns have none,
+        and the token after the end of each."""
         endless, stops = 0, []
         for start, stop in runs:
             stops.append(stop)
@@ -377,7 +397,7 @@ class Encoder:
             if inside in self._special:
                 continue
             following = int(ids[stop]) if stop < len(ids) else None
-            if following in self._special and (following == expected or not ends_with_assistant):
+            if following in self._special and following == ending:
                 mask[stop] = 1
                 stops[-1] = stop + 1
             else:

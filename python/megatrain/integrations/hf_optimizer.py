@@ -30,7 +30,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         self.engine = engine
-        names = {id(parameter): name for name, parameter in engine.decoder.model.named_parameters()}
+        self._parameters = dict(engine.decoder.model.named_parameters())
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
         trained = {name for name, tensor in engine.decoder.tensors.items() if tensor.role == "trainable"}
         self._names: list[list[str]] = []
         kept = []
@@ -42,7 +43,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(kept, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def settings(self) -> AdamW:
-        """The groups as they are now, in the engine's words."""
+        """The groups as they are now, in the engine's words. Raises ConfigError for parameters that were frozen, or
+        made trainable, after the engine had been made."""
+        self._check_frozen()
         groups: list[dict[str, Any]] = [
             {
                 "params": names,
@@ -54,6 +57,30 @@ class EngineOptimizer(torch.optim.Optimizer):
             for names, group in zip(self._names, self.param_groups, strict=True)
         ]
         return AdamW(lr=groups[0]["lr"] if groups else 0.0, groups=groups)
+
+    def _check_frozen(self) -> None:
+        tensors = self.engine.decoder.tensors
+        for wanted, done, instead in (
+            (
+                False,
+                "frozen",
+                "freeze before the Trainer and its engine are made, or name them in freeze of engine_options",
+            ),
+            (True, "made trainable", "set requires_grad before the Trainer and its engine are made"),
+        ):
+            changed = [
+                name
+                for name, parameter in self._parameters.items()
+                if name in tensors
+                and parameter.requires_grad == wanted
+                and (tensors[name].role == "trainable") != wanted
+            ]
+            if changed:
+                shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+                raise ConfigError(
+                    f"requires_grad is {wanted} for {shown}: {done} after the engine had decided what it trains; "
+                    f"{instead}"
+                )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Applies the gradients that wait in the engine. Raises ConfigError where none do, and for a closure."""

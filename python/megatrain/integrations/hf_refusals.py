@@ -44,6 +44,18 @@ _ARGUMENTS: dict[str, str] = {
 }
 """Training arguments by name, and what to do instead; each is refused where it is set to anything."""
 
+_NOT_CALLED = (
+    "_prepare_context_parallel_inputs",
+    "_prepare_input",
+    "_prepare_inputs",
+    "autocast_smart_context_manager",
+    "compute_loss_context_manager",
+    "get_optimizer_cls_and_kwargs",
+)
+"""Methods of transformers' Trainer that only methods call which the mixin replaces."""
+
+_LIBRARIES = ("transformers", "trl")
+
 _KEYWORDS: dict[str, str] = {
     "model_init": "give the model, or an engine, itself",
     "compute_loss_func": "the engine computes the loss of the next token in chunks and never has all logits",
@@ -68,11 +80,16 @@ def check_keywords(owner: type, parameters: Mapping[str, inspect.Parameter], giv
             raise ConfigError(f"{name} cannot be used on the engine: {why}")
     optimizer, schedule = given.get("optimizers") or (None, None)
     if optimizer is not None or schedule is not None:
-        raise ConfigError(
-            "optimizers cannot be used on the engine: its AdamW takes learning_rate, adam_beta1, adam_beta2, "
-            "adam_epsilon and weight_decay from the training arguments, and lr_scheduler_type names the schedule; for "
-            "another schedule override create_scheduler"
-        )
+        raise another_optimizer("optimizers")
+
+
+def another_optimizer(what: str) -> ConfigError:
+    """The refusal of any optimizer but the engine's, which `what` would have brought."""
+    return ConfigError(
+        f"{what} cannot be used on the engine: its AdamW takes learning_rate, adam_beta1, adam_beta2, adam_epsilon and "
+        "weight_decay from the training arguments, and lr_scheduler_type names the schedule; for another schedule "
+        "override create_scheduler"
+    )
 
 
 def check_loss(owner: type) -> None:
@@ -96,6 +113,32 @@ def check_loss(owner: type) -> None:
         "of its own: only the loss of the next token can be trained through a Trainer. For another loss write the loop "
         "with engine.step(batches, loss_fn=…), and use engine.logprobs of an engine on the reference beforehand"
     )
+
+
+def check_overrides(owner: type, mixin: type) -> None:
+    """Raises ConfigError for a method of a user's own class that would never run: one that the mixin, which comes
+    before the class, replaces without calling it, or one that only such methods of transformers call."""
+    # A function that calls super() has the cell __class__.
+    replaced = [
+        name
+        for name, method in vars(mixin).items()
+        if inspect.isfunction(method) and "__class__" not in method.__code__.co_freevars
+    ]
+    after = owner.__mro__.index(mixin)
+    for at, cls in enumerate(owner.__mro__):
+        if cls in (mixin, object) or cls.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name in (*_NOT_CALLED, *(replaced if at > after else ())):
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__qualname__}.{name} would never be called on the engine, which does that part of a step "
+                    "itself; change batches in the data collator and the data set, or write the loop with engine.step"
+                    + (
+                        f", or define {name} in a class before TrainerMixin if it is meant to replace the engine's"
+                        if name in replaced
+                        else ""
+                    )
+                )
 
 
 def check_arguments(args: Any) -> None:

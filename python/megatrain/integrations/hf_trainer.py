@@ -87,6 +87,7 @@ class TrainerMixin(_Trainer):
         parameters = inspect.signature(super().__init__).parameters
         named = dict(zip([*parameters][2:], more, strict=False))
         refusals.check_loss(owner)
+        refusals.check_overrides(owner, TrainerMixin)
         refusals.check_keywords(owner, parameters, {**named, **keywords})
         if args is not None:
             refusals.check_arguments(args)
@@ -158,8 +159,11 @@ class TrainerMixin(_Trainer):
         if self._formed:
             return torch.zeros((), device=self.args.device)
         batches = self._batches or [inputs]
-        optimizer: Any = self.create_optimizer()
-        self.engine.set_optimizer(getattr(optimizer, "optimizer", optimizer).settings())
+        prepared: Any = self.create_optimizer()
+        optimizer = getattr(prepared, "optimizer", prepared)  # accelerate wraps it
+        if not isinstance(optimizer, EngineOptimizer):
+            raise refusals.another_optimizer(f"the {type(optimizer).__name__} that create_optimizer made")
+        self.engine.set_optimizer(optimizer.settings())
         self.engine.set_max_grad_norm(self.args.max_grad_norm if self.args.max_grad_norm > 0 else None)
         tokens = 0.0 if num_items_in_batch is None else float(num_items_in_batch)
         loss = self.engine.forward_backward([_batch(b) for b in batches], normalizer=tokens or None)

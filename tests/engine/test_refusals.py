@@ -86,8 +86,10 @@ def test_a_larger_step_that_does_not_fit_is_refused_and_loses_nothing() -> None:
     ours = engine(build(), memory={"gpu": 6 << 20, "host": 1 << 30})
     ours.step(batches(1))
     before = weights(ours)
-    with pytest.raises(DoesNotFit):
+    planned = r"(?s)present engine, whose .* of host memory are taken.*micro_batch=\(64, 64\) and micro_batches=1 is"
+    with pytest.raises(DoesNotFit, match=planned) as refused:
         ours.step(batches(1, rows=64, seq=64))
+    assert refused.value.items
     assert_unchanged(ours, before)
     ours.step(batches(1))
 

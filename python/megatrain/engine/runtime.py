@@ -317,7 +317,18 @@ class Runtime:
         before = self.core
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
-        made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+        try:
+            made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+        except DoesNotFit as error:
+            totals = self._plan["totals"]
+            disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
+            refusal = DoesNotFit(
+                f"{error}\nA larger step is planned beside the present engine, whose "
+                f"{hardware.format_bytes(totals['host'])} of host memory{disk} are taken until its state was copied. An "
+                f"engine created with micro_batch={micro_batch} and micro_batches={micro_batches} is planned once"
+            )
+            refusal.items = error.items
+            raise refusal from None
         before.close()
         return made
 

@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-crash test-examples test-gpu test-fuzz test-soak types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -57,7 +57,6 @@ test-python: $(VENV)/.development ## the Python tests
 test-supported: $(VENV)/.development ## each Python of the README's table that is here, with the oldest and the newest releases
 	$(PYTHON) tests/check_supported.py --jobs $(JOBS) $(SUPPORTED)
 
-.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak types wheel bench docs help
 test-crash: $(VENV)/.development ## runs killed at every named point of their saves, in place of the 25 of the suite: about ten minutes
 	MEGATRAIN_TEST_KILLS=1000 $(PYTHON) -m pytest -n 0 --timeout 0 tests/checkpoint/test_disk_failures.py
 
@@ -68,7 +67,7 @@ test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance,
 	cargo test -p megatrain-cuda --locked
 	for script in tests/gpu/*.py; do $(PYTHON) $$script || exit 1; done
 
-test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (120): CI runs the first ten
+test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (120): CI runs the first ten sequences
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_fuzz.py --minutes $(MINUTES)
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts

@@ -47,10 +47,8 @@ def micro_batch(rows):
 def main(model, pairs, out):
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [json.loads(line) for line in Path(pairs).read_text(encoding="utf-8").splitlines()]
-    # head.logprobs needs memory for a chunk of logits, so little else is declared than would be for all of them
-    engine = megatrain.Engine.from_pretrained(
-        model, optimizer=megatrain.AdamW(lr=LR), plan={"loss_workspace": "64MiB"}
-    )
+    # head.logprobs plans its own chunk of logits; only what dpo_loss allocates besides is declared
+    engine = megatrain.Engine.from_pretrained(model, optimizer=megatrain.AdamW(lr=LR), plan={"loss_workspace": "64MiB"})
     batches = []
     for start in range(0, len(pairs), PAIRS):
         some = pairs[start : start + PAIRS]

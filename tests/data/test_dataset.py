@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,21 @@ def test_parquet_without_the_package_says_what_to_install(tmp_path, monkeypatch)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"pip install 'megatrain\[datasets\]'"):
         rows(tmp_path / "a.parquet")
+
+
+def test_a_pyarrow_that_cannot_read_maps_is_refused_by_its_version_and_the_extras_ask_for_a_newer_one(
+    tmp_path, monkeypatch
+):
+    arrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(arrow, "__version__", "19.0.1")
+    for name in ("a.parquet", "a.arrow"):
+        (tmp_path / name).write_bytes(b"PAR1")
+        with pytest.raises(
+            ConfigError, match=rf"{name}: reading \w+ needs pyarrow 20 or newer, not 19\.0\.1: pip install"
+        ):
+            rows(tmp_path / name)
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'"pyarrow>=(\d+)"', text) == ["20", "20"]  # of the extra and of development
 
 
 # Splits

@@ -143,11 +143,19 @@ def _open(file: str) -> BinaryIO:
     return open(file, "rb")  # noqa: PTH123 - the caller closes it
 
 
+_PYARROW = 20
+"""The first release whose `to_pylist` gives a map as a dictionary; pyproject.toml asks for it too."""
+
+
 def _package(name: str, file: str, what: str) -> Any:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
+        version: str = importlib.import_module("pyarrow").__version__
     except ImportError:
         raise ConfigError(f"{file}: reading {what} needs a package that is not installed: {INSTALL}") from None
+    if int(version.split(".", maxsplit=1)[0]) < _PYARROW:
+        raise ConfigError(f"{file}: reading {what} needs pyarrow {_PYARROW} or newer, not {version}: {INSTALL}")
+    return module
 
 
 def _json_lines(file: str) -> Iterator[tuple[int, Any]]:

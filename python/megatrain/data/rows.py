@@ -161,7 +161,8 @@ class RowParser:
         if isinstance(prompt, str) and isinstance(completion, str) and kind == "completion":
             text, after = reader.string("prompt"), reader.string(answer)
             row = Row(kind="completion", file=file, number=number, text=text, completion=after,
-                      system=reader.optional("system"))  # fmt: skip
+                      system=reader.optional("system"), tools=reader.tools(),
+                      template_arguments=reader.template_arguments())  # fmt: skip
             return reader.labelled(row)
         before = reader.turns("prompt", "user")
         after_turns = reader.turns(answer, "assistant")
@@ -340,11 +341,6 @@ class _Reader:
                 prompt_turns += bool(prompt_turns)
         elif self.has("system") and self._value[system] == turns[0]["content"]:
             self.used.add(system)
-        tools = None
-        if self.has("tools"):
-            tools = chat.tools_of(self.value("tools"), self.where)
-            if tools and self.names["tools"] == "functions" and "tools" not in self._fields:  # OpenAI's earlier form
-                tools = tuple({"type": "function", "function": tool} for tool in tools)
         self.remarks += [("marked", message["role"]) for message, mark in zip(turns, marks, strict=True)
                          if mark and message["role"] != "assistant"]  # fmt: skip
         row = Row(
@@ -354,12 +350,21 @@ class _Reader:
             messages=tuple(turns),
             marks=tuple(marks),
             prompt_turns=prompt_turns,
-            tools=tools,
-            template_arguments=self._template_arguments(),
+            tools=self.tools(),
+            template_arguments=self.template_arguments(),
         )
         return self.labelled(row)
 
-    def _template_arguments(self) -> dict[str, Any]:
+    def tools(self) -> tuple[Any, ...] | None:
+        """The tools that the row describes, in OpenAI's form."""
+        if not self.has("tools"):
+            return None
+        tools = chat.tools_of(self.value("tools"), self.where)
+        if tools and self.names["tools"] == "functions" and "tools" not in self._fields:  # OpenAI's earlier form
+            tools = tuple({"type": "function", "function": tool} for tool in tools)
+        return tools
+
+    def template_arguments(self) -> dict[str, Any]:
         """`chat_template_kwargs`, as TRL names them, and the documents of templates for retrieval."""
         found: dict[str, Any] = {}
         if self._value.get(_ARGUMENTS) is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from megatrain.config import Config, SourceConfig
 from megatrain.data.readers import Source
+from megatrain.data.remarks import is_unused
 from megatrain.data.template_facts import with_date
 from megatrain.data.tokenization import Encoder
 from megatrain.data.train_tokenizer import build_tokenizer
@@ -100,18 +101,6 @@ def test_one_of_several_templates_is_named_and_gets_the_documents_of_a_row(tmp_p
         encoder({"rag": TURNS, "tool_use": TURNS})
 
 
-def test_a_prompt_with_its_completion_has_tools_documents_and_arguments_like_messages(tmp_path):
-    head = "{{ effort }} {{ documents[0].title }} {{ tools[0].function.name }}\n"
-    more = {"tools": [TOOL], "documents": [{"title": "paris"}], "chat_template_kwargs": {"effort": "high"}}
-    (row,) = rows(tmp_path / "a.jsonl", {"prompt": "2 + 2?", "completion": "4", **more})
-    found = encoder(head + TURNS)
-    (encoded,) = found.encode([row], ["a"])
-    assert text_of(found, encoded).startswith(f"high paris {TOOL['function']['name']}\n<|im_start|>user\n2 + 2?")
-    assert [name for kind, name in encoded.remarks if kind in ("column", "argument", "tools")] == []
-    (encoded,) = encoder(None).encode([row], ["a"])
-    assert {("tools", ""), ("argument", "documents"), ("argument", "effort")} <= set(encoded.remarks)
-
-
 def test_arguments_of_a_row_reach_the_template_and_those_it_does_not_read_are_named(tmp_path):
     found = encoder("{% if effort is defined %}effort: {{ effort }}\n{% endif %}" + TURNS)
     given = {"messages": TALK, "chat_template_kwargs": {"effort": "high", "color": "red"}}
@@ -122,3 +111,27 @@ def test_arguments_of_a_row_reach_the_template_and_those_it_does_not_read_are_na
     assert not [name for kind, name in encoded.remarks if kind == "column"]
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: chat_template_kwargs has the key 'tools'"):
         rows(tmp_path / "a.jsonl", {"messages": TALK, "chat_template_kwargs": {"tools": []}})
+
+
+def test_a_prompt_of_plain_strings_is_rendered_with_its_tools_documents_and_arguments(tmp_path):
+    read = "{{ tools | tojson }} {{ documents[0].title }} {{ effort }}\n" + TURNS
+    given = {
+        "prompt": "hello there",
+        "completion": "how are you?",
+        "tools": [TOOL],
+        "documents": [{"title": "paris", "text": "a capital"}],
+        "chat_template_kwargs": {"effort": "high"},
+    }
+    (row,) = rows(tmp_path / "a.jsonl", given)
+    found = encoder(read)
+    (encoded,) = found.encode([row], ["a"])
+    stock = found._tokenizer.apply_chat_template(
+        TALK, tools=[TOOL], documents=given["documents"], effort="high", tokenize=True, return_dict=True
+    )
+    assert encoded.ids.tolist() == stock["input_ids"]
+    assert not [remark for remark in encoded.remarks if is_unused(remark)]
+    # Without a template nothing reads them, which is said of each.
+    (row,) = rows(tmp_path / "a.jsonl", given, format="completion")
+    (encoded,) = Encoder(found._tokenizer, form="completion").encode([row], ["a"])
+    unused = [remark for remark in encoded.remarks if is_unused(remark)]
+    assert unused == [("no template", name) for name in ("tools", "documents", "chat_template_kwargs")]

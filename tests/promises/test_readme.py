@@ -11,6 +11,7 @@ import yaml
 
 from megatrain.cli import main, parser
 from megatrain.config import Config
+from megatrain.config.schema import DEFAULT_BATCH_TOKENS
 from support.runs import MODEL, write_rows
 
 VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report", "init", "schema")
@@ -161,6 +162,28 @@ def test_the_code_on_the_page_about_python_runs_as_one_script(
     exec("\n".join(blocks), {})
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "trained"}
+
+
+def test_the_defaults_in_the_page_about_finetuning_are_those_of_the_settings() -> None:
+    text = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)\.(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(shown) == 8
+    config = Config.from_dict({"model": "owner/name"})
+    for section, name, default in shown:
+        value = getattr(getattr(config, section), name)
+        if name == "batch_tokens":
+            value = DEFAULT_BATCH_TOKENS
+        assert value == (() if default == "none" else yaml.safe_load(default.replace("1e-5", "1.0e-5"))), name
+
+
+def test_the_host_memory_in_the_page_about_finetuning_is_14_and_12_bytes_a_parameter() -> None:
+    text = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (\d+)B \| (\d+) GiB \| (\d+) GiB \|", text, re.MULTILINE)
+    parameters = {"3": 3.09e9, "7": 7.616e9, "14": 14.77e9, "70": 70.6e9}  # of Qwen2.5's and Llama 3's
+    assert [size for size, *_ in shown] == list(parameters)
+    for size, *found in shown:
+        for gib, bytes_each in zip(found, (14, 12), strict=True):
+            assert float(gib) == pytest.approx(bytes_each * parameters[size] / 2**30, rel=0.015), size
 
 
 def test_every_page_of_the_site_is_in_its_navigation() -> None:

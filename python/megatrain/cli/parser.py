@@ -125,7 +125,7 @@ def build() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "bf16", "fp32"),
         default="auto",
-        help="number type of the weights (default: the source's)",
+        help="number type of the weights (default: that of compute)",
     )
     export.add_argument(
         "--layout",

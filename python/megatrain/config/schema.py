@@ -455,7 +455,7 @@ class OutputConfig:
     keep: int = 2
     """Newest checkpoints that stay."""
     export: Literal["auto", "bf16", "fp32", "never"] = "auto"
-    """The Hugging Face folder written at the end: its number type (`auto`: the source's), or never."""
+    """The Hugging Face folder written at the end: its number type (`auto`: that of compute), or never."""
     log_every: int = 1
     """Steps between two lines, in `log.txt` and where output is not a terminal. A terminal shows a bar instead, with
     some of these lines above it."""

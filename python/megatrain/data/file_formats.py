@@ -29,7 +29,8 @@ _BLOCK = 1 << 20
 _LONGEST_WORD = 16
 """Characters, and more than any word or escape of JSON has."""
 _PYARROW = 20
-"""The first release whose record batches return the keys of a map as those of a dict (`maps_as_pydicts`)."""
+"""The first release whose record batches return the keys of a map as those of a dict (`maps_as_pydicts`);
+pyproject.toml asks for it too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

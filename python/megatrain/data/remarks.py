@@ -2,7 +2,7 @@
 
 from megatrain.data.rows import Remark
 
-_UNUSED = ("column", "message key", "reasoning", "calls", "tools", "argument", "marked", "system")
+_UNUSED = ("column", "message key", "reasoning", "calls", "tools", "argument", "marked", "no template")
 """Kinds that mean that a part of a row is left out; `data.unused: error` refuses them."""
 
 
@@ -27,7 +27,7 @@ def describe(remark: Remark, count: int, rows: int, example: str) -> str:
         return f"the chat template does not render tools ({of})"
     if kind == "argument":
         return f"the chat template does not read {name} ({of})"
-    if kind == "system":
+    if kind == "no template":
         return f"the column {name!r} is not used, since a prompt is not put into a chat template ({of})"
     if kind == "marked":
         return f"turns of role {name!r} are marked to be learnt, and only the assistant's are ({of})"

@@ -161,9 +161,8 @@ class RowParser:
         if isinstance(prompt, str) and isinstance(completion, str) and kind == "completion":
             text, after = reader.string("prompt"), reader.string(answer)
             row = Row(kind="completion", file=file, number=number, text=text, completion=after,
-                      system=reader.optional("system"))  # fmt: skip
-            if self._form == "auto":  # a chat template may render it
-                row = dataclasses.replace(row, tools=reader.tools(), template_arguments=reader.template_arguments())
+                      system=reader.optional("system"), tools=reader.tools(),
+                      template_arguments=reader.template_arguments())  # fmt: skip
             return reader.labelled(row)
         before = reader.turns("prompt", "user")
         after_turns = reader.turns(answer, "assistant")
@@ -357,7 +356,7 @@ class _Reader:
         return self.labelled(row)
 
     def tools(self) -> tuple[Any, ...] | None:
-        """Descriptions of the tools that the row names."""
+        """The tools that the row describes, in OpenAI's form."""
         if not self.has("tools"):
             return None
         tools = chat.tools_of(self.value("tools"), self.where)

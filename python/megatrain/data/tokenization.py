@@ -194,9 +194,13 @@ class Encoder:
         """The text of a row and what of it is supervised; None where the template marks that itself."""
         if not self._as_chat(row):
             start, stop = len(row.text), len(row.text) + len(row.completion)
-            unused: tuple[Remark, ...] = (("system", "system"),) if row.system else ()
-            unused += (("tools", ""),) if row.tools else ()
-            unused += tuple(("argument", key) for key in sorted(row.template_arguments))
+            given = {
+                "system": bool(row.system),
+                "tools": bool(row.tools),
+                "documents": "documents" in row.template_arguments,
+                "chat_template_kwargs": bool(row.template_arguments.keys() - {"documents"}),
+            }
+            unused = tuple(("no template", name) for name, there in given.items() if there)
             return _Rendered(row.text + row.completion, [Turn(start, stop, stop)], remarks=(*unused, *self._no_end()))
         if not self._templates:
             raise ConfigError(

@@ -324,8 +324,8 @@ class Runtime:
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
             refusal = DoesNotFit(
                 f"{error}\nA larger step is planned beside the present engine, whose "
-                f"{hardware.format_bytes(totals['host'])} of host memory{disk} are taken until its state was copied. An "
-                f"engine created with micro_batch={micro_batch} and micro_batches={micro_batches} is planned once"
+                f"{hardware.format_bytes(totals['host'])} of host memory{disk} are taken until its state was copied. "
+                f"An engine created with micro_batch={micro_batch} and micro_batches={micro_batches} is planned once"
             )
             refusal.items = error.items
             raise refusal from None

@@ -325,8 +325,8 @@ class Runtime:
             if not (on_disk := self._plan["totals"]["disk"]):
                 raise
             refusal = DoesNotFit(
-                f"{error}\nThe present plan's state files take {on_disk} bytes on disk until their state is copied, and "
-                "those of the new plan need room beside them: free that much there; or create the engine with the "
+                f"{error}\nThe present plan's state files take {on_disk} bytes on disk until their state is copied, "
+                "and those of the new plan need room beside them: free that much there; or create the engine with the "
                 "largest micro_batch and micro_batches of the run, so that it is planned once"
             )
             refusal.items = error.items

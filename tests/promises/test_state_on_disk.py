@@ -15,6 +15,7 @@ import pytest
 from megatrain import Engine, Trainer
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
+from megatrain.system import hardware
 from megatrain.training.run_dir import read_metrics
 from support.fake_core import llama
 from support.resume import batches, same, started, state
@@ -117,6 +118,42 @@ def test_state_is_spilled_only_where_the_host_is_too_small(tmp_path: Path) -> No
     assert moved["lanes"]["state_read"] > 0
     assert same(state(engine), plain[1])
     engine.close()
+
+
+def test_a_second_plan_says_that_the_first_ones_state_files_are_still_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [1 << 40]
+    monkeypatch.setattr(hardware.SystemProbe, "disk", lambda *_: (1, room[0]))
+    options = on_disk(tmp_path, plan={"state_on_disk": UNITS}, micro_batch=None, micro_batches=None)
+    plain, engine = (started("bf16", False, **one) for one in ({"micro_batch": None, "micro_batches": None}, options))
+    for one in (plain, engine):
+        one.step(batches(0, 1))
+    held = engine.plan["totals"]["disk"]
+    assert held > 0
+    room[0] = (1 << 30) + held // 2
+    taken = f"(?s)present engine, whose .* of host memory and {hardware.format_bytes(held)} on disk are taken"
+    with pytest.raises(DoesNotFit, match=taken) as refused:
+        engine.step(batches(1, 2))
+    assert refused.value.items
+    for step, count in ((1, 1), (2, 1)):
+        assert engine.step(batches(step, count)).loss == plain.step(batches(step, count)).loss
+    room[0] = 1 << 40
+    assert engine.step(batches(3, 2)).loss == plain.step(batches(3, 2)).loss
+    assert same(state(engine), state(plain))
+
+
+def test_a_loss_fn_that_moves_nothing_needs_no_second_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = [1 << 40]
+    monkeypatch.setattr(hardware.SystemProbe, "disk", lambda *_: (1, room[0]))
+    engine = started("bf16", False, accumulation=1, **on_disk(tmp_path, plan={"state_on_disk": UNITS}))
+    engine.step(batches(0, 1))
+    core = engine._runtime.core
+    room[0] = 1 << 30
+    engine.step(batches(1, 1), loss_fn=lambda hidden, head, _: head(hidden).float().square().sum())
+    assert engine._runtime.core is core
 
 
 def test_a_state_file_that_is_cut_off_ends_the_run_and_names_what_is_missing(tmp_path: Path) -> None:

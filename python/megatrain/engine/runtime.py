@@ -134,12 +134,13 @@ class Runtime:
         assert self.core is not None  # which makes it
         return self._plan
 
-    def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
-        """The planner's input; see `profile.plan_request`."""
+    def request(self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
+        """The planner's input; see `profile.plan_request`. `on_disk`: bytes of present state files, counted as free."""
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
         if self._disk is not None:
-            budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size, budget["host"])
+            room, size = machine.state_disk(self._disk.paths, self._disk.size, budget["host"]), self._disk.size
+            budget["disk"] = room + on_disk if size is None else min(size, room + on_disk)
         return plan_request(
             self._decoder,
             micro_batch=micro_batch,
@@ -208,7 +209,8 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        planned = json.loads(_core.plan(json.dumps(self.request(self.micro_batch, self.micro_batches))))
+        request = self.request(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
+        planned = json.loads(_core.plan(json.dumps(request)))
         if _placement(planned) == _placement(self._plan):
             self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
         elif not between_passes:
@@ -297,7 +299,7 @@ class Runtime:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
             if self.device.type == "cpu":
-                templates.heap = HeapLimit(base, sum(json.loads(planned)["totals"].values()))
+                templates.heap = HeapLimit(base, _memory_bytes(json.loads(planned)))
         except BaseException:
             core.close()
             raise
@@ -309,7 +311,7 @@ class Runtime:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
         a model, which move into the core."""
         values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
-        before = sum(self._plan["totals"].values()) if self._core is not None else 0
+        before = _memory_bytes(self._plan) if self._core is not None else 0
         return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
@@ -419,6 +421,12 @@ def _torch_bytes(plan: dict[str, Any]) -> int:
 def _placement(plan: dict[str, Any]) -> dict[str, Any]:
     """What of a plan decides where things are, beside what torch allocates."""
     return {key: value for key, value in plan.items() if key not in ("items", "totals", "estimate")}
+
+
+def _memory_bytes(plan: Mapping[str, Any]) -> int:
+    """Bytes of a plan in memory, whichever; those of state files are not."""
+    totals = plan["totals"]
+    return int(totals["device"] + totals["host"])
 
 
 def _copy_state(decoder: Decoder, source: _core.Engine, target: _core.Engine) -> None:

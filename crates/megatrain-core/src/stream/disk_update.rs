@@ -11,7 +11,6 @@ use crate::layout::{Dtype, Precision, TensorLayout, UnitLayout};
 use crate::optimizer::TensorUpdate;
 use crate::schedule::Op;
 use crate::store::spill::{BLOCK_BYTES, Direction, PartPlanes, Spill};
-
 use crate::store::{Plane, UnitPlanes, check_stored};
 
 /// Blocks of the window through which halves of masters go; their low halves take as many bytes behind them.

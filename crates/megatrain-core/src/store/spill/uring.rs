@@ -247,6 +247,48 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_ends_before_or_is_full_fails_with_its_piece_and_the_ring_goes_on() {
+        let files = [file("cut"), RealDisk.open(Path::new("/dev/full")).unwrap()];
+        let Some(rings) = rings(&files[..1]) else { return };
+        let count = 4;
+        let span = HostSpan::map(count * BLOCK_BYTES).unwrap();
+        let pieces = |file: usize| -> Vec<Piece> {
+            let span = |i| span.slice(i * BLOCK_BYTES, BLOCK_BYTES);
+            (0..count).map(|i| Piece { file, offset: (i * BLOCK_BYTES) as u64, span: span(i) }).collect()
+        };
+        let by = |direction, file: usize, each: &EachPiece<'_>| {
+            rings.take().unwrap().transfer(&files, direction, &pieces(file), each)
+        };
+        span.elements_mut::<u8>(0, span.len() as u64).fill(7);
+        by(Direction::Write, 0, &|_| Ok(())).unwrap();
+
+        // The third piece is cut in its middle, where a page of the file begins, and the fourth is gone.
+        files[0].set_size((5 * BLOCK_BYTES / 2) as u64).unwrap();
+        span.elements_mut::<u8>(0, span.len() as u64).fill(0);
+        let whole = Mutex::new(Vec::new());
+        let note = |index: usize| {
+            whole.lock().unwrap().push(index);
+            Ok(())
+        };
+        match by(Direction::Read, 0, &note) {
+            Err(Failed::Short(2, read)) => assert_eq!(read, BLOCK_BYTES / 2),
+            Err(Failed::Short(3, read)) => assert_eq!(read, 0),
+            other => panic!("{:?}", other.map_err(|_| "another failure")),
+        }
+        let mut whole = whole.into_inner().unwrap();
+        whole.sort_unstable();
+        assert_eq!(whole, [0, 1], "a piece of which bytes are missing is never handed on");
+        assert!(span.elements::<u8>(0, 2 * BLOCK_BYTES as u64).iter().all(|&byte| byte == 7));
+
+        let Err(Failed::System(_, error)) = by(Direction::Write, 1, &|_| Ok(())) else { panic!("/dev/full is full") };
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+
+        by(Direction::Write, 0, &|_| Ok(())).unwrap();
+        by(Direction::Read, 0, &|_| Ok(())).unwrap();
+        assert_eq!(rings.idle().len(), TRANSFERS, "no ring was lost");
+    }
+
+    #[test]
     fn memory_stays_mapped_when_pieces_are_under_way_as_a_callback_panics() {
         let files = [file("panics")];
         let Some(rings) = rings(&files) else { return };

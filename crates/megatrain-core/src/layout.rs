@@ -171,6 +171,20 @@ impl UnitLayout {
     ///
     /// # Errors
     /// [`Error`] when two tensors share a name, or the unit has more than 2^59 elements.
+    ///
+    /// ```
+    /// use megatrain_core::layout::{Dtype, Precision, TensorSpec, UnitLayout};
+    ///
+    /// let tensors = vec![
+    ///     TensorSpec::trainable("proj.weight", [48, 16]),
+    ///     TensorSpec::frozen("norm.weight", [16], Dtype::F32),
+    /// ];
+    /// let unit = UnitLayout::new("layers.0", tensors, Precision::Bf16)?;
+    /// assert_eq!(unit.num_trainable(), 48 * 16);
+    /// assert_eq!((unit.tensors[0].byte, unit.tensors[1].byte), (0, 2 * unit.elements)); // frozen after trainable
+    /// assert_eq!(unit.moment_bytes(), 4 * unit.elements);
+    /// # Ok::<(), megatrain_core::Error>(())
+    /// ```
     pub fn new(name: impl Into<String>, specs: Vec<TensorSpec>, precision: Precision) -> Result<Self> {
         let name = name.into();
         let mut seen = std::collections::HashSet::new();

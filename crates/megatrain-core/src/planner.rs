@@ -23,6 +23,31 @@ mod space;
 /// # Errors
 /// [`crate::Error`] for a request that contradicts itself; [`crate::Error::DoesNotFit`] or
 /// [`crate::Error::SharedMemory`] with the sum.
+///
+/// ```
+/// use megatrain_core::Error;
+/// use megatrain_core::layout::{Precision, TensorSpec};
+/// use megatrain_core::plan::{Budget, Request, UnitRequest, UnitRole, plan};
+///
+/// let unit = |name: &str, role| UnitRequest::new(name, role, vec![TensorSpec::trainable("weight", [512, 512])]);
+/// let units = vec![
+///     unit("embed", UnitRole::Embed),
+///     unit("layers.0", UnitRole::Layer),
+///     unit("layers.1", UnitRole::Layer),
+///     unit("head", UnitRole::Head),
+/// ];
+/// let budget = Budget { device: 64 << 20, host: 64 << 20, disk: 0 };
+/// let mut request = Request::new(units, Precision::Bf16, 2, budget);
+///
+/// let planned = plan(&request)?;
+/// assert_eq!(planned.units.len(), 4);
+/// assert!(planned.totals.device <= 64 << 20 && planned.totals.host <= 64 << 20);
+///
+/// request.budget.host = 1 << 10;
+/// request.budget.device = 1 << 10;
+/// assert!(matches!(plan(&request), Err(Error::DoesNotFit { .. } | Error::SharedMemory { .. })));
+/// # Ok::<(), Error>(())
+/// ```
 pub fn plan(request: &Request) -> Result<Plan> {
     request.check()?;
     let mut plan = groups::fastest(request)?;

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from megatrain import _core
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.hf_config import load_config
@@ -23,7 +24,7 @@ def open_pretrained(
     attention: str,
     trust_remote_code: bool,
     progress: ProgressFn | Literal["auto"] | None,
-) -> tuple[Decoder, Callable[[Decoder, Any], None], Path]:
+) -> tuple[Decoder, Callable[[Decoder, _core.Engine], None], Path]:
     """The model, what fills a core with its weights, and the folder of its files, which are checked now. `progress`:
     called with how far the reading is; `auto`: a line on a terminal or in a notebook; None: nothing.
     Raises ConfigError."""
@@ -41,7 +42,7 @@ def open_pretrained(
     )
     matching.match(weights, decoder)
 
-    def load(decoder: Decoder, core: Any) -> None:
+    def load(decoder: Decoder, core: _core.Engine) -> None:
         report = progress_line() if progress == "auto" else progress
         loader.load(
             weights,

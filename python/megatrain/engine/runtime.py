@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger(__name__)
 
-Load = Callable[[Decoder, Any], None]
+Load = Callable[[Decoder, _core.Engine], None]
 """Fills the store: called once with the decoder and the core."""
 
 _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from megatrain import _core
 from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
@@ -275,7 +276,7 @@ def build_engine(
     def report(what: str) -> Callable[[int, int], None] | None:
         return (lambda done, total: progress(what, done, total)) if progress else None
 
-    def fill(decoder: Decoder, core: Any) -> None:
+    def fill(decoder: Decoder, core: _core.Engine) -> None:
         if resume is not None:
             return  # `engine.load` below fills it
         if model_setup.source is not None:

@@ -14,6 +14,15 @@ pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
 
 /// What every gradient is multiplied with: min(1, `max_norm` / (`norm` + 1e-6)), rounded once to fp32. The norm must be
 /// finite; the step is skipped otherwise.
+///
+/// ```
+/// use megatrain_core::adamw::clip::{clip_coefficient, global_norm};
+///
+/// let norm = global_norm([9.0, 16.0]); // the sums of squares of two blocks
+/// assert_eq!(norm, 5.0);
+/// assert_eq!(clip_coefficient(norm, 10.0), 1.0);
+/// assert!((clip_coefficient(norm, 1.0) - 0.2).abs() < 1e-6);
+/// ```
 #[must_use]
 pub fn clip_coefficient(norm: f64, max_norm: f64) -> f32 {
     #[expect(clippy::cast_possible_truncation, reason = "rounded once, here")]

@@ -343,7 +343,8 @@ class Encoder:
             text, marked = self._render_marked(messages, row)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"{where}: the chat template refused this conversation: {error}") from None
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        # As a batch, since that lets other threads run meanwhile, which `encode` does not.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         spans = [Turn(start, stop, stop) for start, stop in marked if stop > start]

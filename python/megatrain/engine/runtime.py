@@ -139,8 +139,9 @@ class Runtime:
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
         if self._disk is not None:
-            room, size = machine.state_disk(self._disk.paths, self._disk.size, budget["host"]), self._disk.size
-            budget["disk"] = room + on_disk if size is None else min(size, room + on_disk)
+            budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size, budget["host"]) + on_disk
+            if self._disk.size is not None:
+                budget["disk"] = min(budget["disk"], self._disk.size)
         return plan_request(
             self._decoder,
             micro_batch=micro_batch,
@@ -424,7 +425,7 @@ def _placement(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory_bytes(plan: Mapping[str, Any]) -> int:
-    """Bytes of a plan in memory, whichever; those of state files are not."""
+    """Bytes of device and host memory in a plan, without its state files on disk."""
     totals = plan["totals"]
     return int(totals["device"] + totals["host"])
 

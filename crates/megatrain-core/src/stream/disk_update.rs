@@ -13,7 +13,8 @@ use crate::schedule::Op;
 use crate::store::spill::{BLOCK_BYTES, Direction, PartPlanes, Spill};
 use crate::store::{Plane, UnitPlanes, check_stored};
 
-/// Blocks of the window through which halves of masters go; their low halves take as many bytes behind them.
+/// The first blocks of the window hold what was read from disk or is about to be written there. As many bytes after them hold
+/// the low halves of the masters that are being joined or split.
 const WINDOW_BLOCKS: usize = 2;
 /// Elements of a master that are joined or split for a caller at a time.
 const WINDOW_ELEMENTS: u64 = (WINDOW_BLOCKS * BLOCK_BYTES / 2) as u64;

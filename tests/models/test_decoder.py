@@ -379,7 +379,7 @@ def test_the_request_counts_every_parameter_and_measures_what_a_layer_keeps() ->
     counted = sum(torch.Size(t["shape"]).numel() for u in request["units"] for t in u["tensors"])
     assert counted == cut.num_parameters
     assert request["grad_precision"] == "fp32"  # fp32 training sends fp32 gradients
-    one, two = measure(cut, 0, 1, 32, "cpu"), measure(cut, 0, 2, 32, "cpu")
+    one, two = measure(cut, cut.units[1], 1, 32, "cpu"), measure(cut, cut.units[1], 2, 32, "cpu")
     assert two.kept_bytes == 2 * one.kept_bytes > 0
     matmuls = 2 * 64 * sum(p.numel() for p in cut.layers[0].parameters() if p.ndim == 2)
     causal_attention = 2 * 2 * 2 * 4 * 32 * 32 * 16 // 2

@@ -60,7 +60,7 @@ def begin_save(
     if not is_count(step, 0):
         raise ConfigError(f"step must be a whole number and not negative, not {step!r}")
     _refuse_other(folder)
-    decoder = engine.decoder
+    core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
     trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
     planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
     if decoder.precision == "bf16":
@@ -82,7 +82,7 @@ def begin_save(
             for shard in safetensors_io.plan_shards(temporary, stem, entries, by_width=True)
         ]
         refs = decoder.tensors
-        engine.core.begin_save(
+        core.begin_save(
             [
                 (
                     str(shard.path),
@@ -127,7 +127,7 @@ class PendingCheckpoint:
         """Called once, after the folder has its final name, by the thread that renamed it."""
         self._failure: Exception | None = None
         self._ending = threading.Lock()
-        self._decoder, self._core = engine.decoder, engine.core
+        self._core, self._decoder = engine.core, engine.decoder
         self._place, self._temporary, self._files = place, temporary, files
         self._state, self._tokenizer, self._tokenizer_dir = state, tokenizer, tokenizer_dir
 

@@ -419,6 +419,9 @@ class PlanConfig:
     state_on_disk: int | None = None
     """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
     embedding. null: as few as let the others fit in host memory."""
+    fragments: Literal["auto", "whole", "halves"] = "auto"
+    """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
+    the MLP or experts. The numbers are the same. auto: halves where whole layers do not fit."""
     parts: int | None = None
     """Parts in which embedding and head are offloaded, updated and sent, in which a layer's state is copied to the
     device to be updated there, and in which state on disk is read and written."""

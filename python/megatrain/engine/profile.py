@@ -26,6 +26,7 @@ from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, Unit
+from megatrain.names import format_names
 from megatrain.system.hardware import GIB, Gpu
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -78,23 +79,25 @@ class _AsOnDevice(TorchFunctionMode):
         return FusedAttention.apply(query, key, value)
 
 
-def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
-    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
-    if compiled and decoder.structures[structure] in decoder.mixing_layers:
+def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
+    """Measures a layer, or half of one, with a micro-batch of `rows` by `seq` tokens on a kind of device."""
+    first = unit.layer
+    assert first is not None
+    if compiled and first in decoder.mixing_layers:
         compiled = False  # with packed rows it runs as it is
     if compiled:
         known = _COMPILED.setdefault(decoder, {})
-        if (structure, rows, seq) not in known:
-            known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
-        return known[structure, rows, seq]
-    first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
+        key = unit.structure, unit.half, rows, seq
+        if key not in known:
+            known[key] = _measure_compiled(decoder, unit, rows, seq, device)
+        return known[key]
+    module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
 
     args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
-    gates = decoder.gates[first]
+    gates = decoder.gates_of(unit)
     if decoder.router is not None and gates:
         routed = RoutedLayer(module, decoder.router, gates)
         call = RoutedCall(routed, None, args, kwargs, decoder.recorder.tuple_output)
@@ -120,17 +123,20 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
     return Measured(kept, matmuls.get_total_flops() + attention.flops, attention.flops)
 
 
-_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()
+_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int | str | None, ...], Measured]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, device: str) -> Measured:
+def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> Measured:
     """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
-    eager = measure(decoder, structure, rows, seq, device)
-    first = decoder.structures[structure]
+    eager = measure(decoder, unit, rows, seq, device)
+    first = unit.layer
+    assert first is not None
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]).train(),
+            on_meta(decoder.module_of(unit)).train(),
             record.args[first],
             record.kwargs[first],
             (rows, seq, decoder.hidden_size),
@@ -143,7 +149,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
             "%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, first_line(error)
         )
         return eager
-    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
+    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates_of(unit) else 0
     running = max(found.forward, found.kept + found.backward)
     return Measured(found.kept + router, eager.flops, eager.attention_flops, running)
 
@@ -159,6 +165,28 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
         kept += decoder.router.kept_bytes(tokens)
     dense = sum(p.numel() for n, p in module.named_parameters() if p.ndim == 2)
     return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))
+
+
+FRAGMENTS = ("auto", "whole", "halves")
+"""Whether layers are units, or halves of them: whichever fits first where nothing is asked for."""
+
+
+def cuts(decoder: Decoder, requests: Mapping[str, Any]) -> tuple[Decoder, ...]:
+    """The model cut into units in the ways that are planned with, the fastest first: what `fragments` asks for, else
+    whole layers, then halves where there are any. Raises ConfigError for halves where no layer can be split."""
+    asked = requests.get("fragments") or "auto"
+    if asked not in FRAGMENTS:
+        raise ConfigError(f"plan.fragments must be {format_names(FRAGMENTS)}, not {asked!r}")
+    can = decoder.halves is not decoder
+    if asked == "halves" and not can:
+        reasons = dict.fromkeys(split for split in decoder.splits if isinstance(split, str))
+        raise ConfigError(
+            f"plan.fragments is halves, but no layer of {type(decoder.model).__name__} can be split: "
+            f"{'; '.join(reasons)}. Use whole or auto"
+        )
+    if asked == "auto":
+        return (decoder, decoder.halves) if can else (decoder,)
+    return (decoder.halves,) if asked == "halves" else (decoder,)
 
 
 def plan_request(
@@ -188,14 +216,16 @@ def plan_request(
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
-    measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
+    kinds = {(unit.structure, unit.half): unit for unit in reversed(decoder.units) if unit.layer is not None}
+    by_kind = {kind: measure(decoder, unit, rows, seq, device, compiled=compiled) for kind, unit in kinds.items()}
+    measured = list(by_kind.values())
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
     units = []
     for unit in decoder.units:
-        work = measured[unit.structure] if unit.structure is not None else Measured(0, 0)
+        work = by_kind.get((unit.structure, unit.half), Measured(0, 0))
         units.append(
             {
                 "name": unit.name,
@@ -261,7 +291,7 @@ def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device:
         "attention_flops": work.attention_flops,
         "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
-        "launch_s": _LAUNCH_S,
+        "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2,
     }
 
 

@@ -20,9 +20,9 @@ from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
+from megatrain.engine.profile import REQUESTS, core_groups, cuts, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
-from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes, unit_layouts
+from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
@@ -46,7 +46,7 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile"})
+PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile", "fragments"})
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -77,7 +77,9 @@ class Runtime:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
-        self._decoder = decoder
+        self._whole = decoder
+        self.decoder: Decoder = decoder
+        """The model, cut into units as the present plan has it."""
         self.set_optimizer(optimizer)
         self._core_device = core_device
         self.device: torch.device = device
@@ -117,7 +119,7 @@ class Runtime:
     def core(self) -> _core.Engine:
         """The native engine; planned, allocated and filled here where it is not yet."""
         if self._core is None:
-            seq = min(self._decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
+            seq = min(self.decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
             return self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
         return self._core
 
@@ -134,7 +136,9 @@ class Runtime:
         assert self.core is not None  # which makes it
         return self._plan
 
-    def request(self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
+    def request(
+        self, decoder: Decoder, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
+    ) -> dict[str, Any]:
         """The planner's input; see `profile.plan_request`. `on_disk`: bytes of present state files, counted as free."""
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
@@ -143,7 +147,7 @@ class Runtime:
             if self._disk.size is not None:
                 budget["disk"] = min(budget["disk"], self._disk.size)
         return plan_request(
-            self._decoder,
+            decoder,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
@@ -159,13 +163,13 @@ class Runtime:
 
     def set_optimizer(self, optimizer: AdamW) -> None:
         """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
-        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._assigned = optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
         self.optimizer = optimizer
         """AdamW's present settings."""
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self.optimizer, self._assigned, seen)
+        return core_groups(self.decoder, self.optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -210,9 +214,9 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        request = self.request(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
-        planned = json.loads(_core.plan(json.dumps(request)))
-        if _placement(planned) == _placement(self._plan):
+        decoder, _, found = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
+        planned = json.loads(found)
+        if decoder is self.decoder and _placement(planned) == _placement(self._plan):
             self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
         elif not between_passes:
             raise ConfigError(
@@ -283,45 +287,62 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
-        asked = self.request(micro_batch, micro_batches)
+        decoder, asked, planned = self._first_that_fits(micro_batch, micro_batches)
         request = json.dumps(asked)
         base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
-            planned = _core.plan(request)
             core = _core.Engine(self._core_device, request, planned, json.dumps(options))
         except ValueError as error:
             raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
             log.warning("%s", warning)
+        before, self.decoder = self.decoder, decoder
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
             if self.device.type == "cpu":
                 templates.heap = HeapLimit(base, _memory_bytes(json.loads(planned)))
         except BaseException:
+            self.decoder = before
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
 
+    def _first_that_fits(
+        self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
+    ) -> tuple[Decoder, dict[str, Any], str]:
+        """How the model is cut into units, the request and the plan: the first of `profile.cuts` that fits."""
+        refusal: DoesNotFit | None = None
+        for decoder in cuts(self._whole, self.settings):
+            asked = self.request(decoder, micro_batch, micro_batches, on_disk)
+            try:
+                return decoder, asked, _core.plan(json.dumps(asked))
+            except DoesNotFit as error:
+                refusal = error
+            except ValueError as error:
+                raise ConfigError(f"this cannot be planned: {error}") from error
+        assert refusal is not None
+        raise refusal
+
     def _bytes_beside_the_plan(self) -> int:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
         a model, which move into the core."""
-        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        values = sum(t.numel() * t.element_size() for t in self.decoder.values.values() if t.device.type == "cpu")
         before = _memory_bytes(self._plan) if self._core is not None else 0
         return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
-        before = self.core
+        before, cut = self.core, self.decoder
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
         try:
-            made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+            made = self._start(micro_batch, micro_batches, lambda core: _copy_state(cut, before, self.decoder, core))
         except DoesNotFit as error:
             totals = self._plan["totals"]
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
@@ -343,7 +364,7 @@ class Runtime:
 
     def _fill(self, core: _core.Engine) -> None:
         """Moves the model's values into the store; each tensor is freed as soon as it was copied."""
-        decoder = self._decoder
+        decoder = self.decoder
         values = decoder.values
         if self._load is not None:
             self._load(decoder, core)
@@ -369,7 +390,7 @@ class Runtime:
 
     def _build(self, core: _core.Engine, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
         """Templates and views over the core's regions."""
-        decoder = self._decoder
+        decoder = self.decoder
         layouts = unit_layouts(decoder, json.loads(core.layout()))
 
         def region(name: Literal["weights", "grads", "accumulators", "stage"]) -> Region | None:
@@ -400,17 +421,18 @@ class Runtime:
 
     def _layer_templates(
         self, layouts: list[UnitLayout], weights: Region, casts: CastBuffer | None
-    ) -> list[LayerTemplate]:
-        """The template of each layer. A structure has several where its layers' frozen tensors are stored in several
-        types."""
-        made: dict[tuple[int, tuple[Slice, ...]], LayerTemplate] = {}
-        templates = []
-        for layer, structure in enumerate(self._decoder.structure_of):
-            layout = layouts[layer + 1]
-            key = structure, layout.slices
+    ) -> dict[int, LayerTemplate]:
+        """The template of each layer or half of one. A structure has several where its layers' frozen tensors are
+        stored in several types."""
+        made: dict[tuple[Any, ...], LayerTemplate] = {}
+        templates: dict[int, LayerTemplate] = {}
+        for number, unit in enumerate(self.decoder.units):
+            if unit.layer is None:
+                continue
+            key = unit.structure, unit.half, layouts[number].slices
             if key not in made:
-                made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
-            templates.append(made[key])
+                made[key] = LayerTemplate(self.decoder, number, layouts[number], weights, casts, self.compiled)
+            templates[number] = made[key]
         return templates
 
 
@@ -430,19 +452,21 @@ def _memory_bytes(plan: Mapping[str, Any]) -> int:
     return int(totals["device"] + totals["host"])
 
 
-def _copy_state(decoder: Decoder, source: _core.Engine, target: _core.Engine) -> None:
-    """Moves every plane and count from one core to another, a tensor at a time."""
-    for ref in decoder.tensors.values():
+def _copy_state(cut: Decoder, source: _core.Engine, new: Decoder, target: _core.Engine) -> None:
+    """Moves every plane and count from one core to another, a tensor at a time; `cut` and `new` say where each has
+    it."""
+    for name, ref in cut.tensors.items():
+        to = new.tensors[name]
         size = torch.Size(ref.shape).numel()
         planes: list[tuple[Plane, torch.Tensor]]
         if ref.role == "frozen":
             planes = [("weights", torch.empty(size, dtype=ref.dtype))]
         else:
             planes = [("master", torch.empty(size)), ("exp_avg", torch.empty(size)), ("exp_avg_sq", torch.empty(size))]
-            target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
+            target.set_step_count(to.unit, to.tensor, source.step_count(ref.unit, ref.tensor))
         for plane, values in planes:
             source.read(ref.unit, ref.tensor, plane, values)
-            target.write(ref.unit, ref.tensor, plane, values)
+            target.write(to.unit, to.tensor, plane, values)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

@@ -42,8 +42,8 @@ class StepTemplates:
     staged_bytes: list[int]
     """By unit: what the core copies of the stage to the host and back for one micro-batch."""
     embed: EmbedTemplate
-    layers: list[LayerTemplate]
-    """By layer; those of one structure whose tensors are laid out alike share theirs."""
+    layers: dict[int, LayerTemplate]
+    """By unit that is a layer or half of one; those of one structure whose tensors are laid out alike share theirs."""
     head: HeadTemplate
     grads: list[GradientViews]
     """By unit: views in region `grads`, transfer precision."""
@@ -62,7 +62,7 @@ class StepTemplates:
         """Switches dropout on or off everywhere."""
         self.embed.train(training)
         self.head.train(training)
-        for layer in set(self.layers):
+        for layer in set(self.layers.values()):
             layer.train(training)
 
     def drawing(self, template: "EmbedTemplate | LayerTemplate", call: Callable[..., T]) -> Callable[..., T]:
@@ -143,8 +143,8 @@ class Pass:
         self._hidden: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._grad: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        """Per micro-batch: the features added after a unit in the forward pass, then their gradients in the backward
-        pass."""
+        """Per micro-batch: by layer, the features added after it in the forward pass, then their gradients in the
+        backward pass."""
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
@@ -217,14 +217,13 @@ class Pass:
         )
         hidden, features = forward(micro)
         self._hidden[m].put(hidden)
-        self._features[m] = dict(enumerate(features, 1))
+        self._features[m] = dict(enumerate(features))
 
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
-        template = templates.layers[unit - 1]
-        template.bind(op.weights, unit - 1)
-        layer = self._layer(template, micro, unit - 1)
+        template, number = templates.layers[unit], self._bind(op)
+        layer = self._layer(template, micro, number)
         if not self._training:
             self._hidden[m].put(self._with_features(micro, unit, m, layer(hidden)))
             return
@@ -233,7 +232,7 @@ class Pass:
             templates.weights,
             frozenset((templates.weights.storage,)),
             op.weights,
-            lambda: self._reseed(m, unit),
+            lambda: self._reseed(m, number + 1),
             templates.casts.region if templates.casts is not None else None,
         )
         if op.stage is not None:
@@ -252,9 +251,17 @@ class Pass:
             self._routed[unit, m] = turn.aux
         self._turns[unit, m] = turn
 
+    def _bind(self, op: ComputeOp) -> int:
+        """Puts a unit's weights into its template. Returns the number of its layer."""
+        layer = self._templates.decoder.units[op.unit].layer
+        assert layer is not None
+        self._templates.layers[op.unit].bind(op.weights, op.unit, layer)
+        return layer
+
     def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
         """What a layer returned, with the features of images that the model adds to it."""
-        features = self._features[m].pop(unit, None)
+        of = self._templates.decoder.units[unit]
+        features = self._features[m].pop(of.layer, None) if of.layer is not None and of.ends_layer else None
         visual = micro.recorded.visual
         return hidden if features is None or visual is None else add_features(hidden, visual, features)
 
@@ -283,7 +290,7 @@ class Pass:
                 self.losses[m], self.logprobs[m], self.correct[m] = scores
             self._micro[m].take()
             return
-        self._reseed(m, op.unit)
+        self._reseed(m, templates.decoder.num_layers + 1)
         sums = self._targets(op)
         self.losses[m], grad = templates.head.train_step(
             hidden, micro, self._options, sums, self._tied_sum(op), op.first
@@ -297,10 +304,10 @@ class Pass:
         unit, m = op.unit, op.micro_batch
         templates, grad = self._templates, self._grad[m].get()
         vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
-        if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
-            self._features[m][unit] = feature_grad(grad, visual)
-        template = templates.layers[unit - 1]
-        template.bind(op.weights, unit - 1)
+        template, layer = templates.layers[unit], self._bind(op)
+        added = templates.decoder.units[unit].ends_layer and vision_spec is not None and layer < vision_spec.deepstack
+        if visual is not None and added:
+            self._features[m][layer] = feature_grad(grad, visual)
         if self._routed and self._router_grad is None:
             self._balance()
         turn = self._turns.pop((unit, m))
@@ -346,7 +353,7 @@ class Pass:
             self._reseed(m, 0)
             features = self._features[m]
             backward = templates.drawing(templates.embed, templates.embed.backward)
-            of_rows, of_others = backward(micro, grad, [features[unit] for unit in sorted(features)])
+            of_rows, of_others = backward(micro, grad, [features[layer] for layer in sorted(features)])
             for (table, _), where, part in zip(templates.decoder.tables, micro.lookups, of_rows, strict=True):
                 if table in self._rows and part is not None:
                     self._rows[table].add(where, part)
@@ -431,11 +438,12 @@ class Pass:
             return self._templates.grads[0].at(op.tied_grad)[tied]
         return None
 
-    def _reseed(self, m: int, unit: int) -> None:
-        """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
+    def _reseed(self, m: int, layer: int) -> None:
+        """Randomness is a function of seed, step, micro-batch and layer (0 before the layers, counted from 1), so that
+        no plan changes it."""
         if self._training:
             micro = self._prepared.micro_batches[m].index
-            self._templates.random.seed(random_key(self._seed, self._step, micro, unit))
+            self._templates.random.seed(random_key(self._seed, self._step, micro, layer))
 
 
 def random_key(*numbers: int) -> int:

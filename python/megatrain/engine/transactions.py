@@ -285,7 +285,7 @@ class Passes:
     def _train_twice(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
         """The second of two gradient passes that agree bit for bit. Raises EngineBroken where they do not; the engine
         is broken then, since nothing that it computes can be trusted."""
-        decoder = self._preparer.decoder
+        decoder = self._runtime.decoder
         found = []
         try:
             for synchronous in (False, True):

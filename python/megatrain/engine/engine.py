@@ -550,7 +550,7 @@ class Engine:
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """The planner's input for steps of this size; see `profile.plan_request`."""
         self._usable()
-        return self._runtime.request(self.decoder, micro_batch, micro_batches)
+        return self._runtime.request(self._runtime.cut, micro_batch, micro_batches)
 
     def _usable(self) -> None:
         """Raises EngineBroken, with the cause, after `close` and once something has failed. First waits for a step that

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
 from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
+from megatrain.engine.tiles import tile_length
 from megatrain.errors import ConfigError, first_line
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
@@ -26,8 +27,8 @@ from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, Unit
-from megatrain.names import format_names
 from megatrain.system.hardware import GIB, Gpu
+from megatrain.units import is_count
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -154,6 +155,29 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
     return Measured(found.kept + router, eager.flops, eager.attention_flops, running)
 
 
+def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device: str, compiled: bool) -> Measured:
+    """As `measure`, for a unit that is computed in tiles of tokens: it keeps its input alone, and one tile runs at a
+    time. What its backward computes again is counted as a third of its forward, since forward and backward are three
+    times that."""
+    length = tile_length(tokens, tiles)
+    tile = measure(decoder, unit, 1, length, device, compiled=compiled)
+    hidden = length * decoder.hidden_size * decoder.dtype.itemsize
+    running = _running_bytes(tile, hidden, _weight_bytes(unit, decoder))
+    return Measured(0, tile.flops * tokens * 4 // (3 * length), 0, running)
+
+
+def _running_bytes(work: Measured, hidden: int, weights: int) -> int:
+    """Upper bound of what torch allocates while a layer is recomputed and its backward runs: its activations, the
+    gradients of its `weights` bytes, and a few tensors of its widest part, beside `hidden` bytes a hidden state."""
+    if work.running_bytes is not None:
+        return work.running_bytes + 2 * hidden
+    return work.kept_bytes * 5 // 4 + weights + 4 * hidden
+
+
+def _weight_bytes(unit: Unit, decoder: Decoder) -> int:
+    return sum(torch.Size(t.shape).numel() for t in unit.tensors) * decoder.dtype.itemsize
+
+
 def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
     """For layers whose work depends on values (routing in a loop): as if every expert chosen were a dense layer."""
     tokens = rows * seq
@@ -171,27 +195,83 @@ FRAGMENTS = ("auto", "whole", "halves")
 """Whether layers are units, or halves of them: whichever fits first where nothing is asked for."""
 
 
-def cuts(decoder: Decoder, requests: Mapping[str, Any]) -> tuple[Decoder, ...]:
-    """The model cut into units in the ways that are planned with, the fastest first: what `fragments` asks for, else
-    whole layers, then halves where there are any. Raises ConfigError for halves where no layer can be split."""
-    asked = requests.get("fragments") or "auto"
-    if asked not in FRAGMENTS:
-        raise ConfigError(f"plan.fragments must be {format_names(FRAGMENTS)}, not {asked!r}")
-    can = decoder.halves is not decoder
-    if asked == "halves" and not can:
-        reasons = dict.fromkeys(split for split in decoder.splits if isinstance(split, str))
+_LEAST_TILE = 1024
+"""Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A model cut into units, and in how many tiles of tokens the MLP halves among them are computed."""
+
+    decoder: Decoder
+    tiles: int = 1
+
+    def options(self, whole: Decoder) -> dict[str, Any]:
+        """What `plan` of an engine must ask for to get this cut of the model `whole`; empty for whole layers, which are
+        tried first."""
+        found: dict[str, Any] = {} if self.decoder is whole else {"fragments": "halves"}
+        return found | ({"mlp_tiles": self.tiles} if self.tiles > 1 else {})
+
+    @property
+    def tiled(self) -> dict[int, int]:
+        """By unit that is computed in tiles: how many."""
+        if self.tiles == 1:
+            return {}
+        units = enumerate(self.decoder.units)
+        return {number: self.tiles for number, unit in units if self.decoder.is_tiled(unit)}
+
+
+def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int, *, may_tile: bool = True) -> Iterator[Cut]:
+    """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
+    else whole layers, then halves where there are any, then with `may_tile` more and more tiles of a micro-batch of
+    `tokens`. Raises ConfigError for halves or tiles of layers that have none."""
+    fragments: Any = requests.get("fragments", "auto")
+    tiles: Any = requests.get("mlp_tiles", "auto")
+    if fragments not in FRAGMENTS:
+        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
+    if tiles != "auto" and not is_count(tiles, 1):
+        raise ConfigError(f"plan.mlp_tiles must be auto or a whole number of at least 1, not {tiles!r}")
+    several = tiles not in ("auto", 1)
+    if several and fragments == "whole":
         raise ConfigError(
-            f"plan.fragments is halves, but no layer of {type(decoder.model).__name__} can be split: "
-            f"{'; '.join(reasons)}. Use whole or auto"
+            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole"
         )
-    if asked == "auto":
-        return (decoder, decoder.halves) if can else (decoder,)
-    return (decoder.halves,) if asked == "halves" else (decoder,)
+    halves = decoder.halves
+    if halves is decoder:
+        if fragments == "halves" or several:
+            key = "fragments is halves" if fragments == "halves" else f"mlp_tiles is {tiles}"
+            raise ConfigError(
+                f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
+                f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
+            )
+        yield Cut(decoder)
+        return
+    if several and not any(map(halves.is_tiled, halves.units)):
+        raise ConfigError(
+            f"plan.mlp_tiles is {tiles}, but no MLP of {type(decoder.model).__name__} can be tiled: "
+            f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
+        )
+    if several:
+        yield Cut(halves, tiles)
+        return
+    if fragments != "halves":
+        yield Cut(decoder)
+    if fragments != "whole":
+        yield Cut(halves)
+    more = fragments != "whole" and tiles == "auto" and may_tile
+    counts = [2**power for power in range(1, tokens.bit_length()) if more and tokens >> power >= _LEAST_TILE]
+    if counts and any(map(halves.is_tiled, halves.units)):
+        yield from (Cut(halves, count) for count in counts)
+
+
+def _reasons(found: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
 
 
 def plan_request(
     decoder: Decoder,
     *,
+    tiles: int = 1,  # of tokens, in which the MLP halves of layers are computed
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
@@ -205,6 +285,7 @@ def plan_request(
     card_bytes: int | None = None,  # memory of the card; None: as much as an H100's
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
+    cut = Cut(decoder, tiles)
     rows, seq = micro_batch
     group = (requests or {}).get("group")
     if decoder.router is not None and group is not None and group < micro_batches:
@@ -217,14 +298,20 @@ def plan_request(
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     kinds = {(unit.structure, unit.half): unit for unit in reversed(decoder.units) if unit.layer is not None}
-    by_kind = {kind: measure(decoder, unit, rows, seq, device, compiled=compiled) for kind, unit in kinds.items()}
+    by_kind = {
+        kind: _measure_tiled(decoder, unit, rows * seq, tiles, device, compiled)
+        if tiles > 1 and decoder.is_tiled(unit)
+        else measure(decoder, unit, rows, seq, device, compiled=compiled)
+        for kind, unit in kinds.items()
+    }
     measured = list(by_kind.values())
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
     units = []
-    for unit in decoder.units:
+    tiled = cut.tiled
+    for number, unit in enumerate(decoder.units):
         work = by_kind.get((unit.structure, unit.half), Measured(0, 0))
         units.append(
             {
@@ -243,7 +330,7 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device),
+                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device, number in tiled),
             }
         )
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
@@ -263,6 +350,7 @@ def plan_request(
         "shared_memory": device == "cpu",
         "device": device,
         "one_group": decoder.router is not None,
+        "sum_layers": tiles > 1,
         "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
@@ -279,7 +367,7 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
-def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
+def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str, tiled: bool) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
         return {}
@@ -289,7 +377,7 @@ def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device:
     last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
     return {
         "attention_flops": work.attention_flops,
-        "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
+        "spared_flops": work.flops if tiled else min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
         "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2,
     }
@@ -384,14 +472,8 @@ def _workspace(
     kept, and when all of that is gone."""
     size = decoder.dtype.itemsize
     hidden = tokens * decoder.hidden_size * size
-    weights = max(
-        sum(torch.Size(t.shape).numel() for t in unit.tensors) * size for unit in decoder.units if unit.role == "layer"
-    )
-    # a layer's activations, its gradients, and a few tensors of its widest part
-    running = [
-        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
-        for m in measured
-    ]
+    weights = max(_weight_bytes(unit, decoder) for unit in decoder.units if unit.role == "layer")
+    running = [_running_bytes(m, hidden, weights) for m in measured]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
     if loss_fn is not False:

@@ -20,7 +20,7 @@ from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, cuts, plan_request, staged_bytes
+from megatrain.engine.profile import REQUESTS, Cut, core_groups, cuts, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
@@ -46,7 +46,9 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile", "fragments"})
+PLAN_KEYS = frozenset(
+    {*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile", "fragments", "mlp_tiles"}
+)
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -78,8 +80,8 @@ class Runtime:
         if unknown:
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
         self._whole = decoder
-        self.decoder: Decoder = decoder
-        """The model, cut into units as the present plan has it."""
+        self.cut: Cut = Cut(decoder)
+        """How the present plan cuts the model into units and tiles."""
         self.set_optimizer(optimizer)
         self._core_device = core_device
         self.device: torch.device = device
@@ -116,6 +118,11 @@ class Runtime:
             self._start(micro_batch, micro_batches, self._fill)
 
     @property
+    def decoder(self) -> Decoder:
+        """The model, cut into units as the present plan has it."""
+        return self.cut.decoder
+
+    @property
     def core(self) -> _core.Engine:
         """The native engine; planned, allocated and filled here where it is not yet."""
         if self._core is None:
@@ -136,9 +143,7 @@ class Runtime:
         assert self.core is not None  # which makes it
         return self._plan
 
-    def request(
-        self, decoder: Decoder, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
-    ) -> dict[str, Any]:
+    def request(self, cut: Cut, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
         """The planner's input; see `profile.plan_request`. `on_disk`: bytes of present state files, counted as free."""
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
@@ -147,7 +152,8 @@ class Runtime:
             if self._disk.size is not None:
                 budget["disk"] = min(budget["disk"], self._disk.size)
         return plan_request(
-            decoder,
+            cut.decoder,
+            tiles=cut.tiles,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
@@ -214,9 +220,9 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        decoder, _, found = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
+        cut, _, found = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
         planned = json.loads(found)
-        if decoder is self.decoder and _placement(planned) == _placement(self._plan):
+        if cut == self.cut and _placement(planned) == _placement(self._plan):
             self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
         elif not between_passes:
             raise ConfigError(
@@ -287,7 +293,7 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
-        decoder, asked, planned = self._first_that_fits(micro_batch, micro_batches)
+        cut, asked, planned = self._first_that_fits(micro_batch, micro_batches)
         request = json.dumps(asked)
         base = self._bytes_beside_the_plan()
         options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
@@ -299,14 +305,14 @@ class Runtime:
             raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
             log.warning("%s", warning)
-        before, self.decoder = self.decoder, decoder
+        before, self.cut = self.cut, cut
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
             if self.device.type == "cpu":
                 templates.heap = HeapLimit(base, _memory_bytes(json.loads(planned)))
         except BaseException:
-            self.decoder = before
+            self.cut = before
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
@@ -315,13 +321,13 @@ class Runtime:
 
     def _first_that_fits(
         self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
-    ) -> tuple[Decoder, dict[str, Any], str]:
-        """How the model is cut into units, the request and the plan: the first of `profile.cuts` that fits."""
+    ) -> tuple[Cut, dict[str, Any], str]:
+        """How the model is cut, the request and the plan: the first of `profile.cuts` that fits."""
         refusal: DoesNotFit | None = None
-        for decoder in cuts(self._whole, self.settings):
-            asked = self.request(decoder, micro_batch, micro_batches, on_disk)
+        for cut in cuts(self._whole, self.settings, math.prod(micro_batch)):
+            asked = self.request(cut, micro_batch, micro_batches, on_disk)
             try:
-                return decoder, asked, _core.plan(json.dumps(asked))
+                return cut, asked, _core.plan(json.dumps(asked))
             except DoesNotFit as error:
                 refusal = error
             except ValueError as error:
@@ -338,11 +344,13 @@ class Runtime:
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
-        before, cut = self.core, self.decoder
+        before, decoder = self.core, self.decoder
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
         try:
-            made = self._start(micro_batch, micro_batches, lambda core: _copy_state(cut, before, self.decoder, core))
+            made = self._start(
+                micro_batch, micro_batches, lambda core: _copy_state(decoder, before, self.decoder, core)
+            )
         except DoesNotFit as error:
             totals = self._plan["totals"]
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
@@ -408,6 +416,7 @@ class Runtime:
             casts=casts,
             stage=stage,
             staged_bytes=staged_bytes(request, plan),
+            tiles=self.cut.tiled,
             embed=EmbedTemplate(decoder, layouts[0], places, casts),
             layers=self._layer_templates(layouts, places, casts),
             head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),

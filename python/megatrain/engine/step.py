@@ -16,6 +16,7 @@ from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.out_of_memory import OutOfMemory
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
+from megatrain.engine.tiles import TiledCall, in_tiles
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.state_changes import StateSnapshot, refusal
@@ -49,6 +50,8 @@ class StepTemplates:
     """By unit: views in region `grads`, transfer precision."""
     sums: list[GradientViews]
     """By unit: views in region `accumulators`, fp32."""
+    tiles: dict[int, int]
+    """By unit that is computed in tiles of tokens: how many."""
     random: KeyedRandom
     """What layers draw random numbers from."""
     group: int
@@ -223,11 +226,13 @@ class Pass:
         unit, m = op.unit, op.micro_batch
         templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
         template, number = templates.layers[unit], self._bind(op)
-        layer = self._layer(template, micro, number)
+        layer = self._layer(template, micro, unit, number)
+        tiles = templates.tiles.get(unit)
         if not self._training:
-            self._hidden[m].put(self._with_features(micro, unit, m, layer(hidden)))
+            after = layer(hidden) if tiles is None else in_tiles(layer, hidden, tiles)
+            self._hidden[m].put(self._with_features(micro, unit, m, after))
             return
-        turn = CheckpointedCall(
+        turn = (CheckpointedCall if tiles is None else TiledCall)(
             layer,
             templates.weights,
             frozenset((templates.weights.storage,)),
@@ -235,6 +240,8 @@ class Pass:
             lambda: self._reseed(m, number + 1),
             templates.casts.region if templates.casts is not None else None,
         )
+        if isinstance(turn, TiledCall) and tiles is not None:
+            turn.use_tiles(tiles)
         if op.stage is not None:
             shared = micro.recorded.storages() | (
                 micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
@@ -265,9 +272,15 @@ class Pass:
         visual = micro.recorded.visual
         return hidden if features is None or visual is None else add_features(hidden, visual, features)
 
-    def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
-        """The `layer`-th layer as a function of the micro-batch's hidden states."""
-        by_document = micro.document_buckets is not None and layer in micro.document_buckets.layers
+    def _layer(self, template: LayerTemplate, micro: MicroBatch, unit: int, layer: int) -> Any:
+        """The `unit`-th unit, which is the `layer`-th layer or half of it, as a function of the micro-batch's hidden
+        states."""
+        # in tiles no token sees another one anyway
+        by_document = (
+            micro.document_buckets is not None
+            and layer in micro.document_buckets.layers
+            and unit not in self._templates.tiles
+        )
         record = micro.recorded
         if by_document and micro.document_buckets is not None:
             call: Any = micro.document_buckets.call(template, layer, self._training)
@@ -313,11 +326,23 @@ class Pass:
         turn = self._turns.pop((unit, m))
         weight_grads = template.weight_grads
         targets = [t for t in self._targets(op) if t is not None]
-        weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
-        grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
-        assert grads[0] is not None
-        self._grad[m].put(grads[0])
-        self._require_gradients(op, weight_grads.finish(grads[1:]))
+        if isinstance(turn, TiledCall):
+            without = set(range(len(targets)))
+            of_input: Tensor | None = turn.backward_by_tile(
+                grad,
+                template.parameters,
+                op.weights,
+                op.stage,
+                lambda first: weight_grads.begin(targets, first=op.first and first, in_fp32=True),
+                lambda grads: without.intersection_update(weight_grads.finish(grads)),
+            )
+        else:
+            weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
+            of_input, *grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
+            without = weight_grads.finish(grads)
+        assert of_input is not None
+        self._grad[m].put(of_input)
+        self._require_gradients(op, without)
         self._round(op)
 
     def _require_gradients(self, op: ComputeOp, without: set[int]) -> None:

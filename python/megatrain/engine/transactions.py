@@ -136,6 +136,8 @@ class Passes:
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,
+            halves=any(unit.half is not None for unit in runtime.decoder.units),
+            mlp_tiles=runtime.cut.tiles,
         )
 
     def train(

@@ -23,6 +23,7 @@ from megatrain.models.packing import Packing
 from megatrain.models.recorder import Recorder
 from megatrain.models.support import check_rope
 from megatrain.models.taken_weights import TakenWeights
+from megatrain.models.token_wise import TOKENS, why_not_token_wise
 from megatrain.models.trace import Probe
 from megatrain.models.types import PRECISIONS, TensorRef, Unit
 from megatrain.models.varlen_attention import NAME
@@ -263,6 +264,30 @@ class Decoder:
             )
             for index, half in enumerate(HALVES)
         ]
+
+    @functools.cached_property
+    def untiled(self) -> dict[int, str]:
+        """By structure whose layers' MLP cannot be computed in tiles of tokens: why. The others' can."""
+        found: dict[int, str] = {}
+        record = self.recorder.record(torch.zeros(1, TOKENS, dtype=torch.int64))
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(1, TOKENS, self.hidden_size, generator=generator).to(self.dtype)
+        for structure, (first, split) in enumerate(zip(self.structures, self.splits, strict=True)):
+            if isinstance(split, str):
+                found[structure] = split
+                continue
+            if any(split.half_of(path) == 1 for path, _ in self.gates[first]):
+                found[structure] = "its router has an auxiliary loss"
+                continue
+            half = split.module(self.layers[first], "mlp")
+            reason = why_not_token_wise(half, record.args[first], record.kwargs[first], hidden)
+            if reason is not None:
+                found[structure] = reason
+        return found
+
+    def is_tiled(self, unit: Unit) -> bool:
+        """Whether a unit is an MLP that can be computed in tiles of tokens."""
+        return unit.half == "mlp" and unit.structure not in self.untiled
 
     def module_of(self, unit: Unit) -> nn.Module:
         """A copy, which shares tensors with the model, of the layer or half of a layer that a unit is."""

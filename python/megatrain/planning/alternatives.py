@@ -54,7 +54,7 @@ def _planned(config: Config, decoder: "Decoder", run_plan: RunPlan, change: tupl
     options = run_plan.options | {key: value}
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
     try:
-        _, plan = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches)
+        plan = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches).plan
     except DoesNotFit:
         return Alternative(change=f"plan.{key}={value}", expected_step_s=None, bound="")
     except ConfigError:  # the model does not allow it: a router's loss, for example, needs all micro-batches at once

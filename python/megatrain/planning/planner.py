@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatrain.config import Config, NvmeConfig, constraints
 from megatrain.config.paths import check_state_folder
@@ -26,6 +26,7 @@ from megatrain.system.hardware import Machine, format_bytes
 
 if TYPE_CHECKING:
     from megatrain.engine.optimizer import AdamW
+    from megatrain.engine.profile import Cut
     from megatrain.models.decoder import Decoder
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -191,6 +192,7 @@ def plan_run(
     options = engine_plan(config, device, machine)
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
         kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
+        kept |= {"fragments": saved.get("fragments"), "mlp_tiles": saved.get("mlp_tiles")}
         options = {key: value for key, value in kept.items() if value is not None} | options
     nominal = SplitPlanner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
     options = (correction or {}) | options
@@ -199,7 +201,7 @@ def plan_run(
     size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
     planner = SplitPlanner(config, decoder, device, machine, rates, options)
     try:
-        request, plan = planner.fit(size, -(-rows // size))
+        request, plan, cut = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
         settled = facts.settled(machine)
         if settled is not None:
@@ -231,7 +233,7 @@ def plan_run(
         measured=measured,
         request=request,
         plan=plan,
-        options=options,
+        options=options | cut.options(decoder),
         correction=dict(correction or {}),
         disk=_state_disk(config, machine),
     )
@@ -254,7 +256,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
             config, decoder, run_plan.device, run_plan.machine, run_plan.rates, run_plan.options | correction
         )
         with contextlib.suppress(DoesNotFit, ConfigError):
-            _, plan = planner.fit(size, run_plan.micro_batches)
+            plan = planner.fit(size, run_plan.micro_batches).plan
             freed = planned - (plan["totals"]["device"] - more)
             if freed > best[0]:
                 best = freed, correction
@@ -290,7 +292,7 @@ def _planned(
         first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
         size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
     try:
-        return SplitPlanner(config, decoder, device, machine, rates, options).fit(size, -(-rows // size))[1]
+        return SplitPlanner(config, decoder, device, machine, rates, options).fit(size, -(-rows // size)).plan
     except DoesNotFit:
         return None
 
@@ -323,7 +325,7 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
     threads = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
     asked = {field.name: getattr(config.plan, field.name) for field in dataclasses.fields(config.plan)}
     del asked["micro_batch"]  # an argument of its own
-    return {"threads": threads} | {key: value for key, value in asked.items() if value is not None}
+    return {"threads": threads} | {key: value for key, value in asked.items() if value not in (None, "auto")}
 
 
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
@@ -436,6 +438,16 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     return best
 
 
+class Fitted(NamedTuple):
+    """A plan that fits."""
+
+    request: dict[str, Any]
+    """What the core was asked."""
+    plan: dict[str, Any]
+    cut: "Cut"
+    """How it cuts the model into units and tiles."""
+
+
 class SplitPlanner:
     """Plans one configuration for splits of different sizes, or with other numbers asked for (`options`)."""
 
@@ -461,7 +473,7 @@ class SplitPlanner:
     def expected_step_s(self, rows: int, micro_batches: int) -> float:
         """Seconds of a step; infinite where it does not fit."""
         try:
-            _, plan = self.fit(rows, micro_batches)
+            plan = self.fit(rows, micro_batches).plan
         except DoesNotFit:
             return math.inf
         return float(plan["estimate"]["expected_step_s"])
@@ -485,13 +497,27 @@ class SplitPlanner:
             self.options = asked
         return None
 
-    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(request, plan). Raises DoesNotFit."""
+    def fit(self, rows: int, micro_batches: int) -> Fitted:
+        """The plan for the first way of cutting the model that fits. Raises DoesNotFit."""
+        from megatrain.engine.profile import cuts
+
+        refusal: DoesNotFit | None = None
+        may_tile = rows == 1 or self.config.plan.micro_batch is not None  # else a smaller micro-batch does as well
+        for cut in cuts(self.decoder, self.options, rows * self.config.data.seq_len, may_tile=may_tile):
+            try:
+                return self._planned(cut, rows, micro_batches)
+            except DoesNotFit as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
+
+    def _planned(self, cut: "Cut", rows: int, micro_batches: int) -> Fitted:
         from megatrain import _core
         from megatrain.engine.profile import plan_request
 
         request = plan_request(
-            self.decoder,
+            cut.decoder,
+            tiles=cut.tiles,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),
@@ -507,7 +533,7 @@ class SplitPlanner:
             plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
         except ValueError as error:  # numbers that were asked for and contradict each other or the model
             raise ConfigError(str(error)) from None
-        return request, plan
+        return Fitted(request, plan, cut)
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:

@@ -300,6 +300,10 @@ pub struct Request {
     /// whole step.
     #[serde(default)]
     pub one_group: bool,
+    /// Whether layers' gradients have fp32 sums on the device where a step is one micro-batch too, since a layer's backward
+    /// adds to them several times.
+    #[serde(default)]
+    pub sum_layers: bool,
     /// Overrides.
     #[serde(default)]
     pub requests: Requests,
@@ -389,6 +393,7 @@ impl Request {
             shared_memory: false,
             device: DeviceKind::Cpu,
             one_group: false,
+            sum_layers: false,
             requests: Requests::default(),
             rates: Rates::default(),
         }

@@ -167,3 +167,20 @@ fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_devic
     request.one_group = true;
     assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
 }
+
+#[test]
+fn layers_are_summed_in_fp32_for_one_micro_batch_only_where_that_is_asked_for() {
+    let sums = |request: &Request| -> Vec<u64> {
+        let items = plan(request).unwrap().items;
+        items.iter().filter(|i| i.what == "gradient sums: layers").map(|i| i.bytes).collect()
+    };
+    let mut request = model(6, 1);
+    request.units[2].tensors[0].shape = vec![3 << 20];
+    assert_eq!(sums(&request), [], "each layer's gradient is rounded once");
+    request.sum_layers = true;
+    assert_eq!(sums(&request), [12 << 20], "one place for all, as large as the largest layer's sums");
+    request.micro_batches = 2;
+    assert_eq!(sums(&request), [12 << 20]);
+    (request.precision, request.grad_precision) = (Precision::Fp32, Precision::Fp32);
+    assert_eq!(sums(&request), [], "in fp32 the gradient itself holds the sum");
+}

@@ -97,6 +97,12 @@ def test_units_hold_their_half_and_are_in_the_order_of_whole_layers() -> None:
         "layers.1.attention",
     ]
     assert list(halves.tensors) == list(decoder.tensors)
+    assert [t for t in halves.tensors if t.startswith("model.layers.0.")] == [
+        f"model.layers.0.{name}" for name, _ in decoder.layers[0].named_parameters()
+    ]
+    assert [t.name for unit in halves.units for t in unit.tensors] == [
+        t.name for unit in decoder.units for t in unit.tensors
+    ]
     attention, mlp = halves.units[1:3]
     assert {name.split(".")[0] for name in halves.local_names(1)} == {
         "self_attn", "input_layernorm", "post_attention_layernorm",

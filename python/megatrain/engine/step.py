@@ -225,7 +225,8 @@ class Pass:
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
-        template, number = templates.layers[unit], self._bind(op)
+        template = templates.layers[unit]
+        number = template.bind(op.weights, unit)
         layer = self._layer(template, micro, unit, number)
         tiles = templates.tiles.get(unit)
         if not self._training:
@@ -257,13 +258,6 @@ class Pass:
         if turn.aux is not None:
             self._routed[unit, m] = turn.aux
         self._turns[unit, m] = turn
-
-    def _bind(self, op: ComputeOp) -> int:
-        """Puts a unit's weights into its template. Returns the number of its layer."""
-        layer = self._templates.decoder.units[op.unit].layer
-        assert layer is not None
-        self._templates.layers[op.unit].bind(op.weights, op.unit, layer)
-        return layer
 
     def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
         """What a layer returned, with the features of images that the model adds to it."""
@@ -317,7 +311,8 @@ class Pass:
         unit, m = op.unit, op.micro_batch
         templates, grad = self._templates, self._grad[m].get()
         vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
-        template, layer = templates.layers[unit], self._bind(op)
+        template = templates.layers[unit]
+        layer = template.bind(op.weights, unit)
         added = templates.decoder.units[unit].ends_layer and vision_spec is not None and layer < vision_spec.deepstack
         if visual is not None and added:
             self._features[m][layer] = feature_grad(grad, visual)

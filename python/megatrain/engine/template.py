@@ -221,6 +221,7 @@ class LayerTemplate:
         casts: CastBuffer | None = None,
         compiled: bool = False,
     ) -> None:
+        self._units = decoder.units
         unit = decoder.units[number]
         self.module: nn.Module = decoder.module_of(unit)
         self.bound: BoundTensors = BoundTensors(
@@ -247,12 +248,15 @@ class LayerTemplate:
         self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
         self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
 
-    def bind(self, image: int, number: int, layer: int) -> None:
-        """Makes this the `number`-th unit, which is the `layer`-th layer (from 0) or half of it, and whose image is at
-        byte `image` of region `weights`."""
+    def bind(self, image: int, number: int) -> int:
+        """Makes this the `number`-th unit, whose image is at byte `image` of region `weights`. Returns the number of
+        its layer, from 0."""
+        layer = self._units[number].layer
+        assert layer is not None
         self.bound.bind(image, number)
         for module, name in self._index:
             setattr(module, name, layer)
+        return layer
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = True) -> "LayerCall":
         """The layer as a function of its input alone; uncompiled on request, for shapes of which there are many."""

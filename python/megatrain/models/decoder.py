@@ -247,7 +247,8 @@ class Decoder:
             for number, unit in enumerate(units)
         )
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields |= {"units": renumbered, "tensors": {t.name: t for unit in renumbered for t in unit.tensors}}
+        found = {t.name: t for unit in renumbered for t in unit.tensors}
+        fields |= {"units": renumbered, "tensors": {name: found[name] for name in self.tensors}}
         return Decoder.from_fields(**fields)
 
     def _halves_of(self, unit: Unit) -> list[Unit]:

@@ -112,7 +112,7 @@ def _inspect(
         structures=firsts,
         splits=splits,
         units=units,
-        tensors={t.name: t for unit in units for t in unit.tensors},
+        tensors=_in_model_order(parts.model, units),
         tables=_tables(parts, recorder, found, units[0]),
         packing=packing,
         mixing_layers=_mixing_layers(parts, recorder),
@@ -272,6 +272,12 @@ def _cut(
         *layers,
         Unit(name="head", role="head", tensors=tuple(held[last]), structure=None),
     )
+
+
+def _in_model_order(model: nn.Module, units: Sequence[Unit]) -> dict[str, TensorRef]:
+    """Every tensor by its name: unit by unit, and in the model's own order within each."""
+    order = {name: number for number, (name, _, _) in enumerate(_stored_tensors(model))}
+    return {t.name: t for unit in units for t in sorted(unit.tensors, key=lambda t: order[t.name])}
 
 
 def _half_of(parts: ModelParts, splits: Sequence[Split | str], name: str, place: Place) -> int:

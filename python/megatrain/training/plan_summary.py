@@ -139,13 +139,43 @@ def _layers(report: "Forecast") -> str:
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
-    return f"layers: {len(activations)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}; {updates}"
+    sent = f"{_sent(report)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}"
+    return f"layers: {sent}; {updates}"
+
+
+def _sent(report: "Forecast") -> str:
+    """How many layers there are, and which of them are sent and computed in halves and tiles."""
+    decoder, run_plan = report.decoder, report.run_plan
+    units = len(run_plan.plan["units"]) - 2
+    if units == decoder.num_layers:
+        return str(decoder.num_layers)
+    why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
+    whole = 2 * decoder.num_layers - units
+    stay = f" ({whole} whole: {'; '.join(why)})" if whole else ""
+    tiles = run_plan.options.get("mlp_tiles", 1)
+    length = -(-math.prod(run_plan.micro_batch) // tiles)
+    tiled = f", MLPs computed in {tiles} tiles of {length:,} tokens" if tiles > 1 else ""
+    return f"{decoder.num_layers}, sent as {units} units, attention and MLP apart{stay}{tiled}"
 
 
 def _step(report: "Forecast") -> str:
     rows, seq = report.run_plan.micro_batch
     count = report.run_plan.micro_batches
-    return f"step: {report.step_tokens:,} tokens in {count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
+    split = f"{count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
+    return f"step: {report.step_tokens:,} tokens in {split}{_by_length(report)}"
+
+
+def _by_length(report: "Forecast") -> str:
+    """Device memory as a function of the tokens of a micro-batch: what torch allocates grows with them, in proportion
+    at most; the rest does not."""
+    run_plan = report.run_plan
+    if run_plan.device == "cpu":
+        return ""
+    torch_items = [item for item in run_plan.plan["items"] if item["what"].endswith("(torch)")]
+    grows = sum(item["bytes"] for item in torch_items if "context" not in item["what"])
+    fixed = run_plan.plan["totals"]["device"] - grows
+    per_token = grows / math.prod(run_plan.micro_batch)
+    return f"; device memory: {format_bytes(fixed)} and {format_bytes(round(per_token))} per token of a micro-batch"
 
 
 def _time(report: "Forecast") -> str:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +33,8 @@ MICRO_BATCH_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (32768, 8192), "cpu": 
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
 weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
 
-_WORTH_SMALLER = 1.05
-"""A smaller micro-batch must make a step shorter by this factor."""
+_ALIKE = 1.03
+"""Step times that differ by less than this factor are alike: predictions are no better."""
 
 _LARGEST_SEARCHED = 1 << 14
 
@@ -418,7 +417,8 @@ def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
 
 def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "SplitPlanner") -> int:
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
-    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest."""
+    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest: of those alike, what
+    leaves least to the host and launches layers at once, then the largest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -428,12 +428,20 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     if before:
         return min(int(before[0]), rows)
     sizes = [_even_parts(rows, tokens, config.data.seq_len) for tokens in MICRO_BATCH_TOKENS[device]]
-    best, least = sizes[0], math.inf
-    for size in dict.fromkeys(sizes) if len(set(sizes)) > 1 else ():
-        seconds = nominal.expected_step_s(size, -(-rows // size))
-        if seconds * _WORTH_SMALLER < least:
-            best, least = size, seconds
-    return best
+    plans = {
+        size: nominal.plan(size, -(-rows // size)) for size in (dict.fromkeys(sizes) if len(set(sizes)) > 1 else ())
+    }
+    found = {size: plan for size, plan in plans.items() if plan is not None}
+    if not found:
+        return sizes[0]
+    seconds = {size: float(plan["estimate"]["expected_step_s"]) for size, plan in found.items()}
+    least = min(seconds.values()) * _ALIKE
+
+    def effort(size: int) -> tuple[int, bool, int]:
+        elsewhere = sum(unit["state"] != "device" for unit in found[size]["units"])
+        return elsewhere, not found[size]["graphs"], -size
+
+    return min((size for size in found if seconds[size] <= least), key=effort)
 
 
 class SplitPlanner:
@@ -458,13 +466,12 @@ class SplitPlanner:
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         optimizer_for(config, names)  # refuses patterns that match nothing
 
-    def expected_step_s(self, rows: int, micro_batches: int) -> float:
-        """Seconds of a step; infinite where it does not fit."""
+    def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
+        """The plan; None where there is none that fits."""
         try:
-            _, plan = self.fit(rows, micro_batches)
+            return self.fit(rows, micro_batches)[1]
         except DoesNotFit:
-            return math.inf
-        return float(plan["estimate"]["expected_step_s"])
+            return None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan."""

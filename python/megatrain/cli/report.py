@@ -267,6 +267,7 @@ def _data_set(name: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         ("supervised", f"{supervised:,} ({supervised / tokens:.0%})" if tokens else ""),
         ("sequences", f"{summary.get('num_sequences', 0):,} of up to {summary.get('seq_len', 0):,}"),
         ("padding", f"{summary['padding']:.1%} of the windows" if summary.get("padding") else ""),
+        ("row weights", ", ".join(f"{key} {value:.4g}" for key, value in (summary.get("weights") or {}).items())),
         ("row lengths", ", ".join(f"{key} {value:,}" for key, value in lengths.items())),
         *(("left out", f"{count:,}: {reason}, such as {where}") for reason, count, where in summary.get("dropped", [])),
     ]

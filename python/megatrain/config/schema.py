@@ -94,7 +94,7 @@ class ModelConfig:
 
 _FIELDS = tuple(
     "text messages prompt completion instruction input output history system tools chosen rejected label documents "
-    "role content role.user role.assistant role.system role.tool role.function_call".split()
+    "weight role content role.user role.assistant role.system role.tool role.function_call".split()
 )
 
 
@@ -117,7 +117,8 @@ class SourceConfig:
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
-    spelled otherwise: `{role.user: prompter}`."""
+    spelled otherwise: `{role.user: prompter}`. `{weight: COLUMN}` multiplies the losses of each row by its number in
+    that column; without it every row counts 1."""
 
     def __post_init__(self) -> None:
         if not self.path:

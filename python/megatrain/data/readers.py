@@ -44,6 +44,12 @@ class Source:
         else:
             found = find(config)
             self.files, self.skipped, self._settings = found.files, found.skipped, found.settings
+            if self._settings.fields and all(map(is_document, self.files)):
+                named = ", ".join(f"{name}: {column}" for name, column in self._settings.fields.items())
+                raise ConfigError(
+                    f"fields {{{named}}} of {config.path} has no effect: {self.files[0]} is one text without columns; "
+                    "remove it, or write the texts as rows of JSON lines"
+                )
 
     def where(self, file: int, number: int) -> str:
         """A row's place, for people: `data/train.jsonl:17`."""

@@ -292,6 +292,8 @@ class TrainingLoop:
         self.before = {}
         if out.aux_loss is not None:
             record.extra = {**record.extra, "aux_loss": out.aux_loss}
+        if out.total_weight is not None:
+            record.extra = {**record.extra, "total_weight": out.total_weight}
         measure(record, batch, self.engine, self.planned)
         self._flag_spikes(record)
         self.pending = record

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.dataset import Dataset, Part
+from megatrain.data.dataset import Dataset, Part, by_name
 from megatrain.data.loader import StepBatch
 from megatrain.data.packing import num_supervised
 from megatrain.names import IGNORED
@@ -112,6 +112,12 @@ def summary(dataset: Dataset) -> Summary:
         weights=_weights(dataset),
         cached=dataset.cached,
     )
+
+
+def sets(held_out: Dataset | None) -> dict[str, Any]:
+    """`eval_sets`, the held-out sets in numbers by their names; empty where they have none. For JSON."""
+    found = {} if held_out is None else {name: summary(one).to_dict() for name, one in by_name(held_out).items()}
+    return {"eval_sets": found} if found else {}
 
 
 def _weights(dataset: Dataset) -> dict[str, float] | None:

@@ -190,6 +190,7 @@ def _profile(parts: "RunComponents") -> dict[str, Any]:
     return {
         "train": inspection.summary(planned.train).to_dict(),
         "eval": inspection.summary(held_out).to_dict() if held_out is not None else None,
+        **inspection.sets(held_out),
     }
 
 

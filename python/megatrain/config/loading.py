@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import yaml12
-from megatrain.config.data_files import is_hub_id
+from megatrain.config.data_files import ROWS, is_hub_id
 from megatrain.config.schema import SourceConfig
 from megatrain.errors import ConfigError
 
@@ -136,7 +136,7 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
             sources = data.get(name)
             for source in sources if isinstance(sources, list) else ():
                 path = source.get("path") if isinstance(source, dict) else None
-                if isinstance(path, str) and path and not path.startswith("python:"):
+                if isinstance(path, str) and path and not path.startswith(("python:", ROWS)):
                     located_path = _path(path, base, f"the path of a source of data.{name}")
                     there = Path(located_path.partition("#")[0]).exists()
                     source["path"] = _Resolved(path) if is_hub_id(path) and not there else located_path

@@ -106,7 +106,8 @@ class SourceConfig:
     path: str
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
     `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, a data set of
-    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), or `python:stdlib`."""
+    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), `python:stdlib`, or `rows:NAME`, rows that a Python program
+    gives to `Trainer`."""
     format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
@@ -118,8 +119,8 @@ class SourceConfig:
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
-    spelled otherwise: `{role.user: prompter}`. `{weight: COLUMN}` multiplies the losses of each row by its number in
-    that column; without it every row counts 1."""
+    spelled otherwise: `{role.user: prompter}`. A column named "" is not read: `{system: ""}`. `{weight: COLUMN}`
+    multiplies the losses of each row by its number in that column; without it every row counts 1."""
     name: str | None = None
     """Of held-out data: the set that its losses are reported under. `eval: {chat: a.jsonl, code: b.jsonl}` is short for
     two sources with names."""
@@ -138,6 +139,8 @@ class SourceConfig:
         for name in self.fields:
             if name not in _FIELDS:
                 raise ConfigError(f"fields of {self.path}: {name!r} is not one of {', '.join(_FIELDS)}")
+        if self.fields.get("weight") == "":
+            raise ConfigError(f"fields of {self.path}: weight names no column; name one, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

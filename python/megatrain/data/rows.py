@@ -296,11 +296,11 @@ class _Reader:
 
     def has(self, name: str) -> bool:
         """Whether the column is there; a null is not."""
-        return self._value.get(self.names[name]) is not None
+        return self.named(name) and self._value[self.names[name]] is not None
 
     def named(self, name: str) -> bool:
         """Whether the column is there, be it null."""
-        return self.names[name] in self._value
+        return bool(self.names[name]) and self.names[name] in self._value
 
     def asks(self, name: str) -> bool:
         """Whether a column of messages ends with something else than an answer."""
@@ -427,7 +427,7 @@ class _Reader:
 
     def labelled(self, row: Row) -> Row:
         """Leaves out an answer that is labelled as a bad one, as rows for KTO are."""
-        label = self._value.get(self.names["label"])
+        label = self._value[self.names["label"]] if self.has("label") else None
         if isinstance(label, str) and label.lower() in ("true", "false"):  # CSV
             label = label.lower() == "true"
         if label in (0, 1) and self.names["label"] != "label":  # a column of that name may hold classes

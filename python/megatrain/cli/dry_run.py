@@ -69,7 +69,7 @@ def dry_run(config: "Config", *, json: bool, verbose: bool = False) -> None:
         _held_out(planned.held_out)
         if step < total:
             which = f"step {step + 1}" if step else "the first step"
-            line(f"{which}'s first micro-batch, {len(first)} sequences, begins:")
+            line(f"{which}'s first micro-batch, {len(first)} sequence{'s' * (len(first) != 1)}, begins:")
             tables.batch(first)
             line()
         tables.plan(plan, verbose=verbose)

@@ -244,7 +244,42 @@ def prepare_run(
         except BaseException:
             planned.close()
             raise
+        _warn_of_few_steps(config, planned)
     return planned
+
+
+_FEW_STEPS = 10
+"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
+
+
+def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
+    steps, train = planned.total_steps, planned.train
+    if steps >= _FEW_STEPS:
+        return
+    longest = max(int(part.tokens.lengths.max()) for part in train.parts)
+    windows = "windows" if config.data.packing else "rows"
+    size, key = (
+        (f"{config.train.batch_tokens:,} tokens", "train.batch_tokens")
+        if config.train.batch_tokens is not None
+        else (f"{config.train.batch_size:,} {windows}", "train.batch_size")
+    )
+    multiple = (
+        f" (a multiple of data.seq_len, {config.data.seq_len:,}; the longest row has {longest:,} tokens)"
+        if key == "train.batch_tokens" and config.data.packing
+        else ""
+    )
+    log.warning(
+        "the run has only %d optimizer step%s: an epoch has %s tokens in %d %s, and a step takes up to %s. Lower "
+        "%s%s or raise train.epochs",
+        steps,
+        "s" * (steps != 1),
+        f"{train.num_tokens:,}",
+        train.num_sequences,
+        windows,
+        size,
+        key,
+        multiple,
+    )
 
 
 def _held_out_sets(held_out: Dataset | None) -> dict[str, Dataset]:

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::layout::{Precision, Role};
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode, staged_bytes};
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UnitRole, UpdateMode, staged_bytes};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
@@ -67,10 +67,27 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 
 /// What [`crate::plan::plan`] prints.
 pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
+    let request = &*captured(request, plan);
     let expected_step_s = expected_step_s(request, plan)?;
     let (request, plan) = condensed(request, plan);
     let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes })
+}
+
+/// What launching a captured layer takes of what launching its kernels one by one takes.
+const CAPTURED_LAUNCHES: f64 = 0.1;
+
+/// The request with the launches that are left where layers are captured.
+fn captured<'a>(request: &'a Request, plan: &Plan) -> Cow<'a, Request> {
+    let mut request = Cow::Borrowed(request);
+    if plan.graphs {
+        for (unit, choice) in request.to_mut().units.iter_mut().zip(&plan.units) {
+            if unit.role == UnitRole::Layer && choice.can_be_captured() {
+                unit.launch_s *= CAPTURED_LAUNCHES;
+            }
+        }
+    }
+    request
 }
 
 /// By how much a step is expected to be longer than simulated where units with their state on the host are updated

@@ -451,6 +451,9 @@ class PlanConfig:
     compile: bool | None = None
     """Whether layers are compiled: on CUDA only, and there by default. Changes rounding, so a run that goes on keeps
     what it began with."""
+    graphs: bool = True
+    """Whether layers whose weights stay on the card are captured as CUDA graphs, which launch all kernels of a layer at
+    once. That takes the memory of their activations a second time, so only where it is left."""
     threads: int | None = None
     """Threads of the host's optimizer. null: as many as leave room for those that compute."""
     synchronous: bool = False

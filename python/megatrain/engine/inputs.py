@@ -212,6 +212,11 @@ class InputPreprocessor:
                 return micro.index
         return None
 
+    def has_own_masks(self, prepared: StepInputs) -> bool:
+        """Whether a layer is called with a dense mask that is not that of the shape alone."""
+        own = any(micro.record is not None for micro in prepared.micro_batches)
+        return own and self.masked(prepared) is not None
+
     def with_record(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with what its layers are called with on the device, copied asynchronously."""
         record = micro.record.to(self._device) if micro.record is not None else self._of_shape(micro.shape)[1]

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory
+from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
@@ -233,7 +234,10 @@ def plan_request(
         "shared_memory": device == "cpu",
         "device": device,
         "one_group": decoder.router is not None,
-        "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+        "requests": {
+            **{k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+            "graphs": device == "cuda" and bool((requests or {}).get("graphs", True)) and can_capture(decoder),
+        },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
 
@@ -310,6 +314,7 @@ REQUESTS = (
     "stage_buffers",
     "parts",
     "accumulate",
+    "graphs",
 )
 """Numbers of a plan that may be given instead of derived."""
 

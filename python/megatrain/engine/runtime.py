@@ -18,6 +18,7 @@ from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
+from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
@@ -380,6 +381,7 @@ class Runtime:
         assert places is not None
         size = cast_bytes(decoder)
         casts = CastBuffer(size, places.device) if size else None
+        captured = _captured_units(plan)
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
@@ -396,6 +398,7 @@ class Runtime:
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
+            graphs=LayerGraphs(captured) if captured and casts is None else None,
         )
 
     def _layer_templates(
@@ -412,6 +415,16 @@ class Runtime:
                 made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
             templates.append(made[key])
         return templates
+
+
+def _captured_units(plan: dict[str, Any]) -> frozenset[int]:
+    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core)."""
+    return frozenset(
+        number
+        for number, unit in enumerate(plan["units"])
+        if plan["graphs"] and 0 < number < len(plan["units"]) - 1
+        if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
+    )
 
 
 def _torch_bytes(plan: dict[str, Any]) -> int:

@@ -334,7 +334,8 @@ class Passes:
         self, core: _core.Engine, prepared: StepInputs, options: LossOptions, *, synchronous: bool = False
     ) -> Pass:
         self._warn_about_math(prepared)
-        run = self._pass(prepared, options, training=True)
+        graphs = not (synchronous or self._runtime.settings.get("synchronous"))
+        run = self._pass(prepared, options, training=True, graphs=graphs)
         immediate = self.immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
         with numerics.arithmetic(self._runtime.device, self._deterministic):

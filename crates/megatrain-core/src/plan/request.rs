@@ -175,6 +175,9 @@ pub struct Requests {
     pub parts: Option<u32>,
     /// Whether gradients of several passes may be added before they are applied: an fp32 store on the host.
     pub accumulate: bool,
+    /// Whether layers whose weights stay on the device may be captured once and replayed (CUDA graphs), where the memory
+    /// is left that their activations then take a second time.
+    pub graphs: bool,
 }
 
 /// Measured rates of the machine.

@@ -141,7 +141,7 @@ def _schedule(train: "TrainConfig") -> None:
 def _eval(config: "Config") -> None:
     held_out, when = config.data.eval, config.eval
     if not held_out:
-        for name in ("every", "max_batches", "early_stop"):
+        for name in ("every", "max_batches", "early_stop", "best"):
             if getattr(when, name) is not None:
                 raise ConfigError(
                     f"eval.{name} has no effect without data.eval; name held-out data, such as data.eval: 0.05"
@@ -158,3 +158,9 @@ def _eval(config: "Config") -> None:
             raise ConfigError(
                 "eval.keep_best has no effect without eval.every: nothing is evaluated in between; set it"
             )
+    names = list(dict.fromkeys(source.name for source in held_out if source.name is not None))
+    if when.best is not None and when.best not in names:
+        there = f"data.eval has {', '.join(names)}" if names else "data.eval has one set without a name"
+        raise ConfigError(
+            f"eval.best is {when.best!r}, and {there}; name one of several sets, or leave it out for the loss over all"
+        )

@@ -256,7 +256,10 @@ class Engine:
         not supervised; shifted inside) and `attention_mask` or `position_ids`. Another key is refused, except with
         `loss_fn`, which receives the whole dict.
 
-        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
+        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`). With
+        `loss_weights`, numbers from 0 on for each row (batch,) or for each label (batch, seq), every token's loss is
+        multiplied by its weight and the sum divided by the sum of the weights, as torch's cross-entropy with class
+        weights does; a weight of 0 is as a label of -100. A `loss_fn` may read them and is divided as without. A
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
         `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, Duration
-from megatrain.config.data_files import find
+from megatrain.config.data_files import ROWS, find
 from megatrain.errors import ConfigError
 from megatrain.planning import alternatives, calibrate, planner
 from megatrain.planning.alternatives import Alternative
@@ -248,7 +248,7 @@ def data_bytes(config: Config) -> int | None:
     """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
     total = 0.0
     for source in config.data.train:
-        if source.path.startswith("python:"):
+        if source.path.startswith(("python:", ROWS)):
             return None
         with contextlib.suppress(ConfigError):
             files = find(source).files

@@ -47,9 +47,11 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the
 	@for example in $(EXAMPLES); do echo "example $$example"; \
 	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
 
-test-loom: ## the optimizer's threads under loom, in every order of their locks: a minute, most of it compiling
+test-loom: ## the optimizer's threads and the engine's lanes under loom, in every order of their locks: three minutes
 	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
 	cargo test --release -p megatrain-core --locked --test loom
+	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
+	cargo test --release -p megatrain-core --locked --lib interleavings -- --test-threads 1
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)

@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak test-crash types wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-sanitize test-python test-supported test-examples test-gpu test-fuzz test-soak test-crash types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test-loom: ## the optimizer's threads and the engine's lanes under loom, in ever
 	cargo test --release -p megatrain-core --locked --test loom
 	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
 	cargo test --release -p megatrain-core --locked --lib interleavings -- --test-threads 1
+
+test-sanitize: ## the Rust core under AddressSanitizer, ThreadSanitizer and Miri (a nightly Rust with rust-src and miri): minutes
+	$(PY) tests/check_sanitizers.py
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)

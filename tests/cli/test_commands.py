@@ -12,6 +12,7 @@ import pytest
 from megatrain import errors
 from megatrain.cli import commands, main
 from megatrain.training.stop import RunStopped, StopRequested
+from support.hangs import HANG_SECONDS
 
 VERBS = ("train", "plan", "probe", "doctor", "data", "bench", "eval", "generate", "export", "report", "init", "schema")
 
@@ -43,7 +44,12 @@ def in_a_process(*words: str, cwd: Path | None = None) -> subprocess.CompletedPr
         sys.exit(code)
     """)
     return subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False, cwd=cwd, timeout=60
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=HANG_SECONDS,
     )
 
 

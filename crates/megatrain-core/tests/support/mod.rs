@@ -22,7 +22,7 @@ use proptest::prelude::*;
 
 /// Elements of a hidden state.
 pub const WIDTH: usize = 37;
-pub const FOREVER: Duration = Duration::from_secs(60);
+pub const FOREVER: Duration = Duration::from_secs(600);
 pub const GROUPS: [Group; 2] = [
     Group { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, idle: false },
     Group { lr: 3e-2, beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.0, idle: false },

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Activation, Place};
 use crate::error::{Error, Result};
-use crate::layout::{Precision, Role, TensorSpec, UnitLayout};
+use crate::layout::{Master, Precision, Role, StateFormat, TensorSpec, UnitLayout};
 
 /// What a unit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -237,6 +237,9 @@ const SUSTAINED_HBM: f64 = 0.8;
 const LINK_COST: f64 = 0.55;
 /// [`Rates::both_ways`] there: 65 GB/s where 0.9 times 55 are sustained one way.
 const BOTH_WAYS: f64 = 1.3;
+/// The most by which the host's optimizer is expected to be faster over a smaller state than over fp32 moments, for which its
+/// rate is measured: packing and unpacking takes part of what is saved in traffic.
+const MOST_GAIN: f64 = 1.0;
 
 impl Rates {
     /// What a step gets of the measured rates, each of which was measured alone. `profiled`: units say what they do
@@ -271,6 +274,9 @@ pub struct Request {
     pub precision: Precision,
     /// How gradients are sent.
     pub grad_precision: Precision,
+    /// How the optimizer's state is stored.
+    #[serde(default)]
+    pub state: StateFormat,
     /// When weights change.
     #[serde(default)]
     pub update: UpdateMode,
@@ -379,6 +385,7 @@ impl Request {
             tied: false,
             precision,
             grad_precision: precision,
+            state: StateFormat::default(),
             update: UpdateMode::default(),
             micro_batches,
             workspace_bytes: 0,
@@ -405,7 +412,9 @@ impl Request {
     /// The rates that a whole step of this model sustains.
     #[must_use]
     pub fn sustained_rates(&self) -> Rates {
-        self.rates.sustained(self.units.iter().any(|unit| unit.moved_bytes > 0.0))
+        let rates = self.rates.sustained(self.units.iter().any(|unit| unit.moved_bytes > 0.0));
+        let faster = StateFormat::default().update_bytes(self.precision) / self.state.update_bytes(self.precision);
+        Rates { adamw_gparams: rates.adamw_gparams * faster.min(MOST_GAIN), ..rates }
     }
 
     /// The decoder layers: units 1 to this.
@@ -419,7 +428,8 @@ impl Request {
     /// # Errors
     /// As [`UnitLayout::new`].
     pub fn layouts(&self) -> Result<Vec<UnitLayout>> {
-        self.units.iter().map(|u| UnitLayout::new(u.name.as_str(), u.tensors.clone(), self.precision)).collect()
+        let layout = |u: &UnitRequest| UnitLayout::new(u.name.as_str(), u.tensors.clone(), self.precision);
+        self.units.iter().map(|u| Ok(layout(u)?.with_state(self.state))).collect()
     }
 
     /// Refuses a request that contradicts itself.
@@ -486,6 +496,9 @@ impl Request {
         }
         if self.precision == Precision::Fp32 && self.grad_precision == Precision::Bf16 {
             return Err(Error::GradPrecision);
+        }
+        if self.precision == Precision::Fp32 && self.state.master == Master::Bits24 {
+            return Err(Error::MasterPrecision);
         }
         for (name, rate) in [
             ("h2d_gbs", self.rates.h2d_gbs),

@@ -120,7 +120,9 @@ fn neither_threads_nor_the_place_of_a_range_change_a_bit() {
                 let update = found.update(step);
                 let range = |start: u64, end: u64| ElementRange { tensor: 0, start, len: end - start };
                 let adamw = Adamw::new(Isa::best());
-                adamw.update_ranges(&pool, &[update.clone()], &[range(0, 1280), range(2560, 70_001)]).unwrap();
+                adamw
+                    .update_ranges(&pool, std::slice::from_ref(&update), &[range(0, 1280), range(2560, 70_001)])
+                    .unwrap();
                 // The rest as an update of its own, as parts of state on disk are.
                 let (from, len) = (1280, 1280);
                 let part = |span: &HostSpan, from: u64, len: u64| span.slice(from as usize, len as usize);

@@ -318,11 +318,11 @@ pub fn decode<const SIGNED: bool>(from: &[u8; GROUP_BYTES], to: &mut [f32; GROUP
 pub fn encode<const SIGNED: bool>(from: &[f32; GROUP], random: &[u32; GROUP], to: &mut [u8; GROUP_BYTES]) {
     let steps = STEPS[usize::from(!SIGNED)];
     let (codes, exponents) = to.split_at_mut(GROUP);
-    for part in 0..GROUP / SCALED {
+    for (part, kept) in exponents.iter_mut().enumerate() {
         let range = part * SCALED..(part + 1) * SCALED;
         let top = from[range.clone()].iter().fold(0, |top: u32, &x| top.max(bounded(x).to_bits()));
         let exponent = top >> 23;
-        exponents[part] = exponent as u8;
+        *kept = exponent as u8;
         // The reciprocal of the scale 2^(exponent - 126), which is above every magnitude.
         let inverse = f32::from_bits((253 - exponent) << 23);
         for ((code, &x), &word) in codes[range.clone()].iter_mut().zip(&from[range.clone()]).zip(&random[range]) {

@@ -161,13 +161,13 @@ mod tests {
         let format = StateFormat { moments: Moments::Bits8, ..StateFormat::default() };
         let layout = UnitLayout::new("embed", vec![spec], Precision::Bf16).unwrap().with_state(format);
         let rows = Rows { tensor: 0, rows: vec![3, 4, 20, 39] };
-        let ranges = |share, part: Range<u64>| -> Vec<Range<u64>> {
-            element_ranges(&layout, &part, share).iter().map(|s| s.start..s.start + s.len).collect()
+        let ranges = |share, part: Range<u64>| -> Vec<(u64, u64)> {
+            element_ranges(&layout, &part, share).iter().map(|s| (s.start, s.start + s.len)).collect()
         };
         // Rows 3 and 4 are elements 144 to 240, row 20 960 to 1008, row 39 1872 to 1920.
-        assert_eq!(ranges(Share::Late(Some(&rows)), 0..1920), [128..256, 896..1024, 1792..1920]);
-        assert_eq!(ranges(Share::Early(Some(&rows)), 0..1920), [0..128, 256..896, 1024..1792]);
-        assert_eq!(ranges(Share::Late(Some(&rows)), 896..1024), [896..1024]);
+        assert_eq!(ranges(Share::Late(Some(&rows)), 0..1920), [(128, 256), (896, 1024), (1792, 1920)]);
+        assert_eq!(ranges(Share::Early(Some(&rows)), 0..1920), [(0, 128), (256, 896), (1024, 1792)]);
+        assert_eq!(ranges(Share::Late(Some(&rows)), 896..1024), [(896, 1024)]);
         assert_eq!(ranges(Share::Late(Some(&rows)), 1024..1152), []);
     }
 

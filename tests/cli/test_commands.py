@@ -141,7 +141,7 @@ def _has_a_card() -> bool:
         (("steps: 2", "steps: two"), "train.steps"),
         (("steps: 2", "steps: 2, steps: 3"), "steps"),
         (("train: {", "memory: {nvme: {paht: x, size: 1GiB}}\ntrain: {"), "memory.nvme.path"),
-        (("steps: 2", "moments: 8bit, steps: 2"), "train.moments"),
+        (("steps: 2", "moments: 4bit, steps: 2"), "train.moments"),
         (("steps: 2", "update: immediate, steps: 2"), "max_grad_norm"),
     ],
 )

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::layout::{Precision, Role};
+use crate::layout::Role;
 use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UnitRole, UpdateMode, staged_bytes};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
@@ -157,11 +157,6 @@ struct Durations<'a> {
     contention: f64,
 }
 
-/// Bytes that AdamW moves a parameter: over split planes, or over fp32 weights with fp32 gradients.
-pub(crate) fn update_bytes(precision: Precision) -> u64 {
-    if precision == Precision::Bf16 { 26 } else { 28 }
-}
-
 /// At most a row a token.
 fn looked_up(request: &Request, plan: &Plan) -> f64 {
     let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
@@ -200,7 +195,7 @@ impl Durations<'_> {
             Kind::ReadState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_read_gbs * 1e9),
             Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
-                self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
+                self.share(op) * memory((layout.update_bytes() * layout.num_trainable() as f64) as u64)
             }
             Kind::Update => {
                 let rows = match (self.looked_up, op.early) {
@@ -259,7 +254,7 @@ impl Durations<'_> {
         let concurrent =
             steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
         let bytes: f64 = concurrent.map(|op| self.link_bytes(op) as f64).sum();
-        let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
+        let own = (updated * self.request.state.update_bytes(self.request.precision)).max(1.0);
         1.0 + self.rates.link_cost * bytes / own
     }
 }

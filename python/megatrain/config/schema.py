@@ -281,7 +281,11 @@ class TrainConfig:
     """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32; a run's `config.yaml` says
     which."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Of AdamW's moments. Only fp32 is supported yet."""
+    """How AdamW's moments are stored between updates: `bf16` takes half the memory, `8bit` a quarter, both rounded
+    stochastically. Updates are computed in fp32."""
+    master: Literal["32bit", "24bit"] = "32bit"
+    """How many bits of the fp32 master weights are kept where compute is bf16; `24bit` saves a byte a parameter and is
+    rounded stochastically."""
     update: Literal["just_in_time", "immediate"] = "just_in_time"
     """When weights change: once the gradient norm is known, or as gradients land (only without clipping)."""
     deterministic: bool = False
@@ -323,6 +327,10 @@ class TrainConfig:
         elif self.precision == "fp32" and self.grad_precision == "bf16":
             raise ConfigError(
                 "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
+            )
+        if self.precision == "fp32" and self.master == "24bit":
+            raise ConfigError(
+                "train.precision: fp32 keeps fp32 weights, which train.master: 24bit contradicts; remove one of the two"
             )
 
     def sent_in(self, precision: str) -> Literal["bf16", "fp32"]:

@@ -33,6 +33,7 @@ from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
+from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -51,6 +52,8 @@ class Engine:
         max_grad_norm: float | None = 1.0,
         precision: str = "auto",
         grad_precision: str = "bf16",
+        moments: str = "fp32",
+        master: str = "32bit",
         update: str = "just_in_time",
         device: "str | torch.device | _core.Device" = "auto",
         memory: Mapping[str, Any] | None = None,
@@ -80,6 +83,9 @@ class Engine:
         - `max_grad_norm`: gradients are scaled down to this global norm; None does not clip.
         - `precision`: of weights and activations in compute, bf16 or fp32; `auto` is bf16 on CUDA, fp32 on the CPU.
         - `grad_precision`: bf16 or fp32, in which gradients are sent to the host; with fp32 compute always fp32.
+        - `moments`: how AdamW's moments are stored between updates, fp32, bf16 or 8bit; the last two are rounded
+          stochastically.
+        - `master`: 32bit or 24bit, how much of the fp32 masters is kept where compute is bf16.
         - `update`: `just_in_time` (once the norm is known) or `immediate` (as gradients arrive; without clipping).
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: limits in bytes or as text, such as {"gpu": "70GiB", "host": "200GiB"}.
@@ -89,7 +95,7 @@ class Engine:
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
-        - `seed`: of random initial weights and of dropout.
+        - `seed`: of random initial weights, of dropout and of stochastic rounding.
         - `load`: called once with the decoder and the native engine to fill the store; None: with the model's values.
         - `rates`: this machine's measured rates, for the planner.
         - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports.
@@ -108,6 +114,8 @@ class Engine:
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             seed=seed,
+            moments=moments,
+            master=master,
             precisions=PRECISIONS,
         )
         self.optimizer: AdamW = optimizer if optimizer is not None else AdamW()
@@ -141,6 +149,7 @@ class Engine:
                 load=load,
                 rates=rates,
                 seed=seed,
+                state_format=StateFormat(moments, master),
             )
         except BaseException:
             self.decoder.give_back()
@@ -181,6 +190,8 @@ class Engine:
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = 1.0,
         grad_precision: str = "bf16",
+        moments: str = "fp32",
+        master: str = "32bit",
         update: str = "just_in_time",
         memory: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
@@ -217,6 +228,8 @@ class Engine:
             optimizer=optimizer,
             max_grad_norm=max_grad_norm,
             grad_precision=grad_precision,
+            moments=moments,
+            master=master,
             update=update,
             device=core_device,
             memory=memory,
@@ -413,7 +426,7 @@ class Engine:
     @on_cpu()
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """`exp_avg` and `exp_avg_sq` (fp32 copies) and `step` of a trained parameter."""
-        return state.optimizer_state(self.core, self._ref(name, trained=True))
+        return state.optimizer_state(self.core, self._ref(name, trained=True), self._runtime.state_format)
 
     @on_cpu()
     def gradient(self, name: str) -> Tensor:

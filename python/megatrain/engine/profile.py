@@ -28,6 +28,7 @@ from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
+from megatrain.weights.state_format import StateFormat
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ def plan_request(
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
+    state_format: StateFormat,
     update: str,
     budget: dict[str, int],  # bytes: device, host, and disk where there is one for state
     device: str,  # cuda or cpu
@@ -225,6 +227,7 @@ def plan_request(
         "tied": decoder.tied,
         "precision": decoder.precision,
         "grad_precision": grad_precision,
+        "state": state_format.request(),
         "update": update,
         "micro_batches": micro_batches,
         **{what: size + more for what, size in workspace.items()},

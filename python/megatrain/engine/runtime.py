@@ -31,6 +31,7 @@ from megatrain.names import suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
+from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
     from megatrain.engine.state_dict import Plane
@@ -74,6 +75,7 @@ class Runtime:
         load: Load | None,
         rates: Mapping[str, float] | None,
         seed: int,
+        state_format: StateFormat,
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
@@ -96,6 +98,9 @@ class Runtime:
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
         """Whether the plan includes a `loss_fn`, and with how many bytes if those were declared."""
         self._load, self._seed = load, seed
+        state_format.check_precision(decoder.precision)
+        self.state_format: StateFormat = state_format
+        """How moments and masters are stored."""
         self.compiled: bool = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
@@ -148,6 +153,7 @@ class Runtime:
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
+            state_format=self.state_format,
             update=self._update,
             budget=budget,
             device=self.device.type,
@@ -287,7 +293,8 @@ class Runtime:
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
         base = self._bytes_beside_the_plan()
-        options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        options["seed"] = self._seed
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
@@ -309,6 +316,22 @@ class Runtime:
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
 
+    def _copy_state(self, source: _core.Engine, target: _core.Engine) -> None:
+        """Moves every plane and count from one core to another, a tensor at a time."""
+        form = self.state_format
+        for ref in self._decoder.tensors.values():
+            size = torch.Size(ref.shape).numel()
+            planes: list[tuple[Plane, torch.Tensor]]
+            if ref.role == "frozen":
+                planes = [("weights", torch.empty(size, dtype=ref.dtype))]
+            else:
+                moment = torch.empty(torch.Size(form.moment_shape(ref.shape)).numel(), dtype=form.moment_dtype)
+                planes = [("master", torch.empty(size)), ("exp_avg", moment), ("exp_avg_sq", moment)]
+                target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
+            for plane, values in planes:
+                source.read(ref.unit, ref.tensor, plane, values)
+                target.write(ref.unit, ref.tensor, plane, values)
+
     def _bytes_beside_the_plan(self) -> int:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
         a model, which move into the core."""
@@ -322,7 +345,7 @@ class Runtime:
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
         try:
-            made = self._start(micro_batch, micro_batches, lambda core: _copy_state(self._decoder, before, core))
+            made = self._start(micro_batch, micro_batches, lambda core: self._copy_state(before, core))
         except DoesNotFit as error:
             totals = self._plan["totals"]
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
@@ -441,21 +464,6 @@ def _memory_bytes(plan: Mapping[str, Any]) -> int:
     """Bytes of device and host memory in a plan, without its state files on disk."""
     totals = plan["totals"]
     return int(totals["device"] + totals["host"])
-
-
-def _copy_state(decoder: Decoder, source: _core.Engine, target: _core.Engine) -> None:
-    """Moves every plane and count from one core to another, a tensor at a time."""
-    for ref in decoder.tensors.values():
-        size = torch.Size(ref.shape).numel()
-        planes: list[tuple[Plane, torch.Tensor]]
-        if ref.role == "frozen":
-            planes = [("weights", torch.empty(size, dtype=ref.dtype))]
-        else:
-            planes = [("master", torch.empty(size)), ("exp_avg", torch.empty(size)), ("exp_avg_sq", torch.empty(size))]
-            target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
-        for plane, values in planes:
-            source.read(ref.unit, ref.tensor, plane, values)
-            target.write(ref.unit, ref.tensor, plane, values)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

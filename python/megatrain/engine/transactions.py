@@ -141,6 +141,7 @@ class Passes:
             micro_batch=runtime.nominal[0],
             micro_batches=runtime.nominal[1],
             grad_precision=runtime.grad_precision,
+            state_format=runtime.state_format,
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,

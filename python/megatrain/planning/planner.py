@@ -355,12 +355,12 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
     export's weights."""
     from megatrain.checkpoint import export
+    from megatrain.weights.state_format import StateFormat
 
-    sizes = [(_numel(t.shape), t.role == "trainable", t.dtype.itemsize) for t in decoder.tensors.values()]
-    weights = sum(count * item for count, _, item in sizes)
-    trained = sum(count for count, trainable, _ in sizes if trainable)
-    residual = 2 * trained if precision == "bf16" else 0
-    checkpoint = weights + residual + 8 * trained
+    form = StateFormat(config.train.moments, config.train.master)
+    tensors = decoder.tensors.values()
+    weights = sum(_numel(t.shape) * t.dtype.itemsize for t in tensors)
+    checkpoint = weights + sum(form.bytes(t.shape, precision) for t in tensors if t.role == "trainable")
     kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
     wanted = config.output.export
     exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
@@ -496,12 +496,16 @@ class SplitPlanner:
         """(request, plan). Raises DoesNotFit."""
         from megatrain import _core
         from megatrain.engine.profile import plan_request
+        from megatrain.weights.state_format import StateFormat
 
+        state_format = StateFormat(self.config.train.moments, self.config.train.master)
+        state_format.check_precision(self.decoder.precision)
         request = plan_request(
             self.decoder,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),
+            state_format=state_format,
             update=self.config.train.update,
             budget=self.budget,
             device=self.device,

@@ -306,6 +306,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
     import torch
 
     from megatrain.engine import numerics
+    from megatrain.weights.state_format import StateFormat
 
     cuda = run_plan.device == "cuda"
     key = numerics.key(
@@ -314,6 +315,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         micro_batch=run_plan.micro_batch,
         micro_batches=run_plan.micro_batches,
         grad_precision=config.train.sent_in(run_plan.precision),
+        state_format=StateFormat(config.train.moments, config.train.master),
         loss_chunk=run_plan.options.get("loss_chunk"),
         compiled=bool(run_plan.options.get("compile", cuda)),
         deterministic=config.train.deterministic,

@@ -330,6 +330,8 @@ def build_engine(
         optimizer=planner.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
         max_grad_norm=train.max_grad_norm,
         grad_precision=train.sent_in(decoder.precision),
+        moments=train.moments,
+        master=train.master,
         update=train.update,
         device=run_plan.device,
         label_smoothing=train.label_smoothing,

@@ -207,7 +207,11 @@ impl Toy {
         for (u, layout) in engine.layouts().iter().enumerate() {
             for (t, tensor) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
                 for plane in [Plane::Master, Plane::ExpAvg, Plane::ExpAvgSq] {
-                    let mut out = vec![0; tensor.spec.numel() as usize * 4];
+                    let bytes = match plane {
+                        Plane::Master => tensor.spec.numel() * 4,
+                        _ => layout.state.moments.bytes(tensor.spec.numel()),
+                    };
+                    let mut out = vec![0; bytes as usize];
                     engine.read(u, t, PlaneName::State(plane), 0, &mut out)?;
                     all.push(out);
                 }

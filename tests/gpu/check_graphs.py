@@ -87,7 +87,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (2, {"packed": True}),
     "not compiled": (2, {"plan": {"compile": False}}),
     "packed, not compiled": (2, {"plan": {"compile": False}, "packed": True}),
-    "shorter rows between": (2, {"shorter": True}),
+    # not compiled: which kernels a compiler takes for rows of one length depends on the lengths it has seen before
+    "shorter rows between": (2, {"plan": {"compile": False}, "shorter": True}),
 }
 
 
@@ -98,7 +99,6 @@ def same_bits(name: str, layers: int) -> bool:
     facts: dict[str, Any] = {}
     for graphs in (False, True):
         options = {k: dict(v) if isinstance(v, dict) else v for k, v in given.items()}
-        torch._dynamo.reset()  # or the second engine would begin with the graphs that the first has ended with
         packed, shorter = options.pop("packed", False), options.pop("shorter", False)
         ours = engine(build(layers), count, graphs=graphs, deterministic=True, **options)
         outs = []

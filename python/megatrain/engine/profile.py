@@ -114,6 +114,8 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             raise ConfigError(f"{name} cannot be computed with the numbers of this configuration: {error}") from error
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
+    finally:
+        turn.release()
     if getattr(output, "shape", None) != hidden.shape:
         raise ConfigError(f"{type(module).__name__} does not return hidden states of the shape it receives")
     kept = turn.staged_bytes

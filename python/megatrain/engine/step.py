@@ -186,6 +186,16 @@ class Pass:
     ) -> None:
         """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
         before its backward begins; `check` may raise before each operation."""
+        try:
+            self._run(core, on_loss, check)
+        finally:  # of a pass that has failed
+            for turn in self._turns.values():
+                turn.release()
+            self._turns.clear()
+        if self._recording is not None:
+            self._recording.capture(self._templates, fp32_sums=self._fp32_sums)
+
+    def _run(self, core: Engine, on_loss: Callable[[Tensor], None] | None, check: Callable[[], None]) -> None:
         with torch.no_grad():  # templates switch gradients on where a graph is wanted
             while (op := core.next()) is not None:
                 check()
@@ -197,8 +207,6 @@ class Pass:
                     assert loss is not None
                     on_loss(loss)
                 core.finish(op)
-        if self._recording is not None:
-            self._recording.capture(self._templates, fp32_sums=self._fp32_sums)
 
     def _compute(self, op: ComputeOp) -> None:
         """One operation. Raises OutOfMemory for whatever says that memory ran out."""

@@ -43,6 +43,8 @@ _MOST_MICRO_BATCHES = 32
 """Of a pass that is captured: each has graphs of its own."""
 _MOST_SHAPES = 8
 """Passes with inputs of different shapes that are captured at a time; the one not used for longest goes first."""
+_MOST_COUNTED = 4096
+"""Shapes whose passes are counted; rows of many lengths have ever new ones."""
 _LARGEST_INPUT = 64 << 20
 """Bytes of a layer's arguments (masks, rotary tables) above which a pass is not captured: they are held twice."""
 
@@ -51,8 +53,7 @@ def can_capture(decoder: Decoder) -> bool:
     """Whether the layers of a model launch the same kernels in every step, as far as their kind shows: those of routed
     experts depend on the routes, and random numbers on the step."""
     return (
-        decoder.router is None
-        and not any(decoder.gates)
+        not any("experts" in name for name in decoder.tensors)
         and decoder.vision_spec is None
         and not any(has_dropout(layer) for layer in decoder.layers)
     )
@@ -110,7 +111,8 @@ class LayerGraphs:
         """`units` are those that may be captured."""
         self._units = units
         self._captured: collections.OrderedDict[Any, CapturedPass] = collections.OrderedDict()
-        self._runs: collections.Counter[Any] = collections.Counter()
+        self._runs: collections.Counter[int] = collections.Counter()
+        """Passes by the hash of their key."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._failed = False
@@ -137,8 +139,11 @@ class LayerGraphs:
             self._captured.move_to_end(key)
             captured.load(list(inputs.values()))
             return captured
-        self._runs[key] += 1
-        if self._runs[key] <= _RUNS:
+        if len(self._runs) >= _MOST_COUNTED:
+            self._runs.clear()
+        number = hash(key)
+        self._runs[number] += 1
+        if self._runs[number] <= _RUNS:
             return None
         return Recording(self, key, arguments, inputs)
 

@@ -166,8 +166,11 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
             put("places", [encoded.row.file, encoded.row.number])
             put("kinds", [KINDS.index(encoded.row.kind)])
             put("skips", [reasons.setdefault(encoded.row.skip, len(reasons))])
-            put("weights", [encoded.row.weight])
-            weighted = weighted or encoded.row.weight != 1
+            if encoded.row.weight != 1 and not weighted:
+                weighted = True
+                put("weights", np.ones(row))
+            if weighted:
+                put("weights", [encoded.row.weight])
             row += 1
     meta = {
         "counts": counts,

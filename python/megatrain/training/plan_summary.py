@@ -21,6 +21,7 @@ _GROUPS = (
     (("gradient",), "gradients"),
     (("weights",), "weights"),
     (("activation", "layer input"), "activations"),
+    (("captured",), "captured layers"),
 )
 _OTHER = "workspace and other"
 

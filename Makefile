@@ -15,7 +15,7 @@ SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.p
            Cargo.toml Cargo.lock pyproject.toml
 EXAMPLES := $(sort $(basename $(notdir $(wildcard crates/megatrain-core/examples/*.rs))))
 
-.PHONY: build quickstart lint test test-rust test-loom test-python test-supported test-examples test-gpu test-fuzz test-soak test-crash types wheel bench docs help
+.PHONY: build quickstart lint test test-rust test-loom test-sanitize test-python test-supported test-examples test-gpu test-fuzz test-soak test-crash types wheel bench docs help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST)
@@ -47,9 +47,14 @@ test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the
 	@for example in $(EXAMPLES); do echo "example $$example"; \
 	cargo run --quiet -p megatrain-core --locked --example $$example || exit 1; done
 
-test-loom: ## the optimizer's threads under loom, in every order of their locks: a minute, most of it compiling
+test-loom: ## the optimizer's threads and the engine's lanes under loom, in every order of their locks: three minutes
 	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
 	cargo test --release -p megatrain-core --locked --test loom
+	CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" RUSTFLAGS="--cfg loom" \
+	cargo test --release -p megatrain-core --locked --lib interleavings -- --test-threads 1
+
+test-sanitize: ## the Rust core under AddressSanitizer, ThreadSanitizer and Miri (a nightly Rust with rust-src and miri): minutes
+	$(PY) tests/check_sanitizers.py
 
 test-python: $(VENV)/.development ## the Python tests
 	$(PYTHON) -m pytest -n $(JOBS)

@@ -8,7 +8,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use megatrain_core::adamw::AdamwScalars;
 use megatrain_core::device::{Device, DeviceAdamw, DeviceMemory, Stream};
 use megatrain_core::host::HostSpan;
-use megatrain_core::layout::{Dtype, NORM_BLOCK};
+use megatrain_core::layout::{Dtype, NORM_BLOCK, StateFormat};
 use megatrain_core::{Error, Result};
 use megatrain_cuda::CudaDevice;
 
@@ -69,6 +69,8 @@ fn adamw(c: &mut Criterion, device: &dyn Device) -> Result<()> {
         residual: Some(&residual),
         exp_avg: &exp_avg,
         exp_avg_sq: &exp_avg_sq,
+        state: StateFormat::default(),
+        first: 0,
         grad: &grad,
         grad_dtype: Dtype::Bf16,
         numel: NUMEL,

@@ -26,6 +26,7 @@ from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.models.decoder import Decoder
 from megatrain.system import atomic, safetensors_io
 from megatrain.training.run_dir import RunFolder
+from megatrain.weights.state_format import StateFormat
 from support.fake_core import MemoryCore, engine, llama
 
 STATE = {"position": {"epoch": 1, "row": 17}, "numerics": {"micro_batch": 2}, "rng": [1, 2, 3]}
@@ -128,7 +129,7 @@ def test_a_parameter_frozen_from_now_on_keeps_its_weights(tmp_path: Path) -> Non
         decoder = Decoder.from_config(
             llama(), precision="bf16", freeze=["lm_head*"], frozen_dtypes={"lm_head.weight": dtype}
         )
-        target = SimpleNamespace(decoder=decoder, core=MemoryCore(decoder))
+        target = SimpleNamespace(decoder=decoder, core=MemoryCore(decoder), state_format=StateFormat())
         load(tmp_path / "step-5", target)
         ref, theirs = target.decoder.tensors["lm_head.weight"], source.decoder.tensors["lm_head.weight"]
         kept = target.core.planes[ref.unit, ref.tensor].weights

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from support import faulty_disk
+from support.hangs import HANG_SECONDS
 
 KILLS = int(os.environ.get("MEGATRAIN_TEST_KILLS", "25"))
 """At how many named points runs are killed; `make test-crash` asks for all of them."""
 
 
-@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.timeout(2 * HANG_SECONDS + 60 * KILLS)
 def test_a_run_killed_at_a_named_point_goes_on_bit_for_bit(disk: Path, tmp_path: Path) -> None:
     """A point is a call and the file or folder that it is about. Each is met by name, whichever thread comes to it."""
     body = f"""
@@ -73,7 +74,7 @@ def test_a_run_killed_at_a_named_point_goes_on_bit_for_bit(disk: Path, tmp_path:
         assert {{None, "step-1", "step-2", "step-3"}} <= set(newest), newest
         print(len(chosen), len(points))
         """
-    killed, points = map(int, faulty_disk.run(disk, tmp_path, body, timeout=100 + 60 * KILLS).split())
+    killed, points = map(int, faulty_disk.run(disk, tmp_path, body, timeout=HANG_SECONDS + 60 * KILLS).split())
     assert killed == min(KILLS, points)
 
 

@@ -20,6 +20,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.training.stop import Stop
 from megatrain.weights import loader
 from megatrain.weights.source import open_weights, resolve
+from megatrain.weights.state_format import StateFormat
 from support.fake_core import MemoryCore, engine, llama
 from support.families import BASE, FAMILIES
 from support.runs import settings
@@ -59,7 +60,7 @@ def loaded(folder: Path, precision: str, freeze: tuple[str, ...] = ()) -> Simple
     )
     core = MemoryCore(decoder)
     loader.load(source, decoder, core)
-    return SimpleNamespace(decoder=decoder, core=core)
+    return SimpleNamespace(decoder=decoder, core=core, state_format=StateFormat())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -152,7 +153,7 @@ def test_a_frozen_tensor_is_restored_exactly_or_refused_before_anything_changes(
         decoder = Decoder.from_config(
             llama(), precision="fp32", freeze=["lm_head*"], frozen_dtypes={"lm_head.weight": here}
         )
-        return SimpleNamespace(decoder=decoder, core=MemoryCore(decoder))
+        return SimpleNamespace(decoder=decoder, core=MemoryCore(decoder), state_format=StateFormat())
 
     target = empty()
     wanted = load_file(tmp_path / "source" / "model.safetensors")["lm_head.weight"]
@@ -173,7 +174,9 @@ def test_a_trained_tensor_is_never_rounded_when_it_is_frozen(tmp_path: Path) -> 
         llama(), precision="fp32", freeze=["lm_head*"], frozen_dtypes={"lm_head.weight": torch.bfloat16}
     )
     with pytest.raises(CheckpointError, match=r"its lm_head\.weight has values that torch\.bfloat16"):
-        load(tmp_path / "step-1", SimpleNamespace(decoder=decoder, core=MemoryCore(decoder)))
+        load(
+            tmp_path / "step-1", SimpleNamespace(decoder=decoder, core=MemoryCore(decoder), state_format=StateFormat())
+        )
 
 
 # ------------------------------------------------------------------------------------------------- runs of the trainer

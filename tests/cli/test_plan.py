@@ -479,3 +479,12 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     too_small = disk["bytes"] - (1 << 30)
     assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}"]) == 2
     assert "disk space for optimizer state" in capsys.readouterr().err
+
+
+def test_layers_are_captured_where_a_card_has_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "qwen2.5-0.5b", "--machine", "h100", "data.seq_len=256", "train.batch_size=2"]
+    assert main(words) == 0
+    assert "captured layers" in capsys.readouterr().out
+    for more in ("plan.graphs=false", "memory.gpu=9GiB"):
+        assert main([*words, more]) == 0, more
+        assert "captured layers" not in capsys.readouterr().out, more

@@ -382,7 +382,8 @@ def test_a_value_out_of_range_is_named(sections, message):
             r"plan\.state_on_disk \(2\) and plan\.updates_on_device \(1\)",
         ),
         ({"memory": {"nvme": {"path": ["d", "d"]}}}, r"memory\.nvme\.path names .* twice"),
-        ({"train": {"moments": "8bit"}}, r"train\.moments: 8bit is not supported yet"),
+        ({"train": {"moments": "4bit"}}, r"train\.moments"),
+        ({"train": {"master": "24bit", "precision": "fp32"}}, r"train\.precision: fp32 .*train\.master: 24bit"),
         (
             {"train": {"check_every": 10, "update": "immediate", "max_grad_norm": None}},
             r"train\.check_every compares .*write train\.update: just_in_time",

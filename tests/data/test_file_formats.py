@@ -230,7 +230,8 @@ def test_an_entry_of_dataset_info_is_read_as_llama_factory_reads_it(tmp_path):
         ("system", "be kind"), ("user", "hi"), ("assistant", "ho"), ("user", "add\n2 2"), ("assistant", "4"),
     ]  # fmt: skip
     talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
-    (row,) = rows(entry(tmp_path, [{"conversations": talk, "system": "s"}], formatting="sharegpt"))
+    talks = {"messages": "conversations", "system": "system"}
+    (row,) = rows(entry(tmp_path, [{"conversations": talk, "system": "s"}], formatting="sharegpt", columns=talks))
     assert said(row) == [("system", "s"), ("user", "hi"), ("assistant", "ho")]
     tags = {"role_tag": "who", "content_tag": "what", "user_tag": "me", "assistant_tag": "you"}
     talk = [{"who": "me", "what": "hi"}, {"who": "you", "what": "ho"}]
@@ -244,6 +245,30 @@ def test_an_entry_of_dataset_info_is_read_as_llama_factory_reads_it(tmp_path):
     )
     assert row.skip == "its answer is labelled as a bad one (ok: false)"
     assert texts(entry(tmp_path, [{"content": "hello"}], columns={"prompt": "content"})) == ["hello"]
+
+
+def test_columns_that_an_entry_does_not_name_are_not_read_and_said(tmp_path):
+    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    (row,) = rows(entry(tmp_path, [{"conversations": talk, "system": "s", "tools": "[]"}], formatting="sharegpt"))
+    assert said(row) == [("user", "hi"), ("assistant", "ho")]
+    assert ("column", "system") in row.remarks
+    value = {"instruction": "add", "input": "2 2", "output": "4", "system": "s", "history": [["hi", "ho"]]}
+    (row,) = rows(entry(tmp_path, [value]))
+    assert said(row) == [("user", "add\n2 2"), ("assistant", "4")], "those with a default are read"
+    (row,) = rows(entry(tmp_path, [value], columns={"prompt": "instruction", "response": "output"}))
+    assert said(row) == [("user", "add"), ("assistant", "4")], "an entry with columns names all that are read"
+    assert [name for kind, name in row.remarks if kind == "column"] == ["input", "system", "history"]
+    (row,) = rows(entry(tmp_path, [value]), fields={"system": "system"})
+    assert said(row)[0] == ("system", "s"), "the source's own fields come before the entry's"
+
+
+def test_a_column_is_left_unread_where_its_name_is_empty(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi", "completion": "ho", "system": "s"}) + "\n")
+    (row,) = rows(tmp_path / "a.jsonl", fields={"system": ""})
+    assert (row.system, ("column", "system") in row.remarks) == ("", True)
+    (tmp_path / "a.csv").write_text(",text\n0,hello\n")  # an index without a name, as pandas writes it
+    (row,) = rows(tmp_path / "a.csv", fields={"system": "", "label": ""})
+    assert (row.text, row.skip) == ("hello", "")
 
 
 @pytest.mark.parametrize(

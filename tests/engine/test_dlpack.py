@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatrain import _core
+from support.hangs import HANG_SECONDS
 
 MIB = 1 << 20
 capsule_name = ctypes.pythonapi.PyCapsule_GetName
@@ -136,7 +137,7 @@ def test_the_interpreter_may_exit_with_arrays_and_capsules_alive() -> None:
     """
     answer = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "leaving\n", "")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.hangs import HANG_SECONDS
+
 SOURCE = Path(__file__).parents[1] / "support" / "fake_driver.c"
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc, to build the fake driver, is not installed")
@@ -47,7 +49,7 @@ def run(driver: Path, code: str, **environment: str) -> str:
         env=os.environ | {"LD_LIBRARY_PATH": str(driver), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr

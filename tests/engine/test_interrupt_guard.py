@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from megatrain import AdamW
+from megatrain.engine import interrupt_guard
 from megatrain.engine.interrupt_guard import GivenUp, InterruptGuard
 from megatrain.errors import CheckpointError, ConfigError, EngineBroken
+from support.hangs import HANG_SECONDS
 from support.interrupts import Interrupted
 from support.reference import batches, build, engine
 
@@ -42,16 +44,13 @@ for k in range(3):
     start = time.monotonic()
     wanted.step(data[k])
     whole = time.monotonic() - start
-handled, hits, late = threading.Event(), 0, 0.0
-sent = 0.0
+handled, hits = threading.Event(), 0
 
 def hail():
-    global sent
     draw = random.Random(seed)
     for _ in range(interrupts):
         time.sleep(draw.uniform(0, 3 * whole))
         handled.clear()
-        sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
         handled.wait()
 
@@ -66,7 +65,6 @@ while True:
             ours.step(data[ours.num_steps % 8])
         break
     except KeyboardInterrupt:
-        late = max(late, time.monotonic() - sent)
         hits += 1
         handled.set()
 sender.join()
@@ -79,7 +77,7 @@ def same(name):
     return equal and torch.equal(ours.weight(name), wanted.weight(name))
 
 print(json.dumps({
-    "hits": hits, "late": late, "steps": ours.num_steps, "tried": tried, "whole": whole,
+    "hits": hits, "steps": ours.num_steps, "tried": tried,
     "different": [n for n in ours.decoder.tensors if not same(n)],
     "loss": ours.evaluate(data[0]) == wanted.evaluate(data[0]),
 }))
@@ -95,7 +93,7 @@ def test_whenever_an_interrupt_comes_the_weights_are_those_of_whole_steps(update
         capture_output=True,
         check=False,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS,
         env=environment,
         cwd=Path(__file__).parents[2],
     )
@@ -105,16 +103,19 @@ def test_whenever_an_interrupt_comes_the_weights_are_those_of_whole_steps(update
     assert found["steps"] > 10
     assert found["different"] == []
     assert found["loss"]
-    assert found["late"] < 1.0 + 2 * found["whole"]
 
 
-def slow(seconds: float, begun: Callable[[], None] = lambda: None) -> Callable[..., Any]:
-    """A loss function that takes its time, and tells when it begins."""
+def squares(hidden: Any, head: Any, _: Any) -> Any:
+    return head(hidden).float().square().sum()
+
+
+def held_until(answered: threading.Event, begun: Callable[[], None]) -> Callable[..., Any]:
+    """A loss function that does not end before an interrupt has been answered in the caller."""
 
     def loss_fn(hidden: Any, head: Any, _: Any) -> Any:
         begun()
-        time.sleep(seconds)
-        return head(hidden).float().square().sum()
+        assert answered.wait(HANG_SECONDS), "the interrupt waits for the step"
+        return squares(hidden, head, None)
 
     return loss_fn
 
@@ -129,19 +130,14 @@ def states(ours: Any) -> list[torch.Tensor]:
     return [t for n in names for t in (ours.weight(n), ours.optimizer_state(n)["exp_avg_sq"])]
 
 
-def test_just_in_time_gives_a_long_step_up_within_a_second(interrupt_after: Callable[[float], None]) -> None:
+def test_just_in_time_gives_a_step_up_that_goes_on(interrupt_after: Callable[[float], None]) -> None:
     ours, wanted = (engine(build()) for _ in range(2))
     data = batches(1)
     before = states(ours)
-    begun: list[float] = []
-
-    def interrupt() -> None:
-        begun.append(time.monotonic())
-        interrupt_after(0.1)
-
+    raised = threading.Event()
     with pytest.raises(Interrupted):
-        ours.step(data, loss_fn=slow(2.5, interrupt))
-    assert time.monotonic() - begun[0] < 1.1
+        ours.step(data, loss_fn=held_until(raised, lambda: interrupt_after(0.1)))
+    raised.set()
     # What was left behind is over before anything else is answered.
     assert ours.num_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(states(ours), before, strict=True))
@@ -150,32 +146,30 @@ def test_just_in_time_gives_a_long_step_up_within_a_second(interrupt_after: Call
 
 
 def test_an_immediate_step_is_finished_before_the_interrupt_is_raised(
-    interrupt_after: Callable[[float], None],
+    interrupt_after: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, wanted = (engine(build(), update="immediate", max_grad_norm=None) for _ in range(2))
     data = batches(1)
+    answered = threading.Event()
+    monkeypatch.setattr(interrupt_guard.log, "warning", lambda _: answered.set())
     with pytest.raises(Interrupted):
-        ours.step(data, loss_fn=slow(0.6, lambda: interrupt_after(0.1)))
+        ours.step(data, loss_fn=held_until(answered, lambda: interrupt_after(0.1)))
     assert ours.num_steps == 1
-    wanted.step(data, loss_fn=slow(0))
+    wanted.step(data, loss_fn=squares)
     assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
     assert ours.step(data) == wanted.step(data)
 
 
 def test_a_second_interrupt_is_raised_at_once_and_leaves_an_immediate_engine_broken(
-    interrupt_after: Callable[[float], None],
+    interrupt_after: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = engine(build(), update="immediate", max_grad_norm=None)
-    begun: list[float] = []
-
-    def interrupt() -> None:
-        begun.append(time.monotonic())
-        interrupt_after(0.1)
-        interrupt_after(0.3)
-
+    # The first one is answered with a warning, and then there is a second.
+    monkeypatch.setattr(interrupt_guard.log, "warning", lambda _: interrupt_after(0.1))
+    raised = threading.Event()
     with pytest.raises(Interrupted):
-        ours.step(batches(1), loss_fn=slow(2.0, interrupt))
-    assert time.monotonic() - begun[0] < 1.3
+        ours.step(batches(1), loss_fn=held_until(raised, lambda: interrupt_after(0.1)))
+    raised.set()
     for call in (lambda: ours.step(batches(1)), lambda: ours.num_steps, lambda: ours.set_lr(1.0)):
         with pytest.raises(EngineBroken, match="second interrupt"):
             call()
@@ -186,16 +180,16 @@ def test_an_update_that_runs_long_does_not_keep_an_interrupt(interrupt_after: Ca
     big = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     ours = engine(build(**big), optimizer=AdamW(lr=1e-3), plan={"threads": 1, "isa": "scalar"}, micro_batch=(1, 4))
     batch = {key: value[:1, :4] for key, value in batches(1)[0].items()}
-    ours.step([batch])
-    start = time.monotonic()
-    ours.drain()
-    whole = time.monotonic() - start
-    ours.step([batch])
-    interrupt_after(0.01)
-    start = time.monotonic()
-    with pytest.raises(Interrupted):
-        again_and_again(lambda: ours.step([batch]))
-    assert time.monotonic() - start < 1.0, f"an update takes {whole:.2f} s"
+
+    def interrupted_while_updating() -> bool:
+        ours.step([batch])
+        interrupt_after(0.01)
+        with pytest.raises(Interrupted):
+            again_and_again(ours.drain)
+        return any(lane["lane"] == "host" for lane in ours.lanes()["lanes"])
+
+    # On a busy machine an interrupt may come too late to find the update under way, but not each time.
+    assert any(interrupted_while_updating() for _ in range(50))
     steps = ours.num_steps
     assert ours.optimizer_state(next(iter(ours.decoder.tensors)))["step"] == steps
 
@@ -267,7 +261,7 @@ def test_the_thread_ends_with_its_engine() -> None:
     ours.close()
     del ours
     gc.collect()
-    thread.join(timeout=5)
+    thread.join(timeout=HANG_SECONDS)
     assert not thread.is_alive()
 
 
@@ -313,7 +307,7 @@ def test_threads_that_look_at_an_engine_wait_for_its_step_and_no_longer() -> Non
 
     ours.step(data, loss_fn=watched)
     for watcher in watchers:
-        watcher.join(timeout=10)
+        watcher.join(timeout=HANG_SECONDS)
     assert seen == [1, 1, 1, 1]
 
 
@@ -329,7 +323,7 @@ def test_a_second_pass_is_refused_and_leaves_the_first_alone() -> None:
         return head(hidden).float().square().sum()
 
     out = ours.step(data, loss_fn=evaluates)
-    assert out == wanted.step(data, loss_fn=slow(0))
+    assert out == wanted.step(data, loss_fn=squares)
     assert refused
     assert all("another pass of this engine is under way" in text for text in refused)
     assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))

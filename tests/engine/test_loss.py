@@ -295,8 +295,9 @@ def test_arguments_that_do_not_belong_together_are_refused(change: dict[str, Any
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("capped", [False, True])
-def test_the_kernel_compiles_for_an_h100_without_one(capped: bool) -> None:
+def test_the_kernel_compiles_for_an_h100_without_one(capped: bool, weighted: bool) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -306,6 +307,7 @@ def test_the_kernel_compiles_for_an_h100_without_one(capped: bool) -> None:
     numbers = ("scale", "smoothing", "z_loss", "logit_scale", "softcap")
     signature = {"logits": "*fp32", "gradient": "*bf16", "targets": "*i64", "bias": "*bf16", "losses": "*fp32"}
     signature |= {
+        "row_weights": "*fp32",
         "logprobs": "*fp32",
         "vocab": "i32",
         "logits_stride": "i32",
@@ -313,7 +315,7 @@ def test_the_kernel_compiles_for_an_h100_without_one(capped: bool) -> None:
         "ignore": "i32",
     }
     signature |= dict.fromkeys(numbers, "fp32")
-    constants = {"HAS_BIAS": True, "HAS_CAP": capped, "HAS_GRADIENT": True, "BLOCK": 4096}
+    constants = {"HAS_BIAS": True, "HAS_WEIGHTS": weighted, "HAS_CAP": capped, "HAS_GRADIENT": True, "BLOCK": 4096}
     source = ASTSource(_cross_entropy_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert ".target sm_90" in compiled.asm["ptx"]

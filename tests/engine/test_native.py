@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain import _core
+from support.hangs import HANG_SECONDS
 
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 1023, 4097]
 GUARD = 64  # elements either side of an array under test, which must not change
@@ -62,7 +63,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     """Runs `code` in a fresh interpreter, with the environment's variables changed as asked."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     environment = os.environ | environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 def shared_library(folder: Path, name: str, source: str) -> Path:

@@ -3,7 +3,6 @@
 import gc
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,23 +76,30 @@ def master(engine: _core.Engine, unit: int) -> torch.Tensor:
 # --- how it waits
 
 
-def test_a_wait_ends_within_a_second_of_an_interrupt(interrupt_after: Callable[[float], None]) -> None:
-    engine = make(numel=1 << 23, options={"isa": "scalar"})
-    step(engine)
-    start = time.monotonic()
-    engine.drain()
-    uninterrupted = time.monotonic() - start
-    if uninterrupted < 0.2:
-        pytest.skip(f"this machine's updates end within {uninterrupted:.3f} s, too fast to be interrupted")
-    step(engine)
-    interrupt_after(0.01)
-    start = time.monotonic()
-    with pytest.raises(Interrupted):
+def drain_again_and_again(engine: _core.Engine) -> None:
+    while True:
         engine.drain()
-    assert time.monotonic() - start < min(1.0, uninterrupted)
+
+
+def test_a_wait_ends_by_an_interrupt_while_updates_go_on(interrupt_after: Callable[[float], None]) -> None:
+    engine = make(numel=1 << 23, options={"isa": "scalar"})
+
+    steps = 0
+
+    def interrupted_while_updating() -> bool:
+        nonlocal steps
+        step(engine)
+        steps += 1
+        interrupt_after(0.01)
+        with pytest.raises(Interrupted):
+            drain_again_and_again(engine)
+        return any(lane["lane"] == "host" for lane in json.loads(engine.lanes())["lanes"])
+
+    # On a busy machine an interrupt may come too late to find the updates under way, but not each time.
+    assert any(interrupted_while_updating() for _ in range(50))
     # The updates went on, and the engine is as good as before.
     engine.drain()
-    assert engine.step_count(1, 0) == 2
+    assert engine.step_count(1, 0) == steps
     assert not step(engine).skipped
 
 

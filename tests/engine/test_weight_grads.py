@@ -13,6 +13,7 @@ from megatrain.engine.device_memory import Region
 from megatrain.engine.template import LayerTemplate
 from megatrain.engine.weight_grads import SummedLinear, WeightGradients
 from megatrain.models.decoder import Decoder
+from megatrain.weights.state_format import StateFormat
 from support.layouts import fill, lay_out
 from support.reference import batches, build, config, engine
 
@@ -237,6 +238,7 @@ def test_the_numerics_key_names_the_rule() -> None:
             micro_batch=None,
             micro_batches=None,
             grad_precision=precision,
+            state_format=StateFormat(),
             loss_chunk=None,
             compiled=False,
             deterministic=True,

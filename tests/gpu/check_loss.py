@@ -2,7 +2,8 @@
 
     PYTHONPATH=python python tests/gpu/check_loss.py [--rows 32768] [--sweep]
 
-Prints one JSON line; exit status 1 when the kernel and its twin disagree. `--sweep` also times other chunks, block
+Prints one JSON line; exit status 1 when the kernel and its twin disagree, with or without weights of rows, or weights
+of 1 give other bits than none. `--sweep` also times other chunks, block
 sizes and numbers of warps.
 """
 
@@ -43,6 +44,7 @@ def disagreement(dtype: torch.dtype) -> dict[str, float]:
     bias = torch.randn(50001, device="cuda", generator=generator).to(dtype)
     targets = torch.randint(50001, (300,), device="cuda", generator=generator)
     targets[::3] = IGNORED
+    row_weights = torch.rand(300, device="cuda", generator=generator) * 3
     worst = {"loss": 0.0, "grad_hidden": 0.0, "grad_weight": 0.0, "grad_bias": 0.0}
     for terms in (
         {},
@@ -50,6 +52,8 @@ def disagreement(dtype: torch.dtype) -> dict[str, float]:
         {"z_loss": 1e-2},
         {"softcap": 4.0},
         {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 6.0, "logit_scale": 0.5},
+        {"row_weights": row_weights},
+        {"row_weights": row_weights, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 6.0, "logit_scale": 0.5},
     ):
         results = []
         for kernel in (True, False):
@@ -65,6 +69,21 @@ def disagreement(dtype: torch.dtype) -> dict[str, float]:
             difference = (ours.double() - twin.double()).norm() / twin.double().norm()
             worst[name] = max(worst[name], float(difference))
     return worst
+
+
+def weights_of_one() -> bool:
+    """Whether the kernel gives the bits of no weights where every row weighs 1."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    hidden = torch.randn(64, 128, device="cuda", generator=generator).bfloat16()
+    weight = (torch.randn(9001, 128, device="cuda", generator=generator) / 11).bfloat16()
+    targets = torch.randint(9001, (64,), device="cuda", generator=generator)
+    plain, ones = (
+        chunked_loss(hidden, targets, weight, scale=1e-3, row_weights=factors)
+        for factors in (None, torch.ones(64, device="cuda"))
+    )
+    assert plain.grad_hidden is not None
+    assert ones.grad_hidden is not None
+    return torch.equal(plain.loss_sum, ones.loss_sum) and torch.equal(plain.grad_hidden, ones.grad_hidden)
 
 
 def main() -> int:
@@ -109,6 +128,7 @@ def main() -> int:
         "mixed_matmul": matmul.mixed_matmul(hidden.device),
         "bf16": bf16,
         "fp32": fp32,
+        "weights_of_one": weights_of_one(),
         "matmuls_ms": matmuls_alone(),
     }
     torch.cuda.empty_cache()
@@ -152,6 +172,7 @@ def main() -> int:
         )
         result["pieces"] = pieces
     agree = max(bf16.values()) < 5e-3 and max(fp32.values()) < 1e-5 and max(bf16["loss"], fp32["loss"]) < 1e-6
+    agree = agree and result["weights_of_one"]
     result["agree"] = agree
     print(json.dumps(result))
     return 0 if agree else 1

@@ -17,6 +17,7 @@ from datasets import Dataset, disable_progress_bars
 
 from megatrain.errors import ConfigError
 from megatrain.integrations import TrainerMixin
+from megatrain.integrations.hf_trainer import WeightedCollator
 from support.hf_trainers import assert_equal_runs, logged, trained
 from support.reference import build
 from support.tiny_tokenizer import tiny_tokenizer
@@ -125,6 +126,46 @@ def test_a_run_is_that_of_torch(tmp_path: Path, rows: Any, changes: dict[str, An
     for key in ("eval_mean_token_accuracy", "eval_num_tokens"):
         assert logged(ours, key) == pytest.approx(logged(stock, key), abs=1e-6)
     assert logged(ours, "loss")[-1] < logged(ours, "loss")[0]
+
+
+class WeightedSFT(trl.SFTTrainer):
+    """Stock, with each row's losses multiplied by its weight and divided by the sum of the tokens' weights."""
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*dict.fromkeys([*self._signature_columns, "loss_weights"])]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        weights = inputs.pop("loss_weights")
+        labels = inputs["labels"][:, 1:]
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].float().transpose(1, 2), labels, reduction="none"
+        )
+        factors = weights[:, None] * (labels != -100)
+        loss = (losses * factors).sum() / factors.sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_rows_with_weights_are_those_of_torch(tmp_path: Path) -> None:
+    rows = pairs().map(lambda _, index: {"loss_weights": (index % 4) / 2 + 0.25}, with_indices=True)
+    model = build(vocab_size=len(tokenizer()))
+    ours = sft(SFTOnEngine, model, tmp_path / "ours", rows, gradient_accumulation_steps=1)
+    stock = sft(WeightedSFT, model, tmp_path / "stock", rows, gradient_accumulation_steps=1)
+    stock.data_collator = WeightedCollator(stock.data_collator)
+    ours.train()
+    stock.train()
+    assert_equal_runs(ours, stock)
+    plain = sft(SFTOnEngine, model, tmp_path / "plain", pairs(), gradient_accumulation_steps=1)
+    plain.train()
+    assert logged(plain, "loss")[1:] != pytest.approx(logged(ours, "loss")[1:], rel=1e-3)
+
+
+@pytest.mark.parametrize("how", [{"packing": True}, {"padding_free": True, "max_length": None}])
+def test_weights_that_trl_would_lose_are_refused(tmp_path: Path, how: dict[str, Any]) -> None:
+    rows = pairs().map(lambda _: {"loss_weights": 0.5})
+    with pytest.raises(ConfigError, match=f"{next(iter(how))} is True and the data set has loss_weights"):
+        sft(SFTOnEngine, build(vocab_size=len(tokenizer())), tmp_path, rows, **how)
 
 
 def test_packed_documents_never_see_each_other(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.hf_config import load_config
 from megatrain.models.meta_init import build_without_storage
 from megatrain.names import format_names
+from megatrain.weights.state_format import StateFormat
 from support.families import of_kind
 from support.reference import SIZES, batches, build, check_training, config, engine, scaled
 
@@ -376,6 +377,7 @@ def test_the_request_counts_every_parameter_and_measures_what_a_layer_keeps() ->
         micro_batch=(2, 32),
         micro_batches=3,
         grad_precision="bf16",
+        state_format=StateFormat(),
         update="just_in_time",
         budget={"device": 1 << 30, "host": 1 << 30},
         device="cpu",

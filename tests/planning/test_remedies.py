@@ -113,7 +113,7 @@ LLAMA_70B = {
 @pytest.mark.parametrize(
     ("model", "machine", "kinds"),
     [
-        ("qwen2.5-7b", f"{RTX4090}32GiB", ["disk.count=1", "host.memory=128GiB", "gpu.memory"]),
+        ("qwen2.5-7b", f"{RTX4090}32GiB", ["train.moments=8bit", "disk.count=1", "host.memory=128GiB"]),
         (
             "qwen2.5-7b",
             f"{RTX4090}32GiB{DRIVES}",

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.hangs import HANG_SECONDS
+
 pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'megatrain[dev]'")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install 'megatrain[dev]'")
 
@@ -70,7 +72,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     write_kernel_spec(str(folder / "kernels" / "python3"))
     sources = [BEGIN.replace("FOLDER", repr(str(folder))), LOAD, INTERRUPT, GO_ON, FIT]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = NotebookClient(notebook, timeout=250, allow_errors=True, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=HANG_SECONDS, allow_errors=True, kernel_name="python3")
     client.create_kernel_manager()
     client.km.kernel_spec_manager.kernel_dirs = [str(folder / "kernels")]
     with pytest.MonkeyPatch.context() as patch:

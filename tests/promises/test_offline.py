@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from megatrain.config import Config
+from support.hangs import HANG_SECONDS
 from support.reference import build
 from support.runs import MODEL, settings
 from support.tiny_tokenizer import tiny_tokenizer
@@ -70,7 +71,7 @@ def test_a_run_of_a_local_model_and_local_rows_attempts_no_network_call(tmp_path
         env=environment | {"HF_HOME": str(tmp_path / "empty")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

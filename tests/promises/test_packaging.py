@@ -13,6 +13,7 @@ import pytest
 
 from megatrain import _core
 from megatrain.compat import GLIBC, dotted, numbers
+from support.hangs import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CRATES = ROOT / "crates"
@@ -26,7 +27,13 @@ needs_maturin = pytest.mark.skipif(
 def run(*command: str, cwd: Path = ROOT, **environment: str) -> str:
     """Runs a command that must succeed; what it printed."""
     answer = subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
@@ -63,7 +70,6 @@ def test_a_packaged_crate_holds_every_source_file(crate: str) -> None:
 
 
 @needs_cargo
-@pytest.mark.timeout(300)
 def test_the_packaged_crates_build_from_their_archives(tmp_path: Path) -> None:
     run(
         "cargo", "package", "--locked", "--allow-dirty", "-p", "megatrain-core", "-p", "megatrain-cuda",
@@ -74,7 +80,6 @@ def test_the_packaged_crates_build_from_their_archives(tmp_path: Path) -> None:
 
 @needs_cargo
 @needs_maturin
-@pytest.mark.timeout(300)
 def test_the_source_archive_builds_once_unpacked(tmp_path: Path) -> None:
     maturin = str(Path(sys.executable).parent / "maturin")
     run(maturin, "sdist", "--out", str(tmp_path))
@@ -131,12 +136,11 @@ def test_the_installed_package_is_typed_and_has_its_command() -> None:
 @pytest.mark.skipif(
     not (Path(sys.executable).parent / "stubtest").exists(), reason="mypy's stubtest is not in this environment"
 )
-@pytest.mark.timeout(300)
 def test_the_stub_says_what_the_native_module_holds(tmp_path: Path) -> None:
     stubtest = Path(sys.executable).parent / "stubtest"
     answer = subprocess.run(
         [str(stubtest), "megatrain._core", "--concise"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
 

@@ -19,7 +19,6 @@ CONFIG = ROOT / "examples" / "quickstart.yaml"
 SHORTER = ["train.steps=24", "train.lr=4e-3", "eval.every=12", "eval.max_batches=2", "output.save_every=12"]
 
 
-@pytest.mark.timeout(900)
 def test_the_main_job_stopped_and_gone_on_with_ends_in_a_model_that_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,6 @@ def conversation(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.masked_fill(torch.arange(ids.shape[1]) < asked, -100)
 
 
-@pytest.mark.timeout(900)
 def test_a_pretrained_model_computes_and_answers_as_stock_transformers_does(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -15,6 +15,7 @@ import pytest
 
 from megatrain import _core, compat
 from megatrain.compat import GLIBC, PACKAGES, PYTHON, Platform, dotted
+from support.hangs import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 HERE = Platform((3, 12, 1), "CPython", False, "Linux", "x86_64", 64, (2, 36))
@@ -190,7 +191,12 @@ def trained_with(isa: str) -> list[str]:
     """The kernels that ran, and a digest of everything that three steps in either precision leave."""
     environment = os.environ | {"MEGATRAIN_ISA": isa, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", TRAINS], env=environment, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-c", TRAINS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import TensorRef
 from megatrain.system import atomic
+from megatrain.weights.state_format import StateFormat
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,4 +187,4 @@ def engine(precision: str = "bf16", tied: bool = False, seed: int | None = None,
     core = MemoryCore(decoder)
     if seed is not None:
         core.fill(decoder, seed)
-    return SimpleNamespace(decoder=decoder, core=core)
+    return SimpleNamespace(decoder=decoder, core=core, state_format=StateFormat())

@@ -248,6 +248,94 @@ static void adamw(void **args, int is_split) {
     }
 }
 
+/* AdamW over smaller states, as adamw/kernels/compact.rs says: flags 4 bf16 moments, 8 8-bit ones, 16 a master of 24 bits, 32 fp32 weights. */
+static uint32_t mixed(uint32_t counter, uint32_t low, uint32_t high) {
+    uint32_t x = counter * 0x9e3779b9u + low;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = ((x ^ (x >> 15)) + high) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+static uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static float of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static float bounded(float x) { x = fabsf(x); return x < of_bits(0x7e7fffff) ? x : of_bits(0x7e7fffff); }
+static float share(uint32_t code, int is_signed) {
+    float root = (float)code * (is_signed ? 1.0f / 127.0f : 1.0f / 255.0f), square = root * root;
+    return is_signed ? square : square * square;
+}
+static void decode(const uint8_t *from, float *to, int is_signed) {
+    for (int i = 0; i < 128; i++) {
+        uint32_t exponent = from[128 + i / 32] < 252 ? from[128 + i / 32] : 252, code = from[i];
+        float magnitude = share(is_signed ? code & 127 : code, is_signed) * of_bits((exponent + 1) << 23);
+        to[i] = of_bits(bits_of(magnitude) | (is_signed ? (code & 128) << 24 : 0));
+    }
+}
+static void encode(const float *from, const uint32_t *random, uint8_t *to, int is_signed) {
+    for (int part = 0; part < 4; part++) {
+        uint32_t top = 0;
+        for (int i = part * 32; i < part * 32 + 32; i++) if (bits_of(bounded(from[i])) > top) top = bits_of(bounded(from[i]));
+        uint32_t exponent = top >> 23;
+        to[128 + part] = (uint8_t)exponent;
+        for (int i = part * 32; i < part * 32 + 32; i++) {
+            float magnitude = bounded(from[i]), of = magnitude * of_bits((253 - exponent) << 23);
+            float root = is_signed ? sqrtf(of) : sqrtf(sqrtf(of)), at = root * (is_signed ? 127.0f : 255.0f) - 0.5f;
+            uint32_t below = bits_of((at > 0 ? at : 0) + 8388608.0f) & 0xff, last = is_signed ? 126 : 254;
+            if (below > last) below = last;
+            float lower = share(below, is_signed), upper = share(below + 1, is_signed);
+            float threshold = ((float)(is_signed ? random[i] & 0xffff : random[i] >> 16) + 0.5f) * (1.0f / 65536.0f);
+            uint32_t code = below + (of - lower > (upper - lower) * threshold);
+            if (!is_signed && magnitude > 0 && !code) code = 1;
+            to[i] = (uint8_t)(code | (is_signed ? (bits_of(from[i]) >> 24) & 128 : 0));
+        }
+    }
+}
+static void adamw_compact(void **args) {
+    uint8_t *at[5];
+    for (int i = 0; i < 5; i++) at[i] = (uint8_t *)(uintptr_t)*(uint64_t *)args[i];
+    uint64_t numel = *(uint64_t *)args[5];
+    uint32_t flags = *(uint32_t *)args[6], first = *(uint32_t *)args[16], low = *(uint32_t *)args[17], high = *(uint32_t *)args[18];
+    float c[9];
+    for (int i = 0; i < 9; i++) c[i] = *(float *)args[7 + i];
+    for (uint64_t start = 0; start < numel; start += 128) {
+        int count = numel - start < 128 ? (int)(numel - start) : 128;
+        float m[128] = {0}, v[128] = {0};
+        uint32_t random[128];
+        uint8_t *packed[2] = {at[2] + start / 128 * 132, at[3] + start / 128 * 132};
+        if (flags & 8) { decode(packed[0], m, 1); decode(packed[1], v, 0); }
+        for (int k = 0; k < 128; k++) {
+            uint64_t i = start + (uint64_t)k;
+            random[k] = mixed(first + (uint32_t)i, low, high);
+            float w = 0, g = 0;
+            if (k < count) {
+                uint32_t hi = (uint32_t)((uint16_t *)at[0])[i] << 16;
+                if (flags & 32) w = ((float *)at[0])[i];
+                else w = of_bits(flags & 16 ? hi + ((uint32_t)(int8_t)at[1][i] << 8) : hi + (uint32_t)((int16_t *)at[1])[i]);
+                g = flags & 2 ? ((float *)at[4])[i] : bf16(((uint16_t *)at[4])[i]);
+                if (flags & 4) { m[k] = bf16(((uint16_t *)at[2])[i]); v[k] = bf16(((uint16_t *)at[3])[i]); }
+                if (!(flags & 12)) { m[k] = ((float *)at[2])[i]; v[k] = ((float *)at[3])[i]; }
+            }
+            g = g * c[0];
+            m[k] = settled(fmaf(c[1], m[k], c[2] * g));
+            v[k] = settled(fmaf(c[3], v[k], (c[4] * g) * g));
+            w = fmaf(-c[7], m[k] / fmaf(sqrtf(v[k]), c[5], c[6]), w * c[8]);
+            if (isnan(w)) w = bf16(0x7fc0);
+            if (k >= count) continue;
+            uint32_t bits = bits_of(w);
+            if (flags & 32) ((float *)at[0])[i] = w;
+            else if (flags & 16) {
+                bits += random[k] * 0x9e3779b1u >> 24;
+                ((uint16_t *)at[0])[i] = (uint16_t)(((bits & 0xffffff00u) + 0x8000) >> 16);
+                at[1][i] = (uint8_t)(bits >> 8);
+            } else { ((uint16_t *)at[0])[i] = (uint16_t)((bits + 0x8000) >> 16); ((uint16_t *)at[1])[i] = (uint16_t)bits; }
+            if (flags & 4) {
+                ((uint16_t *)at[2])[i] = (uint16_t)((bits_of(m[k]) + (random[k] & 0xffff)) >> 16);
+                ((uint16_t *)at[3])[i] = (uint16_t)((bits_of(v[k]) + (random[k] >> 16)) >> 16);
+            }
+            if (!(flags & 12)) { ((float *)at[2])[i] = m[k]; ((float *)at[3])[i] = v[k]; }
+        }
+        if (flags & 8) { encode(m, random, packed[0], 1); encode(v, random, packed[1], 0); }
+    }
+}
+
 static void sum_squares(void **args, unsigned blocks) {
     char *source = (char *)(uintptr_t)*(uint64_t *)args[0];
     uint64_t *table = (uint64_t *)(uintptr_t)*(uint64_t *)args[1];
@@ -267,9 +355,9 @@ static void sum_squares(void **args, unsigned blocks) {
 
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     IN_CONTEXT;
-    static const char *const KERNELS[] = {"adamw_split", "adamw_fp32", "sum_squares"};
+    static const char *const KERNELS[] = {"adamw_split", "adamw_fp32", "adamw_compact", "sum_squares"};
     if (!find(MODULE, (uintptr_t)module)) return INVALID_HANDLE;
-    for (int i = 0; i < 3; i++) if (!strcmp(name, KERNELS[i])) { *function = (void *)KERNELS[i]; return SUCCESS; }
+    for (int i = 0; i < 4; i++) if (!strcmp(name, KERNELS[i])) { *function = (void *)KERNELS[i]; return SUCCESS; }
     return NOT_FOUND;
 }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
@@ -277,6 +365,8 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     IN_CONTEXT;
     if (on_stream(stream)) return INVALID_HANDLE;
     if (y != 1 || z != 1 || ty != 1 || tz != 1 || shared || extra || threads != 256 || !x) return INVALID_VALUE;
-    if (!strcmp(function, "sum_squares")) sum_squares(args, x); else adamw(args, !strcmp(function, "adamw_split"));
+    if (!strcmp(function, "sum_squares")) sum_squares(args, x);
+    else if (!strcmp(function, "adamw_compact")) adamw_compact(args);
+    else adamw(args, !strcmp(function, "adamw_split"));
     return SUCCESS;
 }

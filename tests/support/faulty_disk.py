@@ -5,6 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from support.hangs import HANG_SECONDS
+
 SOURCE = Path(__file__).with_suffix(".c")
 
 _HEAD = """
@@ -52,7 +54,7 @@ def build(folder: Path) -> Path:
     return library
 
 
-def run(library: Path, folder: Path, body: str, *, timeout: int = 280) -> str:
+def run(library: Path, folder: Path, body: str, *, timeout: int = HANG_SECONDS) -> str:
     """Runs statements and returns what they print. They find `folder`, `place` (the checkpoints of a run in it) and the
     functions above."""
     paths = ":".join([str(Path(__file__).parents[1]), *sys.path])

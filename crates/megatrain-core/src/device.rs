@@ -16,7 +16,7 @@ pub mod sim;
 use crate::adamw::AdamwScalars;
 use crate::error::Result;
 use crate::host::HostSpan;
-use crate::layout::Dtype;
+use crate::layout::{Dtype, StateFormat};
 
 /// The streams a device offers. `Compute` is PyTorch's current stream on CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -112,12 +112,16 @@ pub struct DeviceFacts {
 pub struct DeviceAdamw<'a> {
     /// bf16 upper plane, or fp32 weights when `residual` is `None`.
     pub weights: &'a DeviceMemory,
-    /// Low 16 bits of the master.
+    /// What the master has beside it.
     pub residual: Option<&'a DeviceMemory>,
-    /// fp32 first moment.
+    /// First moments.
     pub exp_avg: &'a DeviceMemory,
-    /// fp32 second moment.
+    /// Second moments.
     pub exp_avg_sq: &'a DeviceMemory,
+    /// How residual and moments are stored.
+    pub state: StateFormat,
+    /// The place of the first element in its parameter.
+    pub first: u64,
     /// Gradient in `grad_dtype` (bf16 or fp32).
     pub grad: &'a DeviceMemory,
     /// Dtype of the gradient.

@@ -21,9 +21,8 @@ pub const BLOCK: usize = 4096;
 /// The result of a call on a disk.
 pub type DiskResult<T> = std::result::Result<T, DiskError>;
 
-/// Files and folders. What is written reaches the disk with [`DiskFile::sync`], and the entry of a folder (a file made,
-/// renamed or removed in it) with [`Disk::sync_folder`] of that folder; until then a power cut may lose either without
-/// the other (POSIX, fsync(2)).
+/// Files and folders. What is written reaches the disk with [`DiskFile::sync`], and the entry of a folder (a file made or
+/// removed in it) when that folder is flushed; until then a power cut may lose either without the other (POSIX, fsync(2)).
 pub trait Disk: Send + Sync {
     /// Makes a file that is not there yet, for reading and writing, with these permissions (such as `0o644`).
     ///
@@ -43,23 +42,11 @@ pub trait Disk: Send + Sync {
     /// [`DiskError`], also when the path is in use.
     fn create_folder(&self, path: &Path) -> DiskResult<()>;
 
-    /// Renames a file or folder; a file, or an empty folder, at `to` is replaced.
-    ///
-    /// # Errors
-    /// [`DiskError`].
-    fn rename(&self, from: &Path, to: &Path) -> DiskResult<()>;
-
     /// Removes a file or an empty folder. A file that is open stays readable and writable until it is closed.
     ///
     /// # Errors
     /// [`DiskError`].
     fn remove(&self, path: &Path) -> DiskResult<()>;
-
-    /// Waits until all changes of a folder's entries are on the disk.
-    ///
-    /// # Errors
-    /// [`DiskError`].
-    fn sync_folder(&self, path: &Path) -> DiskResult<()>;
 
     /// Bytes that an ordinary user may still write on the disk of a folder.
     ///

@@ -237,6 +237,9 @@ pub enum Error {
     /// bf16 gradients were asked for with fp32 weights.
     #[error("precision fp32 sends fp32 gradients; grad_precision bf16 needs precision bf16")]
     GradPrecision,
+    /// A master of 24 bits was asked for with fp32 weights.
+    #[error("a 24-bit master is bf16 weights and 8 bits beside them, and precision fp32 keeps whole fp32 weights")]
+    MasterPrecision,
     /// Passes were to be accumulated under immediate updates.
     #[error(
         "immediate updates apply each gradient at once: several passes cannot be accumulated; use train.update: just_in_time"

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::layout::{Precision, Role};
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UpdateMode, staged_bytes};
+use crate::layout::Role;
+use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UnitRole, UpdateMode, staged_bytes};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
@@ -67,10 +67,27 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 
 /// What [`crate::plan::plan`] prints.
 pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
+    let request = &*captured(request, plan);
     let expected_step_s = expected_step_s(request, plan)?;
     let (request, plan) = condensed(request, plan);
     let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes })
+}
+
+/// What launching a captured layer takes of what launching its kernels one by one takes.
+const CAPTURED_LAUNCHES: f64 = 0.1;
+
+/// The request with the launches that are left where layers are captured.
+fn captured<'a>(request: &'a Request, plan: &Plan) -> Cow<'a, Request> {
+    let mut request = Cow::Borrowed(request);
+    if plan.graphs {
+        for (unit, choice) in request.to_mut().units.iter_mut().zip(&plan.units) {
+            if unit.role == UnitRole::Layer && choice.can_be_captured() {
+                unit.launch_s *= CAPTURED_LAUNCHES;
+            }
+        }
+    }
+    request
 }
 
 /// By how much a step is expected to be longer than simulated where units with their state on the host are updated
@@ -140,11 +157,6 @@ struct Durations<'a> {
     contention: f64,
 }
 
-/// Bytes that AdamW moves a parameter: over split planes, or over fp32 weights with fp32 gradients.
-pub(crate) fn update_bytes(precision: Precision) -> u64 {
-    if precision == Precision::Bf16 { 26 } else { 28 }
-}
-
 /// At most a row a token.
 fn looked_up(request: &Request, plan: &Plan) -> f64 {
     let tables = request.units[0].tensors.iter().filter(|t| t.role == Role::Trainable && t.shape.len() == 2);
@@ -183,7 +195,7 @@ impl Durations<'_> {
             Kind::ReadState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_read_gbs * 1e9),
             Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
-                self.share(op) * memory(update_bytes(self.request.precision) * layout.num_trainable())
+                self.share(op) * memory((layout.update_bytes() * layout.num_trainable() as f64) as u64)
             }
             Kind::Update => {
                 let rows = match (self.looked_up, op.early) {
@@ -242,7 +254,7 @@ impl Durations<'_> {
         let concurrent =
             steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
         let bytes: f64 = concurrent.map(|op| self.link_bytes(op) as f64).sum();
-        let own = (updated * update_bytes(self.request.precision) as f64).max(1.0);
+        let own = (updated * self.request.state.update_bytes(self.request.precision)).max(1.0);
         1.0 + self.rates.link_cost * bytes / own
     }
 }

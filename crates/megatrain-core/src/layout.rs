@@ -14,6 +14,8 @@ pub const UNIT_ALIGN: u64 = 2048;
 /// Elements of one block of the gradient norm: blocks never straddle parameters, so that how parameters are grouped
 /// into units does not change the norm.
 pub const NORM_BLOCK: u64 = 65536;
+/// Bytes of a group of [`TENSOR_ALIGN`] 8-bit moments: a code each, and a scale for every 32.
+pub const MOMENT_GROUP_BYTES: u64 = TENSOR_ALIGN + TENSOR_ALIGN / 32;
 /// Elements of the largest unit, so that no sum of bytes over its planes overflows.
 const MOST_ELEMENTS: u64 = 1 << 59;
 
@@ -82,6 +84,99 @@ impl Precision {
             Self::Bf16 => Dtype::Bf16,
             Self::Fp32 => Dtype::F32,
         }
+    }
+}
+
+/// How AdamW's moments are stored between two updates. Each update computes in fp32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Moments {
+    /// As they are.
+    #[default]
+    Fp32,
+    /// In bf16, rounded stochastically.
+    Bf16,
+    /// Companded to 8 bits, with a scale for every 32 elements: see [`crate::adamw::kernels::compact`].
+    #[serde(rename = "8bit")]
+    Bits8,
+}
+
+impl Moments {
+    /// The dtype of what is stored; groups of 8-bit moments are bytes.
+    #[must_use]
+    pub const fn dtype(self) -> Dtype {
+        match self {
+            Self::Fp32 => Dtype::F32,
+            Self::Bf16 => Dtype::Bf16,
+            Self::Bits8 => Dtype::U8,
+        }
+    }
+
+    /// How many values of that dtype hold `elements` moments: whole groups of 132 bytes for 128 elements of 8 bits.
+    #[must_use]
+    pub const fn stored(self, elements: u64) -> u64 {
+        match self {
+            Self::Fp32 | Self::Bf16 => elements,
+            Self::Bits8 => elements.div_ceil(TENSOR_ALIGN) * MOMENT_GROUP_BYTES,
+        }
+    }
+
+    /// Bytes of `elements` moments of one kind. Where they are 8-bit ones, a range begins at a multiple of
+    /// [`TENSOR_ALIGN`], so that this is also where it begins in its plane.
+    #[must_use]
+    pub const fn bytes(self, elements: u64) -> u64 {
+        self.stored(elements) * self.dtype().size()
+    }
+}
+
+/// How many bits of the fp32 master are kept under [`Precision::Bf16`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Master {
+    /// All of them: 16 beside the weights.
+    #[default]
+    #[serde(rename = "32bit")]
+    Bits32,
+    /// The upper 24, rounded stochastically: 8 beside the weights.
+    #[serde(rename = "24bit")]
+    Bits24,
+}
+
+/// How the optimizer's state is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StateFormat {
+    /// First and second moments.
+    pub moments: Moments,
+    /// What the master keeps.
+    pub master: Master,
+}
+
+impl StateFormat {
+    /// Bytes of the residual an element.
+    #[must_use]
+    pub const fn residual_size(self, precision: Precision) -> u64 {
+        match (precision, self.master) {
+            (Precision::Fp32, _) => 0,
+            (Precision::Bf16, Master::Bits32) => 2,
+            (Precision::Bf16, Master::Bits24) => 1,
+        }
+    }
+
+    /// The dtype of the residual.
+    #[must_use]
+    pub const fn residual_dtype(self) -> Dtype {
+        match self.master {
+            Master::Bits32 => Dtype::I16,
+            Master::Bits24 => Dtype::I8,
+        }
+    }
+
+    /// Bytes that AdamW moves for an element, gradient included: 26 with everything in fp32 over bf16 weights.
+    #[must_use]
+    pub fn update_bytes(self, precision: Precision) -> f64 {
+        let weight = precision.dtype().size();
+        let state = 2 * (weight + self.residual_size(precision)) + weight;
+        4.0 * self.moments.bytes(TENSOR_ALIGN) as f64 / TENSOR_ALIGN as f64 + state as f64
     }
 }
 
@@ -164,6 +259,9 @@ pub struct UnitLayout {
     pub image_bytes: u64,
     /// How the trainable plane is stored.
     pub precision: Precision,
+    /// How residual and moments are stored.
+    #[serde(default)]
+    pub state: StateFormat,
 }
 
 impl UnitLayout {
@@ -214,7 +312,14 @@ impl UnitLayout {
             tensor.byte = byte;
             byte = (byte + tensor.spec.numel() * tensor.spec.dtype.size()).next_multiple_of(256);
         }
-        Ok(Self { name, tensors, elements, image_bytes: byte.next_multiple_of(4096), precision })
+        let (image_bytes, state) = (byte.next_multiple_of(4096), StateFormat::default());
+        Ok(Self { name, tensors, elements, image_bytes, precision, state })
+    }
+
+    /// The same with its state stored otherwise.
+    #[must_use]
+    pub fn with_state(self, state: StateFormat) -> Self {
+        Self { state, ..self }
     }
 
     /// Trainable parameters, padding excluded.
@@ -228,18 +333,34 @@ impl UnitLayout {
         self.tensors.iter().filter(|t| t.spec.role == Role::Trainable)
     }
 
-    /// Bytes of the residual plane: 2 an element under [`Precision::Bf16`], none under [`Precision::Fp32`].
+    /// Bytes of the residual plane: 2 an element under [`Precision::Bf16`] (1 of a 24-bit master), none under
+    /// [`Precision::Fp32`].
     #[must_use]
     pub fn residual_bytes(&self) -> u64 {
-        match self.precision {
-            Precision::Bf16 => self.elements * 2,
-            Precision::Fp32 => 0,
-        }
+        self.elements * self.residual_size()
     }
 
-    /// Bytes of one moment plane (fp32).
+    /// Bytes of the residual an element.
+    #[must_use]
+    pub const fn residual_size(&self) -> u64 {
+        self.state.residual_size(self.precision)
+    }
+
+    /// Bytes that AdamW moves an element, gradient included.
+    #[must_use]
+    pub fn update_bytes(&self) -> f64 {
+        self.state.update_bytes(self.precision)
+    }
+
+    /// Bytes of one moment plane.
     #[must_use]
     pub fn moment_bytes(&self) -> u64 {
+        self.state.moments.bytes(self.elements)
+    }
+
+    /// Bytes of a plane of fp32 sums of gradients.
+    #[must_use]
+    pub fn sum_bytes(&self) -> u64 {
         self.elements * 4
     }
 
@@ -294,6 +415,8 @@ mod tests {
         fn tensors_are_aligned_in_order_and_never_overlap(
             tensors in prop::collection::vec((prop::collection::vec(0u64..40, 0..4), any::<bool>(), 0usize..5), 0..12),
             full in any::<bool>(),
+            moments in prop::sample::select(vec![Moments::Fp32, Moments::Bf16, Moments::Bits8]),
+            master in prop::sample::select(vec![Master::Bits32, Master::Bits24]),
         ) {
             let precision = if full { Precision::Fp32 } else { Precision::Bf16 };
             let dtypes = [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::I64, Dtype::Bool];
@@ -302,6 +425,7 @@ mod tests {
                 spec(format!("t{i}"), shape, dtypes[dtype], role)
             });
             let layout = UnitLayout::new("u", specs.collect(), precision).unwrap();
+            let layout = layout.with_state(StateFormat { moments, master });
             let size = precision.dtype().size();
             let mut ranges: Vec<(u64, u64)> = Vec::new();
             for tensor in &layout.tensors {
@@ -324,7 +448,19 @@ mod tests {
             prop_assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
             prop_assert!(ranges.last().is_none_or(|range| range.1 <= layout.image_bytes));
             prop_assert!(layout.image_bytes.is_multiple_of(4096));
-            prop_assert!(layout.residual_bytes().is_multiple_of(4096) && layout.moment_bytes().is_multiple_of(4096));
+            let state = 2 * layout.moment_bytes() + layout.residual_bytes();
+            let expected = match (moments, full, master) {
+                (Moments::Fp32, true, _) => 8.0,
+                (Moments::Fp32, false, Master::Bits32) => 10.0,
+                (Moments::Fp32, false, Master::Bits24) => 9.0,
+                (Moments::Bf16, true, _) => 4.0,
+                (Moments::Bf16, false, Master::Bits32) => 6.0,
+                (Moments::Bf16, false, Master::Bits24) => 5.0,
+                (Moments::Bits8, true, _) => 2.0625,
+                (Moments::Bits8, false, Master::Bits32) => 4.0625,
+                (Moments::Bits8, false, Master::Bits24) => 3.0625,
+            };
+            prop_assert_eq!(state as f64, expected * layout.elements as f64);
             let in_blocks: u64 = layout.norm_blocks().iter().map(|block| block.1).sum();
             prop_assert_eq!(in_blocks, layout.num_trainable());
             let starts: Vec<u64> = (0..layout.num_norm_blocks()).map(|block| layout.norm_block_start(block)).collect();

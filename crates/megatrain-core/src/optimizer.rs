@@ -1,9 +1,10 @@
 //! AdamW over the host planes: whole units at once, divided over a fixed pool of threads.
 use crate::adamw::AdamwScalars;
+use crate::adamw::kernels::compact::{CompactMoments, CompactWeights, adamw_compact};
 use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::error::{Error, Result};
 use crate::host::{HostSpan, Pool};
-use crate::layout::{Dtype, Role, TENSOR_ALIGN, UnitLayout};
+use crate::layout::{Dtype, Master, Moments, Precision, Role, StateFormat, TENSOR_ALIGN, UnitLayout};
 use crate::store::UnitPlanes;
 
 pub mod rates;
@@ -13,12 +14,16 @@ pub mod rates;
 pub struct TensorUpdate {
     /// bf16 upper plane, or fp32 weights when `residual` is `None`.
     pub weights: HostSpan,
-    /// Low 16 bits of the master.
+    /// What the master has beside it.
     pub residual: Option<HostSpan>,
-    /// fp32 first moment.
+    /// First moments.
     pub exp_avg: HostSpan,
-    /// fp32 second moment.
+    /// Second moments.
     pub exp_avg_sq: HostSpan,
+    /// How residual and moments are stored.
+    pub state: StateFormat,
+    /// The place of the first element in its parameter, a multiple of [`TENSOR_ALIGN`] where moments are 8-bit ones.
+    pub first: u64,
     /// Gradient in `grad_dtype`.
     pub grad: HostSpan,
     /// [`Dtype::Bf16`] or [`Dtype::F32`].
@@ -35,23 +40,21 @@ impl TensorUpdate {
     fn check(&self) -> Result<()> {
         let grad_bytes = transfer_bytes(self.grad_dtype)?;
         let weight_bytes = if self.residual.is_some() { 2 } else { 4 };
+        let elements = |size: u64| self.numel.saturating_mul(size);
+        let moment_bytes = self.state.moments.bytes(self.numel);
         let spans = [
-            ("weights", Some(&self.weights), weight_bytes),
-            ("residual", self.residual.as_ref(), 2),
-            ("exp_avg", Some(&self.exp_avg), 4),
-            ("exp_avg_sq", Some(&self.exp_avg_sq), 4),
-            ("gradient", Some(&self.grad), grad_bytes),
+            ("weights", Some(&self.weights), elements(weight_bytes)),
+            ("residual", self.residual.as_ref(), elements(self.state.residual_size(Precision::Bf16))),
+            ("exp_avg", Some(&self.exp_avg), moment_bytes),
+            ("exp_avg_sq", Some(&self.exp_avg_sq), moment_bytes),
+            ("gradient", Some(&self.grad), elements(grad_bytes)),
         ];
-        for (what, span, element_bytes) in spans {
+        for (of, span, expected) in spans {
             if let Some(span) = span
-                && self.numel.checked_mul(element_bytes) != Some(span.len() as u64)
+                && expected != span.len() as u64
             {
-                return Err(Error::WrongLength {
-                    what: format!("an update of {} elements", self.numel),
-                    of: what,
-                    expected: self.numel.saturating_mul(element_bytes),
-                    got: span.len() as u64,
-                });
+                let (what, got) = (format!("an update of {} elements", self.numel), span.len() as u64);
+                return Err(Error::WrongLength { what, of, expected, got });
             }
         }
         Ok(())
@@ -69,9 +72,63 @@ impl TensorUpdate {
     }
 
     fn apply_checked(&self, isa: Isa, start: u64, len: u64) {
+        if self.state != StateFormat::default() {
+            return self.apply_compact(isa, start, len);
+        }
         self.with_planes(start, len, |weights, exp_avg, exp_avg_sq, grad| {
             kernels::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
         });
+    }
+
+    fn apply_compact(&self, isa: Isa, start: u64, len: u64) {
+        let (bytes, end) = (self.state.moments.bytes(start), self.state.moments.bytes(start + len));
+        let (first, second) = (&self.exp_avg, &self.exp_avg_sq);
+        match self.state.moments {
+            Moments::Fp32 => {
+                let (mut m, mut v) = (first.elements_mut(start, len), second.elements_mut(start, len));
+                self.with_moments(isa, start, len, CompactMoments::Fp32(&mut m, &mut v));
+            }
+            Moments::Bf16 => {
+                let (mut m, mut v) = (first.elements_mut(start, len), second.elements_mut(start, len));
+                self.with_moments(isa, start, len, CompactMoments::Bf16(&mut m, &mut v));
+            }
+            Moments::Bits8 => {
+                let aligned = (self.first + start).is_multiple_of(TENSOR_ALIGN) && start.is_multiple_of(TENSOR_ALIGN);
+                assert!(aligned, "8-bit moments are updated in whole groups, not from element {start}");
+                let (mut m, mut v) = (first.elements_mut(bytes, end - bytes), second.elements_mut(bytes, end - bytes));
+                self.with_moments(isa, start, len, CompactMoments::Bits8(&mut m, &mut v));
+            }
+        }
+    }
+
+    fn with_moments(&self, isa: Isa, start: u64, len: u64, moments: CompactMoments<'_>) {
+        match (&self.residual, self.state.master) {
+            (Some(residual), Master::Bits32) => {
+                let mut hi = self.weights.elements_mut(start, len);
+                let mut lo = residual.elements_mut(start, len);
+                self.with_weights(isa, start, CompactWeights::Split32(&mut hi, &mut lo), moments);
+            }
+            (Some(residual), Master::Bits24) => {
+                let mut hi = self.weights.elements_mut(start, len);
+                let mut lo = residual.elements_mut(start, len);
+                self.with_weights(isa, start, CompactWeights::Split24(&mut hi, &mut lo), moments);
+            }
+            (None, _) => {
+                let mut weights = self.weights.elements_mut(start, len);
+                self.with_weights(isa, start, CompactWeights::Full(&mut weights), moments);
+            }
+        }
+    }
+
+    fn with_weights(&self, isa: Isa, start: u64, weights: CompactWeights<'_>, moments: CompactMoments<'_>) {
+        let (len, first) = (weights.len() as u64, self.first + start);
+        if self.grad_dtype == Dtype::Bf16 {
+            let grad = self.grad.elements::<u16>(start, len);
+            adamw_compact(isa, weights, moments, Values::Bf16(&grad), &self.scalars, first);
+        } else {
+            let grad = self.grad.elements::<f32>(start, len);
+            adamw_compact(isa, weights, moments, Values::F32(&grad), &self.scalars, first);
+        }
     }
 
     fn with_planes(&self, start: u64, len: u64, work: impl FnOnce(Weights<'_>, &mut [f32], &mut [f32], Values<'_>)) {
@@ -114,11 +171,15 @@ impl UnitPlanes {
         assert_eq!(tensor.spec.role, Role::Trainable, "{} is frozen", tensor.spec.name);
         let (first, numel) = (tensor.element, tensor.spec.numel());
         let part = |span: &HostSpan, size: u64| crate::store::slice(span, first * size, numel * size);
+        let stored = layout.state.moments;
+        let moments = |span: &HostSpan| crate::store::slice(span, stored.bytes(first), stored.bytes(numel));
         TensorUpdate {
             weights: part(&self.image, layout.precision.dtype().size()),
-            residual: self.residual.as_ref().map(|span| part(span, 2)),
-            exp_avg: part(&self.exp_avg, 4),
-            exp_avg_sq: part(&self.exp_avg_sq, 4),
+            residual: self.residual.as_ref().map(|span| part(span, layout.residual_size())),
+            exp_avg: moments(&self.exp_avg),
+            exp_avg_sq: moments(&self.exp_avg_sq),
+            state: layout.state,
+            first: 0,
             grad: part(grad, grad_dtype.size()),
             grad_dtype,
             numel,
@@ -354,6 +415,8 @@ mod tests {
             residual: None,
             exp_avg: span(40),
             exp_avg_sq: span(36),
+            state: StateFormat::default(),
+            first: 0,
             grad: span(20),
             grad_dtype: Dtype::Bf16,
             numel: 10,

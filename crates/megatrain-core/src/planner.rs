@@ -9,9 +9,11 @@
 //!
 //! The same is done for each number of micro-batches in a group (`groups`).
 //!
+//! What memory is left then may serve to capture layers (`Requests::graphs`).
+//!
 //! Every choice can be asked for in [`crate::plan::Requests`]; one that cannot be honoured is refused by name.
 use crate::error::Result;
-use crate::plan::{Plan, Request};
+use crate::plan::{DeviceKind, Placement, Plan, Request, UnitPlan};
 
 mod groups;
 mod point;
@@ -50,7 +52,20 @@ mod space;
 /// ```
 pub fn plan(request: &Request) -> Result<Plan> {
     request.check()?;
-    let mut plan = groups::fastest(request)?;
+    let mut plan = with_graphs(request, groups::fastest(request)?)?;
     plan.estimate = crate::estimate::forecast(request, &plan)?;
     Ok(plan)
+}
+
+/// The plan with its resident layers captured, where that was allowed and fits beside everything else.
+fn with_graphs(request: &Request, plan: Plan) -> Result<Plan> {
+    let layers = &plan.units[1..plan.units.len() - 1];
+    if !request.requests.graphs || request.device != DeviceKind::Cuda || !layers.iter().any(UnitPlan::can_be_captured) {
+        return Ok(plan);
+    }
+    let mut captured = Plan { graphs: true, ..plan.clone() };
+    let placement = Placement::new(request, &captured)?;
+    (captured.items, captured.totals) = (placement.items().to_vec(), placement.totals());
+    let fits = captured.totals.device <= request.budget.device;
+    Ok(if fits { captured } else { plan })
 }

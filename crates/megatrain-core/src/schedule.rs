@@ -21,6 +21,8 @@ mod build;
 mod check;
 mod hazards;
 mod inputs;
+#[cfg(all(loom, test))]
+mod interleavings;
 pub(crate) mod progress;
 mod slots;
 

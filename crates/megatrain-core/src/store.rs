@@ -17,9 +17,9 @@ pub(crate) mod file;
 mod planes;
 pub mod spill;
 
-pub(crate) use planes::check_stored;
 pub(crate) use planes::slice;
 pub use planes::{Plane, UnitPlanes};
+pub(crate) use planes::{check_stored, elements_in};
 
 use arena::{Arena, ArenaOptions, Pinning};
 
@@ -41,7 +41,7 @@ pub struct StoreBytes {
 }
 
 impl StoreBytes {
-    /// What a unit's planes take: 12 bytes a parameter, padding and frozen tensors aside.
+    /// What a unit's planes take: 12 bytes a parameter with fp32 moments, padding and frozen tensors aside.
     #[must_use]
     pub fn of(layout: &UnitLayout) -> Self {
         let page = PAGE as u64;

@@ -54,7 +54,7 @@ mod state;
 mod stats;
 mod workers;
 
-/// How an engine is to run; none of it changes the numbers.
+/// How an engine is to run; none of it changes the numbers, apart from the seed.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Options {
@@ -70,6 +70,8 @@ pub struct Options {
     pub trace: bool,
     /// The optimizer's instruction set; by default the best there is.
     pub isa: Option<String>,
+    /// Seed of the stochastic rounding of smaller states.
+    pub seed: u64,
     /// Where state is kept whose home is a disk; needed where the plan has any.
     pub disk: Option<StateFiles>,
     /// Fault injection for tests: this run of the optimizer's threads fails, counted from 1; 0 lets all succeed.
@@ -87,6 +89,7 @@ impl Default for Options {
             huge_pages: true,
             trace: false,
             isa: None,
+            seed: 0,
             disk: None,
             fail_pool_run: 0,
         }

@@ -4,7 +4,7 @@ use megatrain_core::adamw::Isa;
 use megatrain_core::adamw::kernels::{self, CANONICAL_NAN, Values, Weights};
 use megatrain_core::host::HostSpan;
 use megatrain_core::host::{Affinity, Pool};
-use megatrain_core::layout::Dtype;
+use megatrain_core::layout::{Dtype, StateFormat};
 use megatrain_core::optimizer::{Adamw, TensorSum, TensorUpdate};
 use megatrain_core::random::SplitMix;
 use proptest::prelude::*;
@@ -349,6 +349,8 @@ fn updates(lengths: &[usize]) -> Vec<TensorUpdate> {
             residual: Some(span_of(&lo)),
             exp_avg: span_of(&floats(&state.exp_avg)),
             exp_avg_sq: span_of(&floats(&state.exp_avg_sq)),
+            state: StateFormat::default(),
+            first: 0,
             grad: span_of(&grad),
             grad_dtype: Dtype::Bf16,
             numel: len as u64,
@@ -404,6 +406,8 @@ fn the_last_elements_beyond_two_to_the_31_are_updated() {
         residual: Some(reserve(2)),
         exp_avg: reserve(4),
         exp_avg_sq: reserve(4),
+        state: StateFormat::default(),
+        first: 0,
         grad: reserve(2),
         grad_dtype: Dtype::Bf16,
         numel: NUMEL,

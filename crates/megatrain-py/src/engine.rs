@@ -283,8 +283,9 @@ impl Engine {
         Ok(match plane {
             PlaneName::State(Plane::Weights) if found.spec.role == Role::Frozen => found.spec.dtype,
             PlaneName::State(Plane::Weights) => unit.precision.dtype(),
-            PlaneName::State(Plane::Residual) => Dtype::I16,
-            PlaneName::State(Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq) | PlaneName::Gradient => Dtype::F32,
+            PlaneName::State(Plane::Residual) => unit.state.residual_dtype(),
+            PlaneName::State(Plane::ExpAvg | Plane::ExpAvgSq) => unit.state.moments.dtype(),
+            PlaneName::State(Plane::Master) | PlaneName::Gradient => Dtype::F32,
         })
     }
 }

@@ -7,6 +7,7 @@ use megatrain_core::adamw::Isa;
 use megatrain_core::device::{Stream, conformance};
 use megatrain_core::host::HostSpan;
 use megatrain_core::host::{Affinity, Pool};
+use megatrain_core::layout::StateFormat;
 use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
 use megatrain_core::store::arena::{Arena, ArenaOptions};
@@ -159,7 +160,7 @@ fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
 
 /// Seconds of an update of about `numel` elements of split masters with bf16 gradients, and how many it was.
 fn adamw(pool: &Pool, numel: u64) -> Result<(u64, f64)> {
-    let update = sample(pool, numel, 0)?;
+    let update = sample(pool, numel, 0, StateFormat::default())?;
     let adamw = Adamw::new(Isa::select(None)?);
     Ok((numel, fastest(|| adamw.update(pool, std::slice::from_ref(&update)))?))
 }

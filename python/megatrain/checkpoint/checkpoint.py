@@ -4,7 +4,7 @@
         model-*.safetensors, index, config, tokenizer    the weights as the device computes with them: a Hugging Face
                                                          folder that stock transformers loads
         residual-*.safetensors                           the lower halves of the fp32 masters (bf16 runs)
-        exp_avg-*.safetensors, exp_avg_sq-*.safetensors  AdamW's moments, fp32
+        exp_avg-*.safetensors, exp_avg_sq-*.safetensors  AdamW's moments, as they are stored
         state.json                                       step count of each trained tensor, the layout of the model's
                                                          source, and what the trainer adds
         manifest.json                                    size and CRC32 per 64 MiB of every file, written last
@@ -33,6 +33,7 @@ from megatrain.models.types import PRECISIONS
 from megatrain.system import safetensors_io
 from megatrain.system.atomic import crc_per_chunk, present
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
+from megatrain.weights.state_format import StateFormat
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -113,17 +114,39 @@ class Checkpoint:
         model = self._entries(planes["model"])
         if not model:
             raise self._damaged("it holds no weights")
-        for stem, dtype in {"residual": torch.int16, **dict.fromkeys(MOMENTS, torch.float32)}.items():
+        form = self._state_format(planes)
+        for stem in ("residual", *MOMENTS):
             held = self._entries(planes[stem])
             if held.keys() != (set() if stem == "residual" and self.precision == "fp32" else trained):
                 raise self._damaged(f"its {stem} files and state.json name different tensors")
             for name, entry in held.items():
-                if name not in model or entry.shape != model[name].shape or entry.dtype != dtype:
+                shape = model[name].shape if name in model else None
+                if shape is not None and stem != "residual":
+                    shape = form.moment_shape(shape)
+                dtype = form.residual_dtype if stem == "residual" else form.moment_dtype
+                if (entry.shape, entry.dtype) != (shape, dtype):
                     raise self._damaged(f"its {stem} of {name} is {entry.dtype} of shape {list(entry.shape)}")
         for name in trained:
             if name not in model or model[name].dtype != PRECISIONS[self.precision]:
                 raise self._damaged(f"its {name} was trained in {self.precision} and is stored in another type")
         return planes
+
+    def _state_format(self, planes: Mapping[str, Sequence[Shard]]) -> StateFormat:
+        moment = next((e for shard in planes["exp_avg"] for e in shard.entries), None)
+        residual = next((e for shard in planes["residual"] for e in shard.entries), None)
+        try:
+            return StateFormat.of_dtypes(
+                moment.dtype if moment is not None else None, residual.dtype if residual is not None else None
+            )
+        except KeyError as error:
+            found = moment if moment is not None and error.args[0] == moment.dtype else residual
+            assert found is not None
+            shape = list(found.shape)
+            raise self._damaged(f"its optimizer state of {found.name} is {found.dtype} of shape {shape}") from None
+
+    def state_format(self) -> StateFormat:
+        """How its moments and masters are stored. Raises CheckpointError."""
+        return self._state_format(self.planes())
 
     def types(self) -> dict[str, torch.dtype]:
         """The type that each tensor of the model is stored in, so that a run that goes on stores frozen ones in the

@@ -129,7 +129,8 @@ def export_checkpoint(
         count, size = out.numel(), weights.entries[name].dtype.itemsize
         found = weights.read(name, start, count, torch.empty(count * size, dtype=torch.uint8))
         if exact and name in residual.entries:
-            low = residual.read(name, start, count, torch.empty(count * 2, dtype=torch.uint8))
+            size = residual.entries[name].dtype.itemsize
+            low = residual.read(name, start, count, torch.empty(count * size, dtype=torch.uint8))
             found = join(found, low)
         out.copy_(found)
 

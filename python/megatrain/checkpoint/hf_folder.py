@@ -47,9 +47,10 @@ _JSON_BYTES = 1 << 20
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 masters of a bf16 plane of weights and its int16 plane of residuals, exactly: the bits of a master are
-    `(upper << 16) + lower`, with `lower` sign-extended (`docs/checkpoints.md`)."""
-    bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
+    """The fp32 masters of a bf16 plane of weights and its plane of residuals, exactly: the bits of a master are
+    `(upper << 16) + lower`, `lower` sign-extended, and 8 bits higher where it is int8 (`docs/checkpoints.md`)."""
+    low = lower.to(torch.int32) << (8 if lower.dtype == torch.int8 else 0)
+    bits = (upper.view(torch.int16).to(torch.int32) << 16) + low
     return bits.view(torch.float32)
 
 

@@ -17,6 +17,7 @@ from megatrain.system import safetensors_io
 from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights import hf_layout
 from megatrain.weights.source import FileWeights
+from megatrain.weights.state_format import StateFormat
 from megatrain.weights.types import Core, Decoder, Stored, TensorRef
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -57,14 +58,14 @@ def load(
             progress(min(done[0], total), total)
 
     try:
-        _check(checkpoint, decoder, restore)
+        _check(checkpoint, decoder, restore, engine.state_format)
         begin()
         safetensors_io.read_checked(work, restore.write, threads=threads, progress=report)
     except DamagedFile as error:
         raise DamagedCheckpoint(f"{error}; take an earlier checkpoint", checkpoint.folder) from None
     new = [ref for ref in decoder.tensors.values() if ref.role == "trainable" and ref.name not in counts]
     for ref in new:
-        _clear_moments(core, ref)
+        _clear_moments(core, ref, engine.state_format)
     if new:
         log.info("trained from now on, with moments that start at zero: %s", format_names([ref.name for ref in new]))
     for ref in decoder.tensors.values():
@@ -75,13 +76,22 @@ def load(
     return dict(saved.state)
 
 
-def _check(checkpoint: Checkpoint, decoder: Decoder, restore: "_Restore") -> None:
+def _check(checkpoint: Checkpoint, decoder: Decoder, restore: "_Restore", state_format: StateFormat) -> None:
     """Raises CheckpointError unless every tensor of the model is there in its shape, and no other, and each fits into
     what the engine stores it in. Raises DamagedFile."""
     entries = restore.model.entries
     problems = []
     if checkpoint.precision != decoder.precision:
         problems.append(f"it was trained in {checkpoint.precision} and this run is {decoder.precision}")
+    saved, own = (form.request() for form in (checkpoint.state_format(), state_format))
+    if decoder.precision == "fp32":
+        saved["master"] = own["master"]
+    for key, value in own.items():
+        if saved[key] != value and restore.counts:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.folder} was saved with {key}: {saved[key]}, and this run has {key}: {value}; "
+                f"go on with train.{key}: {saved[key]}, or export the checkpoint and start another run from its weights"
+            )
     for names, what in (
         (decoder.tensors.keys() - entries.keys(), "it lacks"),
         (entries.keys() - decoder.tensors.keys(), "the model has no tensor for its"),
@@ -136,7 +146,8 @@ class _Restore:
         type than it was computed in, the fp32 masters."""
         if ref.dtype == piece.dtype or ref.name not in self.residual.entries:
             return piece
-        buffer = torch.empty(piece.numel() * 2, dtype=torch.uint8)
+        size = self.residual.entries[ref.name].dtype.itemsize
+        buffer = torch.empty(piece.numel() * size, dtype=torch.uint8)
         return join(piece, self.residual.read(ref.name, start, piece.numel(), buffer))
 
     def is_exact(self, ref: TensorRef) -> bool:
@@ -157,9 +168,9 @@ class _Restore:
         return True
 
 
-def _clear_moments(core: Core, ref: TensorRef) -> None:
-    numel = torch.Size(ref.shape).numel()
-    zeros = torch.zeros(min(numel, _PIECE))
+def _clear_moments(core: Core, ref: TensorRef, state_format: StateFormat) -> None:
+    numel = torch.Size(state_format.moment_shape(ref.shape)).numel()
+    zeros = torch.zeros(min(numel, _PIECE), dtype=state_format.moment_dtype)
     for moment in MOMENTS:
         for start in range(0, numel, max(len(zeros), 1)):
             core.write(ref.unit, ref.tensor, moment, zeros[: numel - start], start)

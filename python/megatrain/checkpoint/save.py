@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.checkpoint import MOMENTS
 from megatrain.checkpoint.hf_folder import folder_bytes, json_bytes, write_index, write_model_files
@@ -61,12 +59,13 @@ def begin_save(
         raise ConfigError(f"step must be a whole number and not negative, not {step!r}")
     _refuse_other(folder)
     core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
+    form = engine.state_format
     trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
     planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
     if decoder.precision == "bf16":
-        planes["residual"] = [Entry(ref.name, torch.int16, tuple(ref.shape)) for ref in trainable]
+        planes["residual"] = [Entry(ref.name, form.residual_dtype, tuple(ref.shape)) for ref in trainable]
     for moment in MOMENTS:
-        planes[moment] = [Entry(ref.name, torch.float32, tuple(ref.shape)) for ref in trainable]
+        planes[moment] = [Entry(ref.name, form.moment_dtype, form.moment_shape(ref.shape)) for ref in trainable]
     try:
         # a copy: the caller may change it before the save ends
         state = json.loads(json_bytes(dict(state)))

@@ -90,6 +90,7 @@ def _print_result(run: Path, result: "Result", as_json: bool) -> None:
         "total_steps": result.total_steps,
         "loss": result.loss,
         "eval_loss": result.eval_loss,
+        **({"eval_sets": result.eval_sets} if result.eval_sets else {}),
         "stopped": result.stopped or None,
         "early_stop": early,
         "warning": warning or None,
@@ -105,6 +106,8 @@ def _print_result(run: Path, result: "Result", as_json: bool) -> None:
         line("the same command goes on from there")
     else:
         held_out = f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+        if result.eval_sets:
+            held_out += " (" + ", ".join(f"{name} {loss:.4f}" for name, loss in result.eval_sets.items()) + ")"
         loss = f"loss {result.loss:.4f}" if result.loss is not None else "no step was left to do"
         steps = f"{result.step} steps"
         if early:
@@ -369,26 +372,32 @@ def _eval(args: argparse.Namespace) -> int:
     refusals.before_loading(config)
     stop = Stop()
     with stopping(stop), stop.interruptible():
-        from megatrain.training.evaluation import evaluate
-        from megatrain.training.progress import held_out
+        from megatrain.training.evaluation import evaluate_sets
+        from megatrain.training.progress import eval_sets, held_out
         from megatrain.training.setup import assemble
 
         parts = assemble(config, folder=None, resume=resume)
         try:
-            found = evaluate(parts.engine, refusals.held_out(parts.planned.eval_loader))
+            found = evaluate_sets(parts.engine, refusals.held_out(parts.planned.eval_loaders))
             assert found is not None  # no stop was given to it
         finally:
             parts.close()
     weights = _weights(config, resume)
     answer = {
-        "eval_loss": found.loss,
-        "perplexity": found.perplexity,
-        "accuracy": found.accuracy,
-        "tokens": found.num_tokens,
+        "eval_loss": found.total.loss,
+        "perplexity": found.total.perplexity,
+        "accuracy": found.total.accuracy,
+        "tokens": found.total.num_tokens,
+        **({"eval_sets": sets} if (sets := eval_sets(found)) else {}),
         "weights": weights,
         "checkpoint": str(resume) if resume else None,
     }
-    json_line(answer) if args.json else line(f"{held_out(found)}, of {weights}")
+    if args.json:
+        json_line(answer)
+    else:
+        first, *others = held_out(found)
+        for text in (f"{first}, of {weights}", *others):
+            line(text)
     trained = config.output.dir
     if resume is None and trained is not None and run_dir.is_run(Path(trained)):
         _say(f"these are not the weights that the run in {trained} trained: for those, megatrain eval {trained}")

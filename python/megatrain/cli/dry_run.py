@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatrain.config import Config
+    from megatrain.data import Dataset
 
 
 def dry_run(config: "Config", *, json: bool, verbose: bool = False) -> None:
@@ -55,6 +56,7 @@ def dry_run(config: "Config", *, json: bool, verbose: bool = False) -> None:
                     "config": config.to_dict(),
                     "train": train.to_dict(),
                     "eval": held_out.to_dict() if held_out is not None else None,
+                    **inspection.sets(planned.held_out),
                     "resume": str(origin.folder) if origin else None,
                     "step": step,
                     "steps": total,
@@ -64,11 +66,10 @@ def dry_run(config: "Config", *, json: bool, verbose: bool = False) -> None:
             return
         line(config.to_yaml())
         tables.data("train", train)
-        if held_out is not None:
-            tables.data("held-out", held_out)
+        _held_out(planned.held_out)
         if step < total:
             which = f"step {step + 1}" if step else "the first step"
-            line(f"{which}'s first micro-batch, {len(first)} sequences, begins:")
+            line(f"{which}'s first micro-batch, {len(first)} sequence{'s' * (len(first) != 1)}, begins:")
             tables.batch(first)
             line()
         tables.plan(plan, verbose=verbose)
@@ -100,13 +101,13 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
             {
                 "train": inspection.summary(train).to_dict(),
                 "eval": inspection.summary(evaluated).to_dict() if evaluated is not None else None,
+                **inspection.sets(evaluated),
                 "rows": [row.to_dict() for row in rows],
             }
         )
         return
     tables.data("train", inspection.summary(train))
-    if evaluated is not None:
-        tables.data("held-out", inspection.summary(evaluated))
+    _held_out(evaluated)
     shown = 0
     for row in rows:
         tables.row(row)
@@ -114,6 +115,16 @@ def data(config: "Config", *, num_rows: int, held_out: bool, json: bool) -> None
     pieces = inspection.summary(chosen).num_pieces
     if shown < pieces:
         line(f"shown: {shown} of {pieces:,} rows and parts of rows; --rows N shows more")
+
+
+def _held_out(dataset: "Dataset | None") -> None:
+    """Prints the held-out data in numbers, each set with a name by itself."""
+    from megatrain.cli import tables
+    from megatrain.data import by_name, inspection
+
+    if dataset is not None:
+        for name, one in (by_name(dataset) or {"": dataset}).items():
+            tables.data(f"held-out {name}".rstrip(), inspection.summary(one))
 
 
 def _tokenizer(config: "Config") -> "tuple[PreTrainedTokenizerBase, dt.date | None]":

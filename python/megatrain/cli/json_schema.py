@@ -50,11 +50,16 @@ def descriptions(section: type) -> dict[str, str]:
 _SOURCE = {"anyOf": [_STRING, {"$ref": "#/$defs/source"}]}
 _SOURCES = {"type": "array", "items": _SOURCE}
 _FRACTION = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+_SETS = {
+    "type": "object",
+    "propertyNames": {"not": {"enum": [field.name for field in dataclasses.fields(SourceConfig)]}},
+    "additionalProperties": {"anyOf": [*_SOURCE["anyOf"], _SOURCES, _FRACTION]},
+}
 _SHORT_FORMS: dict[str, list[dict[str, Any]]] = {
     "model": [_STRING],
     "data": [_STRING, _SOURCES],
     "data.train": [*_SOURCE["anyOf"], _SOURCES],
-    "data.eval": [*_SOURCE["anyOf"], _SOURCES, _FRACTION, {"type": "null"}],
+    "data.eval": [*_SOURCE["anyOf"], _SOURCES, _SETS, _FRACTION, {"type": "null"}],
     "train.schedule": [_STRING],
     "output.export": [{"const": False}],
 }

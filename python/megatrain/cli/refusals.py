@@ -73,11 +73,11 @@ def nothing_held_out(config: "Config") -> None:
         raise ConfigError(_NOTHING_HELD_OUT)
 
 
-def held_out(loader: "Loader | None") -> "Loader":
-    """The same once the data are read; returns the loader."""
-    if loader is None:
+def held_out(loaders: "dict[str, Loader]") -> "dict[str, Loader]":
+    """The same once the data are read; returns the loaders."""
+    if not loaders:
         raise ConfigError(_NOTHING_HELD_OUT)
-    return loader
+    return loaders
 
 
 def best_step(run: Path, wanted: str | None) -> str | None:

@@ -103,7 +103,11 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
         ("time in steps", duration(seconds)),
         ("speed", f"{tokens / seconds:,.0f} tokens/s" if seconds else ""),
         ("training loss", f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""),
-        ("held-out loss", " → ".join(f"{v:.4f}" for v in (_first_eval(records), *held_out[-1:]) if v is not None)),
+        ("held-out loss", _from_to(_first_eval(records), held_out)),
+        *(
+            (f"held-out loss of {name}", _from_to(_first_of_set(records, name), [loss for _, loss in points]))
+            for name, points in _sets(records).items()
+        ),
         ("skipped steps", str(sum(bool(record.get("skipped")) for record in records))),
         ("peak host memory", format_bytes(_most(records, "host_peak_bytes"))),
         ("peak device memory", format_bytes(_most(records, "gpu_peak_bytes"))),
@@ -118,6 +122,27 @@ def _most(records: Sequence[Mapping[str, Any]], key: str) -> int:
 def _first_eval(records: Sequence[Mapping[str, Any]]) -> float | None:
     """The held-out loss before the first step."""
     return next((r["eval_loss_before"] for r in records if r.get("eval_loss_before") is not None), None)
+
+
+def _from_to(first: float | None, later: Sequence[float]) -> str:
+    return " → ".join(f"{value:.4f}" for value in (first, *later[-1:]) if value is not None)
+
+
+def _sets(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """(step, loss) of each held-out set with a name."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        for name, numbers in (record.get("eval_sets") or {}).items():
+            if numbers.get("loss") is not None:
+                found.setdefault(name, []).append((record["step"], numbers["loss"]))
+    return found
+
+
+def _first_of_set(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """A held-out set's loss before the first step."""
+    before: Mapping[str, Any] = next((r["eval_sets_before"] for r in records if r.get("eval_sets_before")), {})
+    loss: float | None = before.get(name, {}).get("loss")
+    return loss
 
 
 def _charts(runs: Sequence[_Run]) -> list[Chart]:
@@ -155,12 +180,18 @@ def _losses(runs: Sequence[_Run]) -> list[Series]:
         held_out = ([] if before is None else [(0.0, before)]) + _points(run.records, "eval_loss")
         prefix = f"{run.name}, " if len(runs) > 1 else ""
         own = number % charts.COLORS
+        sets = []
+        for place, (name, points) in enumerate(_sets(run.records).items(), start=2):
+            first = _first_of_set(run.records, name)
+            points = ([] if first is None else [(0.0, first)]) + points
+            sets.append((f"held-out {name}", points, own if prefix else place % charts.COLORS))
         for name, points, color in (
             ("training", _points(run.records, "loss"), own),
             ("held-out", held_out, own if prefix else 1),
+            *sets,
         ):
             if points:
-                dashed = bool(prefix) and name == "held-out"
+                dashed = bool(prefix) and name != "training"
                 series.append(Series(name=prefix + name, color=color, points=points, dashed=dashed))
     return series
 
@@ -221,7 +252,8 @@ def _sections(run: _Run) -> dict[str, Any]:
             _data_set(name, run.data[key])
             for key, name in (("train", "Training data"), ("eval", "Held-out data"))
             if isinstance(run.data.get(key), dict)
-        ],
+        ]
+        + [_data_set(f"Held-out data: {name}", numbers) for name, numbers in run.data.get("eval_sets", {}).items()],
         "samples": samples[-_SAMPLES:],
         "texts": [(name, text) for name, text in texts if text],
     }
@@ -267,6 +299,7 @@ def _data_set(name: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         ("supervised", f"{supervised:,} ({supervised / tokens:.0%})" if tokens else ""),
         ("sequences", f"{summary.get('num_sequences', 0):,} of up to {summary.get('seq_len', 0):,}"),
         ("padding", f"{summary['padding']:.1%} of the windows" if summary.get("padding") else ""),
+        ("row weights", ", ".join(f"{key} {value:.4g}" for key, value in (summary.get("weights") or {}).items())),
         ("row lengths", ", ".join(f"{key} {value:,}" for key, value in lengths.items())),
         *(("left out", f"{count:,}: {reason}, such as {where}") for reason, count, where in summary.get("dropped", [])),
     ]

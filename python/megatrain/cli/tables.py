@@ -153,6 +153,9 @@ def data(name: str, summary: "Summary") -> None:
         f"  row lengths: {lengths['min']} to {lengths['max']} tokens, median {lengths['median']}, "
         f"95th percentile {lengths['p95']}" + ("; from the cache" if summary.cached else "")
     )
+    if summary.weights is not None:
+        least, mean, most = (f"{summary.weights[key]:.4g}" for key in ("min", "mean", "max"))
+        line(f"  row weights: {least} to {most}, mean {mean}")
     for read in summary.formats:
         line(f"  {read}")
     for note in summary.notes:
@@ -165,7 +168,8 @@ def row(view: "RowView") -> None:
     size = f"{view.num_tokens} tokens"
     if view.parts > 1:
         size = f"part {view.part} of {view.parts}: {len(view.tokens)} of {size}"
-    line(f"row {view.row} ({view.where}): {size}, {view.num_supervised} supervised{dropped}")
+    weight = f", weight {view.weight:.4g}" if view.weight != 1 else ""
+    line(f"row {view.row} ({view.where}): {size}, {view.num_supervised} supervised{weight}{dropped}")
     tokens(view.tokens)
 
 

@@ -122,23 +122,40 @@ class Config:
 def _spread(tree: dict[str, Any]) -> dict[str, Any]:
     """`data.eval: 0.05` holds that part of every training source out; `data.seq_len` is what the model has."""
     data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("eval"), float) and isinstance(data.get("train"), list):
-        fraction = data["eval"]
-        sources = []
-        for source in data["train"]:
-            if not isinstance(source, dict):
-                continue
-            if isinstance(source.get("split"), str):
-                raise ConfigError(
-                    f"data.eval: {fraction} cannot hold rows of split {source['split']!r} of {source.get('path')} out; "
-                    "name another split of it in data.eval"
-                )
-            sources.append({name: value for name, value in source.items() if name != "weight"} | {"split": fraction})
-        data["eval"] = sources
+    if isinstance(data, dict) and isinstance(data.get("train"), list):
+        held_out = data.get("eval")
+        if isinstance(held_out, float):
+            data["eval"] = _parts_of(data["train"], {"split": held_out})
+        elif isinstance(held_out, list):
+            data["eval"] = [
+                source
+                for entry in held_out
+                for source in (_parts_of(data["train"], entry) if _is_fraction(entry) else [entry])
+            ]
     if "model" not in tree:
         raise ConfigError("model is missing; write `model: PATH` with a folder or hub id")
     shorten(tree)
     return tree
+
+
+def _is_fraction(entry: Any) -> bool:
+    """Whether a held-out set is a part of every training source."""
+    return isinstance(entry, dict) and entry.keys() == {"name", "split"} and isinstance(entry["split"], float)
+
+
+def _parts_of(train: list[Any], part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The training sources with what `part` sets: the split that is held out, and the set's name."""
+    sources = []
+    for source in train:
+        if not isinstance(source, dict):
+            continue
+        if isinstance(source.get("split"), str):
+            raise ConfigError(
+                f"data.eval: {part['split']} cannot hold rows of split {source['split']!r} of {source.get('path')} "
+                "out; name another split of it in data.eval"
+            )
+        sources.append({name: value for name, value in source.items() if name != "weight"} | part)
+    return sources
 
 
 def _held_out(data: DataConfig) -> DataConfig:

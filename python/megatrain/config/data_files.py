@@ -19,6 +19,8 @@ from megatrain.errors import ConfigError
 
 INSTALL = "pip install 'megatrain[datasets]'"
 """What brings the packages that Parquet, Arrow and zstd files and data sets of the hub need."""
+ROWS = "rows:"
+"""Before the name of rows that a Python program hands over, in place of a path."""
 TEXT_SUFFIXES = (".txt", ".md")
 """Files that are one document."""
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -301,9 +303,10 @@ _COMMON_COLUMNS = {
 }
 _ENTRY_KEYS = frozenset(
     "file_name file_sha1 formatting ranking columns tags num_samples hf_hub_url ms_hub_url om_hub_url script_url "
-    "cloud_file_name subset split folder".split()
+    "cloud_file_name subset split folder revision media_dir".split()
 )
-"""Keys of an entry; the last eight say where it is when it is no local file, or which part of that is meant."""
+"""Keys of an entry; the last ones say where it is when it is no local file, which part of that is meant, and where its
+images are."""
 _TAGS = {
     "role_tag": ("role", "from"),
     "content_tag": ("content", "value"),
@@ -319,7 +322,9 @@ _TAGS = {
 def _llama_factory(config: SourceConfig) -> SourceConfig | None:
     """The settings that an entry of LLaMA-Factory's `dataset_info.json` stands for; None for another file.
 
-    `path: data/dataset_info.json#NAME`; the name may be left out where there is one entry.
+    `path: data/dataset_info.json#NAME`; the name may be left out where there is one entry. As there (DatasetAttr in
+    `src/llamafactory/data/parser.py`), columns with a default are read under that name where the entry has no
+    `columns`, and all others only where it names them.
     """
     name_of_file, _, name = config.path.partition("#")
     file = Path(name_of_file)
@@ -350,11 +355,12 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
     fields: dict[str, str] = {}
     if formatting == "alpaca":
-        ours = _COLUMNS | _COMMON_COLUMNS
-        fields |= {mine: columns.pop(theirs) for theirs, mine in ours.items() if theirs in columns}
+        unnamed = dict.fromkeys(_COLUMNS.values(), "") if columns else {}
+        fields |= unnamed | {mine: columns.pop(theirs) for theirs, mine in _COLUMNS.items() if theirs in columns}
     else:
         fields["messages"] = columns.pop("messages", "conversations")
-        fields |= {mine: columns.pop(theirs) for theirs, mine in _COMMON_COLUMNS.items() if theirs in columns}
+    fields |= {mine: columns.pop(theirs, "") for theirs, mine in _COMMON_COLUMNS.items()} | {"documents": ""}
+    if formatting == "sharegpt":
         fields |= {mine: tags.pop(theirs, default) for theirs, (mine, default) in _TAGS.items()}
     if columns or tags:
         raise ConfigError(f"{where}: {', '.join([*columns, *tags])} cannot be read; name the file as path instead")

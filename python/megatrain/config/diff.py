@@ -20,6 +20,7 @@ _KINDS = {
     "train.precision": "identity",
     "train.grad_precision": "identity",
     "train.moments": "identity",
+    "train.master": "identity",
     "train.seed": "identity",
     "eval": "course",
     "memory": "place",

@@ -1,5 +1,6 @@
 """From a file's text and command-line words to one mapping: short forms, paths, overrides."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import yaml12
-from megatrain.config.data_files import is_hub_id
+from megatrain.config.data_files import ROWS, is_hub_id
+from megatrain.config.schema import SourceConfig
 from megatrain.errors import ConfigError
 
 # Settings of which only one can be given: a word on the command line replaces the file's other one.
@@ -19,6 +21,7 @@ _RIVALS = {
     "model.path": "model.config",
     "model.config": "model.path",
 }
+_SOURCE_KEYS = frozenset(field.name for field in dataclasses.fields(SourceConfig))
 _RESUME_WORDS = ("auto", "never", "required")
 
 
@@ -68,7 +71,7 @@ def normal(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data := tree.get("data"), dict):
         for name in ("train", "eval"):
             if name in data:
-                data[name] = _sources(data[name])
+                data[name] = _named_sets(data[name]) if name == "eval" else _sources(data[name])
         _check_held_out(data.get("eval"))
     if isinstance(train := tree.get("train"), dict) and isinstance(train.get("schedule"), str):
         train["schedule"] = {"name": train["schedule"]}
@@ -77,14 +80,31 @@ def normal(raw: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _check_held_out(value: Any) -> None:
+def _check_held_out(value: Any, key: str = "data.eval") -> None:
     """Refuses numbers and switches that are no part of the training rows."""
     if isinstance(value, (bool, int, float)) and not (isinstance(value, float) and 0 < value < 1):
         shown = str(value).lower() if isinstance(value, bool) else value
         raise ConfigError(
-            f"data.eval is {shown}; a fraction between 0 and 1, such as 0.05, holds that part of the training rows "
+            f"{key} is {shown}; a fraction between 0 and 1, such as 0.05, holds that part of the training rows "
             "out, a file or a list of sources is held-out data of its own, and null turns it off"
         )
+
+
+def _named_sets(value: Any) -> Any:
+    """Held-out data as a list: a mapping of names to sources, lists or fractions becomes sources with names. One with a
+    key of a source is a source itself."""
+    if not isinstance(value, Mapping) or not value or _SOURCE_KEYS & value.keys():
+        return _sources(value)
+    found: list[Any] = []
+    for name, sources in value.items():
+        key = f"data.eval.{name}"
+        _check_held_out(sources, key)
+        if isinstance(sources, float):
+            sources = {"split": sources}  # of every training source
+        if not isinstance(sources, (str, Mapping, list, tuple)) or not sources:
+            raise ConfigError(f"{key} names no source; write a file, a list of sources, or a fraction such as 0.05")
+        found += [item | {"name": name} if isinstance(item, dict) else item for item in _sources(sources)]
+    return found
 
 
 def _sources(value: Any) -> Any:
@@ -116,7 +136,7 @@ def located(tree: dict[str, Any], base: Path) -> dict[str, Any]:
             sources = data.get(name)
             for source in sources if isinstance(sources, list) else ():
                 path = source.get("path") if isinstance(source, dict) else None
-                if isinstance(path, str) and path and not path.startswith("python:"):
+                if isinstance(path, str) and path and not path.startswith(("python:", ROWS)):
                     located_path = _path(path, base, f"the path of a source of data.{name}")
                     there = Path(located_path.partition("#")[0]).exists()
                     source["path"] = _Resolved(path) if is_hub_id(path) and not there else located_path
@@ -196,6 +216,14 @@ def _set(tree: dict[str, Any], parts: list[str], value: Any, key: str) -> dict[s
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
         if isinstance(node, list):
+            named = [index for index, item in enumerate(node) if isinstance(item, dict) and item.get("name") == part]
+            if len(named) == 1:  # a held-out set
+                index = named[0]
+                if not last:
+                    node = node[index]
+                    continue
+                node[index] = (dict(value) if isinstance(value, Mapping) else {"path": value}) | {"name": part}
+                return tree
             if not part.isdigit():
                 # `data.train.path=…` speaks of the only source.
                 if len(node) > 1:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megatrain.config import Config
-from megatrain.config.data_files import check_hub_id, find, is_hub_id
+from megatrain.config.data_files import ROWS, check_hub_id, find, is_hub_id
 from megatrain.config.loading import is_template_name
 from megatrain.errors import ConfigError
 
@@ -31,7 +31,7 @@ def check(config: Config) -> None:
     for source in (*config.data.train, *config.data.eval):
         if is_hub_id(source.path):
             check_hub_id(source.path)
-        elif not source.path.startswith("python:"):
+        elif not source.path.startswith(("python:", ROWS)):  # rows are looked for where they are used
             find(source)
     for folder in config.memory.nvme.paths if config.memory.nvme is not None else ():
         check_state_folder(Path(folder))

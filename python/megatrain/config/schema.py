@@ -7,6 +7,7 @@ between sections are in `validation.py`.
 import dataclasses
 import datetime as dt
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from megatrain.config.constraints import check_eps
@@ -94,7 +95,7 @@ class ModelConfig:
 
 _FIELDS = tuple(
     "text messages prompt completion instruction input output history system tools chosen rejected label documents "
-    "role content role.user role.assistant role.system role.tool role.function_call".split()
+    "weight role content role.user role.assistant role.system role.tool role.function_call".split()
 )
 
 
@@ -105,7 +106,8 @@ class SourceConfig:
     path: str
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md; also .gz and .zst), a folder, a pattern such as
     `data/*.jsonl`, a folder that `datasets` saved, an entry of LLaMA-Factory's `dataset_info.json#NAME`, a data set of
-    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), or `python:stdlib`."""
+    the hub (`OWNER/NAME` or `OWNER/NAME#CONFIGURATION`), `python:stdlib`, or `rows:NAME`, rows that a Python program
+    gives to `Trainer`."""
     format: Literal["auto", "text", "chat", "completion", "alpaca", "preference"] = "auto"
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
@@ -117,11 +119,19 @@ class SourceConfig:
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
-    spelled otherwise: `{role.user: prompter}`."""
+    spelled otherwise: `{role.user: prompter}`. A column named "" is not read: `{system: ""}`. `{weight: COLUMN}`
+    multiplies the losses of each row by its number in that column; without it every row counts 1."""
+    name: str | None = None
+    """Of held-out data: the set that its losses are reported under. `eval: {chat: a.jsonl, code: b.jsonl}` is short for
+    two sources with names."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("the path of a data source is empty")
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ConfigError(
+                f"name of {self.path} is {self.name!r}; the name of a held-out set has letters, digits and _ . - only"
+            )
         if not 0 < self.weight < math.inf:
             raise ConfigError(f"weight of {self.path} is {self.weight}; it must be above 0")
         if isinstance(self.split, float) and not 0 < self.split < 1:
@@ -129,6 +139,8 @@ class SourceConfig:
         for name in self.fields:
             if name not in _FIELDS:
                 raise ConfigError(f"fields of {self.path}: {name!r} is not one of {', '.join(_FIELDS)}")
+        if self.fields.get("weight") == "":
+            raise ConfigError(f"fields of {self.path}: weight names no column; name one, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +150,8 @@ class DataConfig:
     train: tuple[SourceConfig, ...] = ()
     """Training data; several sources are mixed by weight."""
     eval: tuple[SourceConfig, ...] = ()
-    """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out."""
+    """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out. A mapping of names to
+    sources, lists of them or fractions makes several sets, each with losses of its own."""
     seq_len: int = 4096
     """Longest sequence, in tokens; with packing the length of every window. Default: 4096, or the positions of a model
     (written out, or in a local folder) that has fewer."""
@@ -163,6 +176,14 @@ class DataConfig:
     which the run keeps when it is resumed."""
 
     def __post_init__(self) -> None:
+        if named := next((source for source in self.train if source.name is not None), None):
+            raise ConfigError(
+                f"data.train names {named.path} {named.name!r}; only held-out sets (data.eval) have names, remove it"
+            )
+        if any(source.name for source in self.eval) and (
+            unnamed := next((source for source in self.eval if source.name is None), None)
+        ):
+            raise ConfigError(f"data.eval has sets with names, and {unnamed.path} has none; give it a name too")
         _at_least("data", self, seq_len=2)
         if self.workers != "auto":
             _at_least("data", self, workers=1)
@@ -260,7 +281,11 @@ class TrainConfig:
     """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32; a run's `config.yaml` says
     which."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Of AdamW's moments. Only fp32 is supported yet."""
+    """How AdamW's moments are stored between updates: `bf16` takes half the memory, `8bit` a quarter, both rounded
+    stochastically. Updates are computed in fp32."""
+    master: Literal["32bit", "24bit"] = "32bit"
+    """How many bits of the fp32 master weights are kept where compute is bf16; `24bit` saves a byte a parameter and is
+    rounded stochastically."""
     update: Literal["just_in_time", "immediate"] = "just_in_time"
     """When weights change: once the gradient norm is known, or as gradients land (only without clipping)."""
     deterministic: bool = False
@@ -303,6 +328,10 @@ class TrainConfig:
             raise ConfigError(
                 "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
             )
+        if self.precision == "fp32" and self.master == "24bit":
+            raise ConfigError(
+                "train.precision: fp32 keeps fp32 weights, which train.master: 24bit contradicts; remove one of the two"
+            )
 
     def sent_in(self, precision: str) -> Literal["bf16", "fp32"]:
         """In which gradients leave for the host where compute is in `precision`, bf16 or fp32."""
@@ -339,6 +368,9 @@ class EvalConfig:
     """Evaluation stops after so many batches, each the size of a training step; null: all of the data."""
     keep_best: bool = False
     """Whether the checkpoint of the lowest held-out loss is kept beside the newest ones."""
+    best: str | None = None
+    """Of several held-out sets the one whose loss decides which step is the best and when to stop early; null: the loss
+    over all of them."""
     early_stop: int | None = None
     """Evaluations without a lower loss after which the run ends; null: never."""
     samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
@@ -434,6 +466,9 @@ class PlanConfig:
     compile: bool | None = None
     """Whether layers are compiled: on CUDA only, and there by default. Changes rounding, so a run that goes on keeps
     what it began with."""
+    graphs: bool = True
+    """Whether layers whose weights stay on the card are captured as CUDA graphs, which launch all kernels of a layer at
+    once. That takes the memory of their activations a second time, so only where it is left."""
     threads: int | None = None
     """Threads of the host's optimizer. null: as many as leave room for those that compute."""
     synchronous: bool = False

@@ -1,8 +1,7 @@
-"""Settings that are each fine and contradict each other, and those that are not supported yet. All refused by name."""
+"""Settings that are each fine and contradict each other. All refused by name."""
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.config.constraints import check_eps, refuse_clipped_immediate, refuse_unrepeatable
 from megatrain.errors import ConfigError
@@ -14,27 +13,11 @@ if TYPE_CHECKING:
 
 def check(config: "Config") -> None:
     """Raises ConfigError for the first contradiction found."""
-    _supported(config)
     _model(config)
     _batch(config)
     _train(config)
     _eval(config)
     _disk(config)
-
-
-NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
-    "train.moments": ("fp32", "write fp32"),
-}
-"""Settings of the configuration's contract that nothing implements yet: the one value they may have, and what to do."""
-
-
-def _supported(config: "Config") -> None:
-    for key, (default, advice) in NOT_SUPPORTED.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value != default:
-            shown = "" if value is True or dataclasses.is_dataclass(value) else f": {value}"
-            raise ConfigError(f"{key}{shown} is not supported yet: {advice}")
 
 
 def _disk(config: "Config") -> None:
@@ -141,7 +124,7 @@ def _schedule(train: "TrainConfig") -> None:
 def _eval(config: "Config") -> None:
     held_out, when = config.data.eval, config.eval
     if not held_out:
-        for name in ("every", "max_batches", "early_stop"):
+        for name in ("every", "max_batches", "early_stop", "best"):
             if getattr(when, name) is not None:
                 raise ConfigError(
                     f"eval.{name} has no effect without data.eval; name held-out data, such as data.eval: 0.05"
@@ -158,3 +141,9 @@ def _eval(config: "Config") -> None:
             raise ConfigError(
                 "eval.keep_best has no effect without eval.every: nothing is evaluated in between; set it"
             )
+    names = list(dict.fromkeys(source.name for source in held_out if source.name is not None))
+    if when.best is not None and when.best not in names:
+        there = f"data.eval has {', '.join(names)}" if names else "data.eval has one set without a name"
+        raise ConfigError(
+            f"eval.best is {when.best!r}, and {there}; name one of several sets, or leave it out for the loss over all"
+        )

@@ -9,8 +9,8 @@ makes sequences, `loader` batches.
 `cache` keeps tokens on disk, `inspection` shows rows and batches as the model sees them.
 """
 
-from megatrain.data.dataset import Dataset, prepare
+from megatrain.data.dataset import Dataset, by_name, prepare
 from megatrain.data.loader import Loader, StepBatch
 from megatrain.names import IGNORED
 
-__all__ = ["IGNORED", "Dataset", "Loader", "StepBatch", "prepare"]
+__all__ = ["IGNORED", "Dataset", "Loader", "StepBatch", "by_name", "prepare"]

@@ -25,7 +25,7 @@ from megatrain.system.atomic import published, remove
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 _ARRAYS: dict[str, np.dtype[Any]] = {
     "tokens": np.dtype("<i4"),
     "supervised": np.dtype("u1"),
@@ -35,6 +35,7 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     "turn_offsets": np.dtype("<i8"),
     "kinds": np.dtype("u1"),
     "skips": np.dtype("u1"),
+    "weights": np.dtype("<f4"),
 }
 KINDS = ("text", "completion", "chat")
 """Kinds of rows; `Tokens.kinds` holds indices into this."""
@@ -69,6 +70,8 @@ class Tokens:
     skips: np.ndarray | None = None
     """(rows,) uint8: an index into `skip_reasons`; None where no row is left out by its own columns."""
     skip_reasons: tuple[str, ...] = ("",)
+    weights: np.ndarray | None = None
+    """(rows,) float32: the factor of each row's losses; None where every row counts 1."""
     remarks: tuple[tuple[Remark, int, int], ...] = ()
     """(remark, number of rows, the first of them)."""
 
@@ -142,6 +145,7 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
 
         put("offsets", [0])
         put("turn_offsets", [0])
+        weighted = False
         reasons = {"": 0}
         remarks: dict[Remark, list[int]] = {}
         row = 0
@@ -162,12 +166,18 @@ def _write(folder: Path, rows: Iterable[Encoded]) -> dict[str, Any]:
             put("places", [encoded.row.file, encoded.row.number])
             put("kinds", [KINDS.index(encoded.row.kind)])
             put("skips", [reasons.setdefault(encoded.row.skip, len(reasons))])
+            if encoded.row.weight != 1 and not weighted:
+                weighted = True
+                put("weights", np.ones(row))
+            if weighted:
+                put("weights", [encoded.row.weight])
             row += 1
     meta = {
         "counts": counts,
         "largest_id": largest,
         "endless_turns": endless,
         "skip_reasons": list(reasons),
+        "weighted": weighted,
         "remarks": [[*remark, *found] for remark, found in remarks.items()],
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -189,6 +199,7 @@ def _open(entry: Path, meta: dict[str, Any], *, cached: bool) -> Tokens:
         kinds=arrays["kinds"],
         skips=arrays["skips"],
         skip_reasons=tuple(meta["skip_reasons"]),
+        weights=arrays["weights"] if meta["weighted"] else None,
         remarks=tuple(((kind, name), count, first) for kind, name, count, first in meta["remarks"]),
     )
 

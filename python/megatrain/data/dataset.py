@@ -150,6 +150,21 @@ class Dataset:
         return notes
 
 
+def by_name(held_out: Dataset) -> dict[str, Dataset]:
+    """The sets of `data.eval` by their names; empty where they have none. Rows keep their ids."""
+    names = dict.fromkeys(part.source.config.name for part in held_out.parts)
+    return {
+        name: Dataset(
+            [part for part in held_out.parts if part.source.config.name == name],
+            held_out.seq_len,
+            packing=held_out.packing,
+            date=held_out.date,
+        )
+        for name in names
+        if name is not None
+    }
+
+
 def prepare(
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
@@ -193,7 +208,7 @@ def _dataset(
     parts: list[Part] = []
     rows = 0
     for index, settings in enumerate(sources):
-        key = f"data.{'train' if train else 'eval'}.{index}"
+        key = f"data.{'train' if train else 'eval'}.{settings.name or index}"
         source = Source(settings, held_out=not train)
         encoder = Encoder(tokenizer, config.data.supervise, source.form, date)
         tokens = _tokens(config, source, encoder, progress)

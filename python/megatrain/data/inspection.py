@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.dataset import Dataset, Part
+from megatrain.data.dataset import Dataset, Part, by_name
 from megatrain.data.loader import StepBatch
 from megatrain.data.packing import num_supervised
 from megatrain.names import IGNORED
@@ -42,6 +42,8 @@ class RowView:
     """Of `tokens`; the first token of a sequence never counts."""
     dropped: str | None
     """Why it is not trained on."""
+    weight: float
+    """Factor of its losses."""
     tokens: tuple[TokenView, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +74,8 @@ class Summary:
     formats: tuple[str, ...]
     """What the rows of each source were read as."""
     notes: tuple[str, ...]
+    weights: dict[str, float] | None
+    """Factors of the losses of the rows that are trained on: min, mean, max; None where every row counts 1."""
     cached: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,8 +109,27 @@ def summary(dataset: Dataset) -> Summary:
         dropped=tuple(dataset.dropped()),
         formats=tuple(dataset.formats()),
         notes=tuple(dataset.notes()),
+        weights=_weights(dataset),
         cached=dataset.cached,
     )
+
+
+def sets(held_out: Dataset | None) -> dict[str, Any]:
+    """`eval_sets`, the held-out sets in numbers by their names; empty where they have none. For JSON."""
+    found = {} if held_out is None else {name: summary(one).to_dict() for name, one in by_name(held_out).items()}
+    return {"eval_sets": found} if found else {}
+
+
+def _weights(dataset: Dataset) -> dict[str, float] | None:
+    if all(part.tokens.weights is None for part in dataset.parts):
+        return None
+    found = []
+    for part in dataset.parts:
+        rows = np.unique(part.pieces.row)
+        weights = part.tokens.weights
+        found.append(np.ones(len(rows)) if weights is None else np.asarray(weights[rows], dtype=np.float64))
+    every = np.concatenate(found)
+    return {"min": float(every.min()), "mean": float(every.mean()), "max": float(every.max())}
 
 
 _BINS = 24
@@ -157,6 +180,7 @@ def _pieces(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
                     num_tokens=stop - start,
                     num_supervised=sum(token.supervised for token in tokens),
                     dropped=reason,
+                    weight=1.0 if part.tokens.weights is None else float(part.tokens.weights[row]),
                     tokens=tokens,
                 )
 

@@ -40,7 +40,8 @@ class StepBatch:
     micro_batches: list["dict[str, torch.Tensor]"]
     """Tensors (rows, length), int64: `input_ids`, `labels` (-100: not supervised; not shifted), and with packing
     `position_ids`, which restart at 0 with each row of a window (rows do not attend to each other), without packing
-    `attention_mask` (1: token, 0: padding)."""
+    `attention_mask` (1: token, 0: padding). Where a row of the data set has another weight than 1 also `loss_weights`,
+    fp32: the weight of the row that each token is of."""
     row_ids: tuple[int, ...]
     """Rows of the data set in the order they are computed; a row that was split may occur more than once."""
     num_supervised: int
@@ -73,6 +74,7 @@ class Loader:
         self._micro_batch = micro_batch or config.plan.micro_batch
         self._pad_id = pad_id
         self._mark_padding = mark_padding
+        self._weighted = any(part.tokens.weights is not None for part in dataset.parts)
         self._firsts = np.cumsum([0] + [len(part.sequences) for part in dataset.parts])
         self._lengths = np.concatenate([_lengths(part) for part in dataset.parts])
         # Sequences of a step; None: as many as fit into batch_tokens.
@@ -257,6 +259,7 @@ class Loader:
         input_ids = np.full(shape, self._pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
+        weights = np.ones(shape, dtype=np.float32) if self._weighted else None
         for line, (part, pieces) in enumerate(group):
             at = 0
             for piece in pieces.tolist():
@@ -267,9 +270,13 @@ class Loader:
                 # The first token of a row is never supervised: the row before it must not predict it.
                 labels[line, at + 1 : at + length] = np.where(learnt, ids[1:], IGNORED)
                 positions[line, at : at + length] = np.arange(length)
+                if weights is not None and part.tokens.weights is not None:
+                    weights[line, at : at + length] = part.tokens.weights[part.pieces.row[piece]]
                 at += length
             positions[line, at:] = np.arange(width - at)
-        arrays = {"input_ids": input_ids, "labels": labels}
+        arrays: dict[str, np.ndarray] = {"input_ids": input_ids, "labels": labels}
+        if weights is not None:
+            arrays["loss_weights"] = weights
         real = (np.arange(width) < np.array(used)[:, None]).astype(np.int64)
         if self._dataset.packing:
             arrays["position_ids"] = positions

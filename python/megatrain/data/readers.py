@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import SourceConfig
-from megatrain.config.data_files import find, is_columnar, is_document, is_hub_id
+from megatrain.config.data_files import ROWS, find, is_columnar, is_document, is_hub_id
 from megatrain.data import stdlib
 from megatrain.data.file_formats import Piece, count_characters, line_end_after, read_text, read_values
+from megatrain.data.given_rows import GivenRows
 from megatrain.data.hub import hub_files
 from megatrain.data.rows import Row, RowParser
 from megatrain.errors import ConfigError
@@ -31,6 +32,7 @@ class Source:
         self.skipped: tuple[tuple[str, str], ...] = ()
         """(why, file) of what the folder holds and is not read."""
         self._documents: tuple[tuple[str, Any], ...] | None = None
+        self._given: GivenRows | None = None
         self._digest = ""
         self._settings = config
         if config.path.startswith("python:"):
@@ -39,11 +41,23 @@ class Source:
                 raise ConfigError(f"{setting} has no effect on {config.path}, whose rows are made here; remove it")
             self._documents = stdlib.documents(config.path)
             self.files = tuple(name for name, _ in self._documents)
+        elif config.path.startswith(ROWS):
+            if isinstance(config.split, str):
+                raise ConfigError(
+                    f"{config.path} has no split {config.split!r}; hand those rows over under a name of their own"
+                )
+            self._given, self.files = GivenRows(config.path), (config.path,)
         elif is_hub_id(config.path):
             self.files = hub_files(config)
         else:
             found = find(config)
             self.files, self.skipped, self._settings = found.files, found.skipped, found.settings
+            if self._settings.fields and all(map(is_document, self.files)):
+                named = ", ".join(f"{name}: {column}" for name, column in self._settings.fields.items())
+                raise ConfigError(
+                    f"fields {{{named}}} of {config.path} has no effect: {self.files[0]} is one text without columns; "
+                    "remove it, or write the texts as rows of JSON lines"
+                )
 
     def where(self, file: int, number: int) -> str:
         """A row's place, for people: `data/train.jsonl:17`."""
@@ -67,6 +81,8 @@ class Source:
         total = hashlib.sha256()
         if self._documents is not None:
             total.update(json.dumps(self._documents).encode())
+        elif self._given is not None:
+            total.update(self._given.digest().encode())
         else:
             with ThreadPoolExecutor(threads) as pool:
                 for digest in pool.map(_file_digest, self.files):
@@ -82,7 +98,7 @@ class Source:
         keep = _split_filter(self._settings, held_out=self.held_out)
         if keep is None:
             yield from self._every()
-        elif self._documents is None and len(self.files) == 1 and is_document(self.files[0]):
+        elif self._from_files and len(self.files) == 1 and is_document(self.files[0]):
             yield from self._part_of_document(keep)
         else:
             every = self._every(keep)
@@ -93,6 +109,10 @@ class Source:
                     yield dataclasses.replace(first[0], text=part)
                 return
             yield from (row for row in itertools.chain(first, every) if row.piece is not None or keep(row))
+
+    @property
+    def _from_files(self) -> bool:
+        return self._documents is None and self._given is None
 
     def _part_of_document(self, keep: "_Split") -> Iterator[Row]:
         """Of the only text its end, or its beginning."""
@@ -113,6 +133,10 @@ class Source:
                     yield Row(kind="chat", file=index, number=0, messages=tuple(value))
             return
         parser = RowParser(self._settings)
+        if self._given is not None:
+            for number, value in self._given.values():
+                yield parser.row(value, 0, number, self.where(0, number), columnar=self._given.columnar)
+            return
         for index, name in enumerate(self.files):
             if is_document(name):
                 rows = _document_rows(index, read_text(name))

@@ -5,6 +5,9 @@ from megatrain.data.rows import Remark
 _UNUSED = ("column", "message key", "reasoning", "calls", "tools", "argument", "marked", "no template")
 """Kinds that mean that a part of a row is left out; `data.unused: error` refuses them."""
 
+_WEIGHTS = ("weight", "weights", "loss_weight", "loss_weights", "sample_weight")
+"""Columns that may be meant as weights of rows; most trainers do not read them, so they are not read unasked."""
+
 
 def is_unused(remark: Remark) -> bool:
     """Whether it says that a part of a row is left out."""
@@ -16,7 +19,8 @@ def describe(remark: Remark, count: int, rows: int, example: str) -> str:
     kind, name = remark
     of = f"{count} of {rows} rows, for example {example}"
     if kind == "column":
-        return f"the column {name!r} is not used ({of})"
+        hint = f"; fields: {{weight: {name}}} multiplies the losses of each row by it" if name in _WEIGHTS else ""
+        return f"the column {name!r} is not used ({of}){hint}"
     if kind == "message key":
         return f"the chat template does not read the key {name!r} of messages ({of})"
     if kind == "reasoning":

@@ -4,11 +4,15 @@ Which of them a value is follows from its columns, as trainers in common use nam
 reads are remarked on, so that no part of a row is left out without a word.
 """
 
+import contextlib
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from megatrain.config import SourceConfig
 from megatrain.data import messages as chat
@@ -44,6 +48,8 @@ class Row:
     """How many of the messages are the prompt, and not learnt unless everything is."""
     tools: tuple[Any, ...] | None = None
     """Tool descriptions for the chat template."""
+    weight: float = 1.0
+    """Factor of its losses, a positive number that fp32 can hold."""
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What else the chat template is given: `documents`, and what the row has as `chat_template_kwargs`."""
     skip: str = ""
@@ -66,6 +72,8 @@ _ANSWERS_BEGIN = re.compile(
 """Where an answer may begin in a plain text: with any blank, or after a role's colon or a letter of Thai, Lao, Burmese,
 Khmer, Chinese or Japanese, which put no blanks between words."""
 
+_MOST = float(np.finfo(np.float32).max)
+
 _ARGUMENTS = "chat_template_kwargs"
 _TAKEN = frozenset(
     "messages conversation conversations tools documents chat_template add_generation_prompt continue_final_message "
@@ -81,7 +89,7 @@ class RowParser:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._form = config.format
-        self._names = {name: config.fields.get(name, name) for name in _NAMES}
+        self._names = {name: config.fields.get(name, name) for name in (*_NAMES, "weight")}
 
     def row(self, value: Any, file: int, number: int, where: str, *, columnar: bool = False) -> Row:
         """`where` names the row in messages. `columnar`: in its file every row has every column, so that null stands
@@ -92,6 +100,7 @@ class RowParser:
         kind = self._form if self._form != "auto" else self._detect(reader)
         try:
             row = self._read(kind, reader, file, number)
+            row = None if row is None else self._weighted(row, reader)
         except _Null as null:
             if columnar:
                 return Row(kind="text", file=file, number=number, skip=f"{null.column} is null")
@@ -106,6 +115,15 @@ class RowParser:
             ("column", str(key)) for key, part in value.items() if key not in reader.used and part not in (None, "", [])
         ]
         return dataclasses.replace(row, remarks=(("rows", reader.what), *reader.remarks, *unused))
+
+    def _weighted(self, row: Row, reader: "_Reader") -> Row:
+        """The row with the weight in the column that the source's fields name; without one every row weighs 1."""
+        if "weight" not in self._config.fields:
+            return row
+        weight = reader.weight()
+        if not weight:
+            return dataclasses.replace(row, skip=row.skip or f"its weight is 0 ({reader.names['weight']})")
+        return dataclasses.replace(row, weight=weight)
 
     def _aliased(self, value: Mapping[str, Any]) -> dict[str, str]:
         """Columns by our names, with what else they are usually called."""
@@ -278,11 +296,11 @@ class _Reader:
 
     def has(self, name: str) -> bool:
         """Whether the column is there; a null is not."""
-        return self._value.get(self.names[name]) is not None
+        return self.named(name) and self._value[self.names[name]] is not None
 
     def named(self, name: str) -> bool:
         """Whether the column is there, be it null."""
-        return self.names[name] in self._value
+        return bool(self.names[name]) and self.names[name] in self._value
 
     def asks(self, name: str) -> bool:
         """Whether a column of messages ends with something else than an answer."""
@@ -355,6 +373,28 @@ class _Reader:
         )
         return self.labelled(row)
 
+    def weight(self) -> float:
+        """The row's weight, rounded to fp32. Raises ConfigError for what is no number from 0 on, and where there is
+        none: as in scikit-learn, weights are given for all rows or for none."""
+        column = self.names["weight"]
+        place = f"{self.where}: {column}"
+        if not self.named("weight"):
+            raise ConfigError(
+                f"{self.where} has no {column}, the column that fields: {{weight: {column}}} names; write one, 1 for a "
+                "row that counts like any other"
+            )
+        given = self.value("weight")
+        if isinstance(given, str):  # CSV
+            with contextlib.suppress(ValueError):
+                given = float(given)
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            raise ConfigError(f"{place} is {brief(given)}; expected a number from 0 on, such as 0.5")
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = float(np.float32(given)) if abs(given) < _MOST else math.inf
+        if not math.isfinite(narrow) or narrow < 0 or (given and not narrow):
+            raise ConfigError(f"{place} is {given}; a weight is a number from 0 on that fp32 can hold, such as 0.5")
+        return narrow
+
     def tools(self) -> tuple[Any, ...] | None:
         """The tools that the row describes, in OpenAI's form."""
         if not self.has("tools"):
@@ -387,7 +427,7 @@ class _Reader:
 
     def labelled(self, row: Row) -> Row:
         """Leaves out an answer that is labelled as a bad one, as rows for KTO are."""
-        label = self._value.get(self.names["label"])
+        label = self._value[self.names["label"]] if self.has("label") else None
         if isinstance(label, str) and label.lower() in ("true", "false"):  # CSV
             label = label.lower() == "true"
         if label in (0, 1) and self.names["label"] != "label":  # a column of that name may hold classes

@@ -14,6 +14,7 @@ from megatrain.engine.runtime import Runtime
 from megatrain.engine.transactions import Passes
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.models.decoder import Decoder
+from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -41,6 +42,11 @@ class Checkpoints:
     def decoder(self) -> Decoder:
         """The model, cut into units as the native engine has it."""
         return self._runtime.decoder
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How moments and masters are stored."""
+        return self._runtime.state_format
 
     @property
     def core(self) -> "_core.Engine":

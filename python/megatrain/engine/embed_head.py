@@ -339,10 +339,11 @@ class HeadTemplate:
         first: bool,
     ) -> tuple[Tensor, Tensor]:
         flat = normed.reshape(-1, normed.shape[-1])
-        targets, rows = micro.targets, micro.rows
+        targets, rows, row_weights = micro.targets, micro.rows, micro.weights
         gather = rows.shape[0] < _DENSE_ROWS * flat.shape[0]
         if gather:
             flat, targets = flat.index_select(0, rows), targets.index_select(0, rows)
+            row_weights = None if row_weights is None else row_weights.index_select(0, rows)
         weight_sum = tied_sum if self._tied is not None else sums[self._weight] if self._weight is not None else None
         bias_sum = sums[self._bias] if self._bias is not None else None
         if first:
@@ -355,6 +356,7 @@ class HeadTemplate:
             targets,
             self.weight.detach(),
             bias.detach() if bias is not None else None,
+            row_weights=row_weights,
             scale=options.scale,
             chunk=options.chunk,
             label_smoothing=options.label_smoothing,
@@ -391,6 +393,8 @@ class HeadTemplate:
             part = flat[start : start + chunk].detach().requires_grad_()
             with torch.enable_grad():
                 losses = token_losses(self.logits(part.unsqueeze(0))[0], micro.targets[start : start + chunk], options)
+                if micro.weights is not None:
+                    losses = losses * micro.weights[start : start + chunk]
                 total = losses.sum() * options.scale
             grads = torch.autograd.grad(total, (part, *parameters), allow_unused=True)
             loss_sum += losses.detach().sum(dtype=torch.float64)
@@ -445,7 +449,7 @@ class HeadTemplate:
     @torch.no_grad()
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of losses (0-d), log-probabilities of the targets (batch * seq,), 0 where not supervised, and number of
-        targets with the largest logit (0-d)."""
+        targets with the largest logit (0-d). Losses and that number are weighted where the micro-batch has weights."""
         normed = self.tail(hidden)
         flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
@@ -454,6 +458,7 @@ class HeadTemplate:
                 micro.targets,
                 self.weight,
                 self.bias,
+                row_weights=micro.weights,
                 chunk=options.chunk,
                 logit_scale=self.kind.logit_scale,
                 softcap=self.kind.softcap,
@@ -462,15 +467,21 @@ class HeadTemplate:
             )
             assert result.logprobs is not None
             assert result.correct is not None
-            return result.loss_sum, result.logprobs, result.correct.sum()
+            return result.loss_sum, result.logprobs, _weighted_sum(result.correct, micro.weights)
         chunk = options.chunk or default_chunk(self.kind.vocab, flat.device.type)
-        parts, correct = [], torch.zeros((), dtype=torch.int64, device=flat.device)
+        parts, largest = [], []
         for part, targets in zip(torch.split(flat, chunk), torch.split(micro.targets, chunk), strict=True):
             logits = self.logits(part.unsqueeze(0))[0]
             parts.append(token_losses(logits, targets, options))
-            correct += is_largest(logits, targets).sum()
-        losses = torch.cat(parts)
-        return losses.sum(dtype=torch.float64), -losses, correct
+            largest.append(is_largest(logits, targets))
+        losses, correct = torch.cat(parts), _weighted_sum(torch.cat(largest), micro.weights)
+        loss_sum = losses if micro.weights is None else losses * micro.weights
+        return loss_sum.sum(dtype=torch.float64), -losses, correct
+
+
+def _weighted_sum(correct: Tensor, weights: Tensor | None) -> Tensor:
+    """Number of `correct` (N,) bool, or the sum of their `weights` (N,) (0-d)."""
+    return correct.sum() if weights is None else (correct * weights).sum(dtype=torch.float64)
 
 
 def _check_loss(loss: Any, device: torch.device) -> None:

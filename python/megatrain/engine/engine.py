@@ -33,6 +33,7 @@ from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS, TensorRef
+from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -51,6 +52,8 @@ class Engine:
         max_grad_norm: float | None = 1.0,
         precision: str = "auto",
         grad_precision: str = "bf16",
+        moments: str = "fp32",
+        master: str = "32bit",
         update: str = "just_in_time",
         device: "str | torch.device | _core.Device" = "auto",
         memory: Mapping[str, Any] | None = None,
@@ -80,6 +83,9 @@ class Engine:
         - `max_grad_norm`: gradients are scaled down to this global norm; None does not clip.
         - `precision`: of weights and activations in compute, bf16 or fp32; `auto` is bf16 on CUDA, fp32 on the CPU.
         - `grad_precision`: bf16 or fp32, in which gradients are sent to the host; with fp32 compute always fp32.
+        - `moments`: how AdamW's moments are stored between updates, fp32, bf16 or 8bit; the last two are rounded
+          stochastically.
+        - `master`: 32bit or 24bit, how much of the fp32 masters is kept where compute is bf16.
         - `update`: `just_in_time` (once the norm is known) or `immediate` (as gradients arrive; without clipping).
         - `device`: auto, cuda, cuda:N or cpu.
         - `memory`: limits in bytes or as text, such as {"gpu": "70GiB", "host": "200GiB"}.
@@ -89,7 +95,7 @@ class Engine:
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.
-        - `seed`: of random initial weights and of dropout.
+        - `seed`: of random initial weights, of dropout and of stochastic rounding.
         - `load`: called once with the decoder and the native engine to fill the store; None: with the model's values.
         - `rates`: this machine's measured rates, for the planner.
         - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports.
@@ -108,6 +114,8 @@ class Engine:
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             seed=seed,
+            moments=moments,
+            master=master,
             precisions=PRECISIONS,
         )
         self.optimizer: AdamW = optimizer if optimizer is not None else AdamW()
@@ -141,6 +149,7 @@ class Engine:
                 load=load,
                 rates=rates,
                 seed=seed,
+                state_format=StateFormat(moments, master),
             )
         except BaseException:
             decoder.give_back()
@@ -180,6 +189,8 @@ class Engine:
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = 1.0,
         grad_precision: str = "bf16",
+        moments: str = "fp32",
+        master: str = "32bit",
         update: str = "just_in_time",
         memory: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
@@ -216,6 +227,8 @@ class Engine:
             optimizer=optimizer,
             max_grad_norm=max_grad_norm,
             grad_precision=grad_precision,
+            moments=moments,
+            master=master,
             update=update,
             device=core_device,
             memory=memory,
@@ -255,7 +268,10 @@ class Engine:
         not supervised; shifted inside) and `attention_mask` or `position_ids`. Another key is refused, except with
         `loss_fn`, which receives the whole dict.
 
-        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`); a
+        The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`). With
+        `loss_weights`, numbers from 0 on for each row (batch,) or for each label (batch, seq), every token's loss is
+        multiplied by its weight and the sum divided by the sum of the weights, as torch's cross-entropy with class
+        weights does; a weight of 0 is as a label of -100. A `loss_fn` may read them and is divided as without. A
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
         `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).
@@ -409,7 +425,7 @@ class Engine:
     @on_cpu()
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """`exp_avg` and `exp_avg_sq` (fp32 copies) and `step` of a trained parameter."""
-        return state.optimizer_state(self.core, self._ref(name, trained=True))
+        return state.optimizer_state(self.core, self._ref(name, trained=True), self._runtime.state_format)
 
     @on_cpu()
     def gradient(self, name: str) -> Tensor:

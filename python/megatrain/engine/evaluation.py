@@ -22,7 +22,7 @@ class Evaluation:
 
     def metrics(self, batches: Sequence[Batch]) -> EvalOutput:
         """Means over the supervised tokens. Raises ConfigError where there is none."""
-        total, correct, tokens = 0.0, 0, 0
+        total, correct, tokens, weight, weighted = 0.0, 0, 0, 0.0, False
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
@@ -31,9 +31,16 @@ class Evaluation:
             total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
             correct += sum(torch.stack([t for t in run.correct if t is not None]).tolist())
             tokens += prepared.num_tokens
+            weight += prepared.total_weight
+            weighted = weighted or prepared.weighted
         if not tokens:
             raise ConfigError("no batch has a supervised token, so there is no loss to take the mean of")
-        return EvalOutput(loss=total / tokens, accuracy=correct / tokens, num_tokens=tokens)
+        return EvalOutput(
+            loss=total / weight,
+            accuracy=correct / weight,
+            num_tokens=tokens,
+            total_weight=weight if weighted else None,
+        )
 
     def logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
         """For each batch (batch, seq - 1), fp32 on the CPU; 0 where not supervised."""

@@ -25,12 +25,13 @@ from megatrain.models.vision import INPUTS, PLACEHOLDERS, count_features
 from megatrain.names import IGNORED, suggest
 
 Batch = Mapping[str, Any]
-"""`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`; packed
-rows may name their padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for. For a model
+"""`input_ids` (batch, seq), `labels` (batch, seq; -100 is not supervised), `attention_mask` or `position_ids`;
+`loss_weights`, factors of the losses, for each row (batch,) or for each label (batch, seq). Packed rows may name their
+padding in `padding_mask` (0 is padding), which only a router's auxiliary loss asks for. For a model
 that sees, what its processor makes of images too (`pixel_values`, `image_grid_thw`, `token_type_ids`, …). For a
 `loss_fn` whatever else it reads."""
 
-KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask")
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask", "loss_weights")
 """What of a micro-batch is read for any model. A `loss_fn` is given the whole dict: only with one it may hold more."""
 
 _CACHED_SHAPES = 16
@@ -54,6 +55,10 @@ class MicroBatch:
     """(batch * seq,), int64: the next token's label"""
     rows: Tensor
     """(num_tokens,), int64: which targets are supervised"""
+    weights: Tensor | None
+    """(batch * seq,), fp32: the factor of each target's loss; None: 1."""
+    total_weight: float
+    """Sum of the supervised targets' weights; without weights `num_tokens`."""
     attention_mask: Tensor | None
     position_ids: Tensor | None
     counted: Tensor | None
@@ -85,10 +90,17 @@ class StepInputs:
     """Those with a supervised token; all of them with a `loss_fn`."""
     num_tokens: int
     """Supervised tokens of all."""
+    total_weight: float
+    """Sum of their weights, which the loss is divided by; without weights `num_tokens`."""
     tables: dict[int, tuple[Tensor, int]]
     """For each trained embedding table (index in unit 0): the distinct rows looked up, and which of them is padding."""
     empty: list[int]
     """Micro-batches without a supervised token, which add nothing."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether any micro-batch has weights."""
+        return any(m.weights is not None for m in self.micro_batches)
 
     @property
     def seen(self) -> bool:
@@ -153,6 +165,7 @@ class InputPreprocessor:
         return StepInputs(
             micro_batches=used,
             num_tokens=sum(m.num_tokens for m in used),
+            total_weight=math.fsum(m.total_weight for m in used),
             tables=self._look_up(used, records),
             empty=[m.index for m in checked if not m.num_tokens and not whole],
         )
@@ -180,6 +193,7 @@ class InputPreprocessor:
             input_ids=self.move(micro.input_ids),
             targets=self.move(micro.targets),
             rows=self.move(micro.rows),
+            weights=self.move(micro.weights) if micro.weights is not None else None,
             attention_mask=self.move(micro.attention_mask) if micro.attention_mask is not None else None,
             position_ids=self.move(micro.position_ids) if micro.position_ids is not None else None,
             counted=self.move(micro.counted) if micro.counted is not None else None,
@@ -197,6 +211,11 @@ class InputPreprocessor:
             if any(isinstance(value, Tensor) and value.ndim == 4 and value.shape[-2:] == square for value in given):
                 return micro.index
         return None
+
+    def has_own_masks(self, prepared: StepInputs) -> bool:
+        """Whether a layer is called with a dense mask that is not that of the shape alone."""
+        own = any(micro.record is not None for micro in prepared.micro_batches)
+        return own and self.masked(prepared) is not None
 
     def with_record(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with what its layers are called with on the device, copied asynchronously."""
@@ -265,6 +284,10 @@ class InputPreprocessor:
             supervised = targets != IGNORED
             _in_range(where, "label", targets[supervised], decoder.vocab_size, "the model's head has")
         targets = targets.flatten()
+        # a loss_fn reads the dict itself, and may have weights of another kind in it
+        weights = None if more_keys else _loss_weights(where, batch, shape)
+        if weights is not None:
+            targets = torch.where(weights > 0, targets, IGNORED)  # a weight of 0 is a label of -100
         rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
         counted = self._counted(where, batch, mask, shape)
@@ -286,6 +309,8 @@ class InputPreprocessor:
             input_ids=ids,
             targets=targets,
             rows=rows,
+            weights=weights,
+            total_weight=float(rows.shape[0]) if weights is None else float(weights[rows].sum(dtype=torch.float64)),
             attention_mask=mask,
             position_ids=positions,
             counted=counted,
@@ -452,6 +477,34 @@ def _without_what_follows(mask: Tensor, supervised: Tensor) -> Tensor | None:
     free = follows & ~((follows & supervised) | (~follows & (mask == 0))).any(1, keepdim=True)
     mask = mask.masked_fill(free, 1)
     return None if bool(mask.all()) else mask
+
+
+def _loss_weights(where: str, batch: Batch, shape: tuple[int, int]) -> Tensor | None:
+    """(batch * seq,) fp32 weights of the next token's loss, 0 at each row's end; None where there are none."""
+    given = batch.get("loss_weights")
+    if given is None:
+        return None
+    try:
+        weights = torch.as_tensor(given).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: loss_weights must be numbers: {error}") from None
+    if tuple(weights.shape) not in (shape[:1], shape) or weights.dtype == torch.bool or weights.dtype.is_complex:
+        raise ConfigError(
+            f"{where}: loss_weights must be numbers of shape {[shape[0]]} (one for each row) or {[*shape]} (one for "
+            f"each label), not {weights.dtype} {[*weights.shape]}"
+        )
+    weights = weights.unsqueeze(1).expand(shape) if weights.ndim == 1 else weights
+    narrow = weights.float()
+    wrong = ~(torch.isfinite(narrow) & (narrow >= 0)) | ((narrow == 0) & (weights != 0))
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise ConfigError(
+            f"{where}: loss_weights hold {weights[row, place].item()} at row {row}, token {place}; a weight is a "
+            "number from 0 on that fp32 can hold"
+        )
+    shifted = torch.zeros(shape)
+    shifted[:, :-1] = narrow[:, 1:]
+    return shifted.flatten()
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

@@ -29,7 +29,7 @@ class LossResult(NamedTuple):
     """Result of a head's loss."""
 
     loss_sum: Tensor
-    """0-d, fp64: sum over supervised rows, not scaled."""
+    """0-d, fp64: sum over supervised rows, each times its weight, not scaled."""
     grad_hidden: Tensor | None
     """(N, H), dtype of `hidden`: gradient of `scale * loss_sum`."""
     logprobs: Tensor | None
@@ -70,6 +70,7 @@ def chunked_loss(
     weight: Tensor,  # (V, H), dtype of `hidden`
     bias: Tensor | None = None,  # (V,)
     *,
+    row_weights: Tensor | None = None,  # (N,), fp32 or wider: factor of each row's loss; None: 1
     scale: float = 1.0,  # gradients are those of scale * loss_sum
     chunk: int | None = None,  # rows of logits at a time; None: `default_chunk`
     label_smoothing: float = 0.0,  # as torch.nn.functional.cross_entropy
@@ -82,12 +83,12 @@ def chunked_loss(
     need_grad: bool = True,  # False: no gradient at all, `grad_weight` and `grad_bias` are left alone
     need_logprobs: bool = False,
 ) -> LossResult:
-    """Sum of the cross-entropy over supervised rows, and its gradients.
+    """Weighted sum of the cross-entropy over supervised rows, and its gradients.
 
     Deterministic: chunks in order, fp64 sum of per-row losses over each chunk. Raises ValueError for shapes or types
     that do not belong together.
     """
-    _check(hidden, targets, weight, bias, grad_weight, grad_bias, label_smoothing, softcap)
+    _check(hidden, targets, weight, bias, row_weights, grad_weight, grad_bias, label_smoothing, softcap)
     rows, _ = hidden.shape
     vocab = weight.shape[0]
     arithmetic = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -105,6 +106,7 @@ def chunked_loss(
     for start in range(0, rows, chunk):
         rows_h = hidden[start : start + chunk]
         rows_t = targets[start : start + chunk]
+        rows_w = None if row_weights is None else row_weights[start : start + chunk]
         logits = logits_buffer[: rows_h.shape[0]]
         matmul_logits(rows_h, weight, logits)
         if correct is not None:
@@ -113,10 +115,10 @@ def chunked_loss(
             from megatrain.engine import loss_triton
 
             losses, logp, dlogits = loss_triton.cross_entropy(
-                logits, rows_t, bias, terms, IGNORED, out_dtype=hidden.dtype if need_grad else None
+                logits, rows_t, bias, rows_w, terms, IGNORED, out_dtype=hidden.dtype if need_grad else None
             )
         else:
-            losses, logp, dlogits = _cross_entropy(logits, rows_t, bias, terms, need_grad)
+            losses, logp, dlogits = _cross_entropy(logits, rows_t, bias, rows_w, terms, need_grad)
         loss_sum += losses.sum(dtype=torch.float64)
         if logprobs is not None:
             logprobs[start : start + chunk] = logp
@@ -174,6 +176,7 @@ def _check(
     targets: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    row_weights: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     label_smoothing: float,
@@ -183,6 +186,8 @@ def _check(
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, H) and (V, H)")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(f"targets must be int64 of shape ({hidden.shape[0]},), not {targets.dtype} {targets.shape}")
+    if row_weights is not None and row_weights.shape != targets.shape:
+        raise ValueError(f"row_weights must have shape ({hidden.shape[0]},), not {tuple(row_weights.shape)}")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; they must agree")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -201,7 +206,7 @@ def _check(
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, bias: Tensor | None, terms: _Terms, need_grad: bool
+    logits: Tensor, targets: Tensor, bias: Tensor | None, row_weights: Tensor | None, terms: _Terms, need_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Losses (R,), log-probabilities (R,) and, in the storage of `logits` (R, V), the gradient. The reference of the
     kernel, and what runs where there is none."""
@@ -232,9 +237,13 @@ def _cross_entropy(
     if terms.z_loss:
         losses = losses + terms.z_loss * lse.square()
     losses = torch.where(supervised, losses, 0)
+    if row_weights is not None:
+        losses = losses * row_weights
     if not need_grad:
         return losses, logp, None
     row_scale = supervised.to(logits.dtype) * (terms.scale * terms.logit_scale)
+    if row_weights is not None:
+        row_scale = row_scale * row_weights.to(logits.dtype)
     weights *= (row_scale * (1 + 2 * terms.z_loss * lse) / total).unsqueeze(1)
     if smoothing:
         weights -= (row_scale * (smoothing / vocab)).unsqueeze(1)

@@ -23,6 +23,7 @@ def cross_entropy(
     logits: Tensor,  # (R, V) fp32, contiguous; its storage becomes the gradient's
     targets: Tensor,  # (R,) int64
     bias: Tensor | None,  # (V,)
+    row_weights: Tensor | None,  # (R,) fp32: factor of each row's loss; None: 1
     terms: "_Terms",
     ignore: int,
     out_dtype: torch.dtype | None,  # type of the gradient; None: no gradient, logits stay
@@ -40,6 +41,7 @@ def cross_entropy(
         target,
         targets,
         bias if bias is not None else logits,
+        row_weights if row_weights is not None else logits,
         losses,
         logprobs,
         vocab,
@@ -52,6 +54,7 @@ def cross_entropy(
         terms.softcap or 0.0,
         ignore,
         HAS_BIAS=bias is not None,
+        HAS_WEIGHTS=row_weights is not None,
         HAS_CAP=terms.softcap is not None,
         HAS_GRADIENT=gradient is not None,
         BLOCK=_BLOCK,
@@ -90,6 +93,7 @@ def _cross_entropy_kernel(
     gradient: "tl.tensor",
     targets: "tl.tensor",
     bias: "tl.tensor",
+    row_weights: "tl.tensor",
     losses: "tl.tensor",
     logprobs: "tl.tensor",
     vocab: "tl.tensor",  # … and scalars
@@ -102,6 +106,7 @@ def _cross_entropy_kernel(
     softcap: "tl.tensor",
     ignore: "tl.tensor",
     HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -135,10 +140,14 @@ def _cross_entropy_kernel(
         top = new_top
     lse = top + tl.log(total)
     loss = (1.0 - smoothing) * (lse - at_target) + smoothing * (lse - plain_sum / vocab) + z_loss * lse * lse
+    if HAS_WEIGHTS:
+        loss *= tl.load(row_weights + row)
     tl.store(losses + row, loss)
     tl.store(logprobs + row, at_target - lse)
     if HAS_GRADIENT:
         row_scale = scale * logit_scale
+        if HAS_WEIGHTS:
+            row_scale *= tl.load(row_weights + row)
         factor = row_scale * (1.0 + 2.0 * z_loss * lse) / total
         uniform = row_scale * smoothing / vocab
         for start in range(0, vocab, BLOCK):

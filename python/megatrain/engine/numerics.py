@@ -17,6 +17,7 @@ from megatrain.engine.loss import default_chunk
 from megatrain.engine.weight_grads import sums_in_fp32
 from megatrain.models.decoder import Decoder
 from megatrain.models.varlen_attention import takes_documents
+from megatrain.weights.state_format import StateFormat
 
 
 def key(
@@ -26,6 +27,7 @@ def key(
     micro_batch: tuple[int, int] | None,
     micro_batches: int | None,
     grad_precision: str,
+    state_format: StateFormat,
     loss_chunk: int | None,
     compiled: bool,
     deterministic: bool,
@@ -40,6 +42,7 @@ def key(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "precision": decoder.precision,
         "grad_precision": grad_precision,
+        **({} if state_format == StateFormat() else state_format.request()),
         "weight_gradients": "summed in fp32" if sums_in_fp32(decoder.precision) else None,
         "micro_batch": list(micro_batch) if micro_batch is not None else None,
         "micro_batches": micro_batches,

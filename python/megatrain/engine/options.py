@@ -14,6 +14,7 @@ from megatrain.config.paths import check_state_folder
 from megatrain.errors import ConfigError
 from megatrain.names import suggest
 from megatrain.units import is_count, parse_size
+from megatrain.weights.state_format import StateFormat
 
 UPDATES = ("just_in_time", "immediate")
 MEMORY_KEYS = ("gpu", "host")
@@ -32,12 +33,15 @@ def check(
     label_smoothing: Any,
     z_loss: Any,
     seed: Any,
+    moments: Any,
+    master: Any,
     precisions: Iterable[str],
 ) -> None:
     """Raises ConfigError for the first argument that cannot be used."""
     constraints.refuse_processes()
     if grad_precision not in tuple(precisions):
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
+    StateFormat(moments, master)
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
     if not _is_number(z_loss) or not 0 <= z_loss < math.inf:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory
+from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
@@ -29,6 +30,7 @@ from megatrain.models.moe import RoutedLayer
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
 from megatrain.units import is_count
+from megatrain.weights.state_format import StateFormat
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, c
             raise ConfigError(f"{name} cannot be computed with the numbers of this configuration: {error}") from error
         log.info("%s cannot be measured without data, so its activations are estimated: %s", type(module), error)
         return _estimate(decoder, module, rows, seq)
+    finally:
+        turn.release()
     if getattr(output, "shape", None) != hidden.shape:
         raise ConfigError(f"{type(module).__name__} does not return hidden states of the shape it receives")
     kept = turn.staged_bytes
@@ -275,6 +279,7 @@ def plan_request(
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
+    state_format: StateFormat,
     update: str,
     budget: dict[str, int],  # bytes: device, host, and disk where there is one for state
     device: str,  # cuda or cpu
@@ -341,6 +346,7 @@ def plan_request(
         "tied": decoder.tied,
         "precision": decoder.precision,
         "grad_precision": grad_precision,
+        "state": state_format.request(),
         "update": update,
         "micro_batches": micro_batches,
         **{what: size + more for what, size in workspace.items()},
@@ -351,7 +357,10 @@ def plan_request(
         "device": device,
         "one_group": decoder.router is not None,
         "sum_layers": tiles > 1,
-        "requests": {k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+        "requests": {
+            **{k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
+            "graphs": device == "cuda" and bool((requests or {}).get("graphs", True)) and can_capture(decoder),
+        },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
 
@@ -428,6 +437,7 @@ REQUESTS = (
     "stage_buffers",
     "parts",
     "accumulate",
+    "graphs",
 )
 """Numbers of a plan that may be given instead of derived."""
 

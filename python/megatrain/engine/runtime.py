@@ -18,6 +18,7 @@ from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
+from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, Cut, core_groups, cuts, plan_request, staged_bytes
@@ -30,6 +31,7 @@ from megatrain.names import suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
+from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
     from megatrain.engine.state_dict import Plane
@@ -75,6 +77,7 @@ class Runtime:
         load: Load | None,
         rates: Mapping[str, float] | None,
         seed: int,
+        state_format: StateFormat,
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
@@ -99,6 +102,9 @@ class Runtime:
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
         """Whether the plan includes a `loss_fn`, and with how many bytes if those were declared."""
         self._load, self._seed = load, seed
+        state_format.check_precision(decoder.precision)
+        self.state_format: StateFormat = state_format
+        """How moments and masters are stored."""
         self.compiled: bool = bool(self.settings.get("compile", self.device.type == "cuda"))
         if self.compiled and self.device.type != "cuda":
             raise ConfigError("plan: compile is for CUDA; the CPU runs the layers as they are")
@@ -157,6 +163,7 @@ class Runtime:
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
+            state_format=self.state_format,
             update=self._update,
             budget=budget,
             device=self.device.type,
@@ -296,7 +303,8 @@ class Runtime:
         cut, asked, planned = self._first_that_fits(micro_batch, micro_batches)
         request = json.dumps(asked)
         base = self._bytes_beside_the_plan()
-        options = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
+        options["seed"] = self._seed
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
@@ -335,6 +343,23 @@ class Runtime:
         assert refusal is not None
         raise refusal
 
+    def _copy_state(self, cut: Decoder, source: _core.Engine, target: _core.Engine) -> None:
+        """Moves every plane and count from a core with the units of `cut` to a new one, a tensor at a time."""
+        form = self.state_format
+        for name, ref in cut.tensors.items():
+            to = self.decoder.tensors[name]
+            size = torch.Size(ref.shape).numel()
+            planes: list[tuple[Plane, torch.Tensor]]
+            if ref.role == "frozen":
+                planes = [("weights", torch.empty(size, dtype=ref.dtype))]
+            else:
+                moment = torch.empty(torch.Size(form.moment_shape(ref.shape)).numel(), dtype=form.moment_dtype)
+                planes = [("master", torch.empty(size)), ("exp_avg", moment), ("exp_avg_sq", moment)]
+                target.set_step_count(to.unit, to.tensor, source.step_count(ref.unit, ref.tensor))
+            for plane, values in planes:
+                source.read(ref.unit, ref.tensor, plane, values)
+                target.write(to.unit, to.tensor, plane, values)
+
     def _bytes_beside_the_plan(self) -> int:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
         a model, which move into the core."""
@@ -348,9 +373,7 @@ class Runtime:
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
         try:
-            made = self._start(
-                micro_batch, micro_batches, lambda core: _copy_state(decoder, before, self.decoder, core)
-            )
+            made = self._start(micro_batch, micro_batches, lambda core: self._copy_state(decoder, before, core))
         except DoesNotFit as error:
             totals = self._plan["totals"]
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
@@ -409,6 +432,7 @@ class Runtime:
         assert places is not None
         size = cast_bytes(decoder)
         casts = CastBuffer(size, places.device) if size else None
+        captured = _captured_units(plan) - self.cut.tiled.keys()
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
@@ -426,6 +450,7 @@ class Runtime:
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
+            graphs=LayerGraphs(captured) if captured and casts is None else None,
         )
 
     def _layer_templates(
@@ -445,6 +470,16 @@ class Runtime:
         return templates
 
 
+def _captured_units(plan: dict[str, Any]) -> frozenset[int]:
+    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core)."""
+    return frozenset(
+        number
+        for number, unit in enumerate(plan["units"])
+        if plan["graphs"] and 0 < number < len(plan["units"]) - 1
+        if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
+    )
+
+
 def _torch_bytes(plan: dict[str, Any]) -> int:
     """What a plan allows torch to allocate."""
     return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
@@ -459,23 +494,6 @@ def _memory_bytes(plan: Mapping[str, Any]) -> int:
     """Bytes of device and host memory in a plan, without its state files on disk."""
     totals = plan["totals"]
     return int(totals["device"] + totals["host"])
-
-
-def _copy_state(cut: Decoder, source: _core.Engine, new: Decoder, target: _core.Engine) -> None:
-    """Moves every plane and count from one core to another, a tensor at a time; `cut` and `new` say where each has
-    it."""
-    for name, ref in cut.tensors.items():
-        to = new.tensors[name]
-        size = torch.Size(ref.shape).numel()
-        planes: list[tuple[Plane, torch.Tensor]]
-        if ref.role == "frozen":
-            planes = [("weights", torch.empty(size, dtype=ref.dtype))]
-        else:
-            planes = [("master", torch.empty(size)), ("exp_avg", torch.empty(size)), ("exp_avg_sq", torch.empty(size))]
-            target.set_step_count(to.unit, to.tensor, source.step_count(ref.unit, ref.tensor))
-        for plane, values in planes:
-            source.read(ref.unit, ref.tensor, plane, values)
-            target.write(to.unit, to.tensor, plane, values)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:

@@ -53,6 +53,12 @@ class _Kept:
     version: int
 
 
+def _kept(tensor: Tensor) -> _Kept:
+    """Autograd passes a function's own output with the function: held like that by the function, it would be a cycle
+    that no collector sees, and a graph whose backward never runs would live for ever."""
+    return _Kept(tensor.detach(), tensor._version)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Staged:
     byte: int
@@ -114,6 +120,7 @@ class CheckpointedCall:
         self._reseed = reseed
         self.aux: Tensor | None = None
         """The second tensor that the layer returned, detached."""
+        self._out: GradientEdge | None = None
         self._aux: GradientEdge | None = None
         self._count = 0
         self._rerun: list[Tensor | None] | None = None
@@ -171,10 +178,19 @@ class CheckpointedCall:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of each parameter; None where there is none."""
         self._fetch_input(image, stage_at)
+        assert self._out is not None
         outputs, grads = [self._out], [grad]
         if aux is not None and self._aux is not None:
             outputs, grads = [*outputs, self._aux], [*grads, aux]
-        return torch.autograd.grad(outputs, (self._leaf, *parameters), grads, allow_unused=True)
+        try:
+            return torch.autograd.grad(outputs, (self._leaf, *parameters), grads, allow_unused=True)
+        finally:
+            del outputs
+            self.release()
+
+    def release(self) -> None:
+        """Lets go of the graph, and so of all that it has saved."""
+        self._out = self._aux = self._rerun = None
 
     def _stage_input(self) -> None:
         """Copies the input to the stage."""
@@ -208,7 +224,7 @@ class CheckpointedCall:
         return None
 
     def _keep(self, tensor: Tensor) -> Any:
-        return self._common(tensor, tensor.untyped_storage()._cdata) or _Kept(tensor, tensor._version)
+        return self._common(tensor, tensor.untyped_storage()._cdata) or _kept(tensor)
 
     def _offload(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()._cdata
@@ -217,7 +233,7 @@ class CheckpointedCall:
             return common
         small = tensor.numel() * tensor.element_size() < _SMALL_BYTES
         if small or storage in self._shared or tensor.device != self._leaf.device:
-            return _Kept(tensor, tensor._version)
+            return _kept(tensor)
         return self._copy_to_stage(tensor)
 
     def _forget(self, tensor: Tensor) -> Any:
@@ -237,7 +253,7 @@ class CheckpointedCall:
             whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             staged = self._copy_to_stage(whole)
             if isinstance(staged, _Kept):
-                return _Kept(tensor, tensor._version)
+                return _kept(tensor)
             byte = staged.byte + int(tensor.storage_offset()) * tensor.element_size()
             return _Staged(byte, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
@@ -252,7 +268,7 @@ class CheckpointedCall:
         if self._stage is not None:
             if end > self._stage_bytes:
                 _warn_overflow(self._stage_bytes)
-                return _Kept(tensor, tensor._version)
+                return _kept(tensor)
             assert self._stage_at is not None
             target = self._stage.view(self._stage_at + staged.byte, shape, tensor.dtype, stride)
             target.copy_(tensor)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
     from megatrain.models.decoder import Decoder
     from megatrain.models.types import TensorRef
+    from megatrain.weights.state_format import StateFormat
 
 
 Plane = Literal["master", "weights", "residual", "exp_avg", "exp_avg_sq", "gradient"]
@@ -75,13 +76,14 @@ def weight(core: "_core.Engine", ref: "TensorRef") -> Tensor:
     return read(core, ref, "master" if trained else "weights", torch.float32 if trained else ref.dtype)
 
 
-def optimizer_state(core: "_core.Engine", ref: "TensorRef") -> dict[str, Any]:
-    """Copies of the moments (fp32), and how often the tensor was updated."""
-    return {
-        "exp_avg": read(core, ref, "exp_avg", torch.float32),
-        "exp_avg_sq": read(core, ref, "exp_avg_sq", torch.float32),
-        "step": core.step_count(ref.unit, ref.tensor),
-    }
+def optimizer_state(core: "_core.Engine", ref: "TensorRef", state_format: "StateFormat") -> dict[str, Any]:
+    """Copies of the moments (fp32, whatever they are stored in), and how often the tensor was updated."""
+    found: dict[str, Any] = {}
+    for plane in ("exp_avg", "exp_avg_sq"):
+        stored = torch.empty(state_format.moment_shape(ref.shape), dtype=state_format.moment_dtype)
+        core.read(ref.unit, ref.tensor, plane, stored.flatten())
+        found[plane] = state_format.moment(stored, ref.shape, signed=plane == "exp_avg")
+    return {**found, "step": core.step_count(ref.unit, ref.tensor)}
 
 
 def read(core: "_core.Engine", ref: "TensorRef", plane: Plane, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions
 from megatrain.engine.host_heap import HeapLimit
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
+from megatrain.engine.layer_graphs import CapturedPass, LayerGraphs, Recording
 from megatrain.engine.out_of_memory import OutOfMemory
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
@@ -60,6 +61,8 @@ class StepTemplates:
     """What the plan allows torch to allocate on the device."""
     heap: HeapLimit | None
     """On the CPU, where torch allocates from malloc's heap."""
+    graphs: LayerGraphs | None
+    """None where layers are launched kernel by kernel."""
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off everywhere."""
@@ -124,6 +127,7 @@ class Pass:
         seed: int = 0,
         step: int = 0,
         collect: Callable[[HeadTemplate, Tensor], Tensor] | None = None,  # instead of scoring, without training
+        graphs: bool = True,  # whether layers may be replayed as CUDA graphs, where the plan has them
     ) -> None:
         self._templates = templates
         self._options = options
@@ -138,11 +142,16 @@ class Pass:
         # Now, before the core sends any weights: a copy of a few kilobytes would wait for every load that is queued.
         with_batch = options.loss_fn is not None
         moved = [preparer.to_device(m, with_batch) for m in prepared.micro_batches]
-        moved[: templates.group] = map(preparer.with_record, moved[: templates.group])
+        captures = templates.graphs if training and graphs and not preparer.has_own_masks(prepared) else None
+        self._with_records = count if captures is not None else templates.group
+        moved[: self._with_records] = map(preparer.with_record, moved[: self._with_records])
         self._micro = [Held(micro) for micro in moved]
         tables = prepared.tables if training else {}
         self._tables = {table: (preparer.move(rows), padding) for table, (rows, padding) in tables.items()}
         preparer.end_copies()
+        found = captures.begin(moved) if captures is not None else None
+        self._captured = found if isinstance(found, CapturedPass) else None
+        self._recording = found if isinstance(found, Recording) else None
         self._hidden: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._grad: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
@@ -180,10 +189,22 @@ class Pass:
     ) -> None:
         """Computes whatever the core has ready until the pass has no more. `on_loss` sees every micro-batch's loss
         before its backward begins; `check` may raise before each operation."""
+        try:
+            self._run(core, on_loss, check)
+        finally:  # of a pass that has failed
+            for turn in self._turns.values():
+                turn.release()
+            self._turns.clear()
+        if self._recording is not None:
+            self._recording.capture(self._templates, fp32_sums=self._fp32_sums)
+
+    def _run(self, core: Engine, on_loss: Callable[[Tensor], None] | None, check: Callable[[], None]) -> None:
         with torch.no_grad():  # templates switch gradients on where a graph is wanted
             while (op := core.next()) is not None:
                 check()
                 self._compute(op)
+                if self._recording is not None:
+                    self._recording.add(op, self._templates.weights.device)
                 if on_loss is not None and op.phase == "loss":
                     loss = self.losses[op.micro_batch]
                     assert loss is not None
@@ -210,7 +231,7 @@ class Pass:
         m = op.micro_batch
         templates = self._templates
         micro = self._micro[m].get()
-        if m >= templates.group:  # masks of one group at a time
+        if m >= self._with_records:  # masks of one group at a time
             micro = self._preparer.with_record(micro)
             self._micro[m].put(micro)
         templates.embed.bound.bind(op.weights, 0)
@@ -225,6 +246,9 @@ class Pass:
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         templates, micro, hidden = self._templates, self._micro[m].get(), self._hidden[m].take()
+        if self._captured is not None and (replayed := self._captured.run(op, hidden)) is not None:
+            self._hidden[m].put(replayed)
+            return
         template = templates.layers[unit]
         number = template.bind(op.weights, unit)
         layer = self._layer(template, micro, unit, number)
@@ -310,6 +334,9 @@ class Pass:
     def _backward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         templates, grad = self._templates, self._grad[m].get()
+        if self._captured is not None and (replayed := self._captured.run(op, grad)) is not None:
+            self._grad[m].put(replayed)
+            return
         vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
         template = templates.layers[unit]
         layer = template.bind(op.weights, unit)

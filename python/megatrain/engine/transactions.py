@@ -38,7 +38,8 @@ class StepOutput:
     """Result of one optimizer step."""
 
     loss: float
-    """Mean over the supervised tokens of the step, before its update; 0 where there are none."""
+    """Mean over the supervised tokens of the step, before its update, weighted where it has weights; 0 where there are
+    none."""
     grad_norm: float
     """Norm of all gradients before clipping."""
     num_tokens: int
@@ -52,6 +53,8 @@ class StepOutput:
     aux_loss: float | None = None
     """The router's auxiliary loss over all tokens of the step, where the model has one; `loss` contains it times its
     coefficient."""
+    total_weight: float | None = None
+    """Sum of the supervised tokens' weights (`loss_weights`), which the loss is divided by; None without weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +62,13 @@ class EvalOutput:
     """Result of an evaluation."""
 
     loss: float
-    """Mean over the supervised tokens."""
+    """Mean over the supervised tokens, weighted where they have weights."""
     accuracy: float
-    """Share of the supervised tokens that the model finds the likeliest ones."""
+    """Share of the supervised tokens that the model finds the likeliest ones, weighted likewise."""
     num_tokens: int
     """Supervised tokens."""
+    total_weight: float | None = None
+    """Sum of their weights (`loss_weights`); None without weights."""
 
     @property
     def perplexity(self) -> float:
@@ -82,11 +87,14 @@ class Waiting:
     micro_batches: int = 0
     loss: float = 0.0
     tokens: int = 0
+    weight: float = 0.0
+    weighted: bool = False
+    """Whether a micro-batch had weights, so that `weight` is their sum and not the number of tokens."""
     aux_loss: float | None = None
     seen: bool = False
     """Whether a micro-batch had an image."""
     normalizer: float | None = None
-    """What the sum was divided by; None: the supervised tokens of the one pass."""
+    """What the sum was divided by; None: the supervised tokens of the one pass, or the sum of their weights."""
 
 
 class Passes:
@@ -133,6 +141,7 @@ class Passes:
             micro_batch=runtime.nominal[0],
             micro_batches=runtime.nominal[1],
             grad_precision=runtime.grad_precision,
+            state_format=runtime.state_format,
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,
@@ -164,7 +173,9 @@ class Passes:
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         normalizer = None if normalizer is None else float(normalizer)
         self._refuse_other(normalizer)
-        divisor = float(prepared.num_tokens) if normalizer is None else normalizer
+        # a loss_fn weights what it sums up itself
+        weight = float(prepared.num_tokens) if loss_fn is not None else prepared.total_weight
+        divisor = weight if normalizer is None else normalizer
         if prepared.empty:
             log.warning("micro-batches %s have no supervised token and add nothing", prepared.empty)
         if not prepared.micro_batches:
@@ -198,6 +209,8 @@ class Passes:
                 before.micro_batches + len(prepared.micro_batches),
                 before.loss + loss,
                 before.tokens + prepared.num_tokens,
+                before.weight + weight,
+                before.weighted or (prepared.weighted and loss_fn is None),
                 aux_loss,
                 before.seen or prepared.seen,
                 normalizer,
@@ -224,7 +237,10 @@ class Passes:
         if before is None or not before.micro_batches or (before.normalizer == normalizer and normalizer is not None):
             return
         if before.normalizer is None:
-            had = f"was called without normalizer, so its gradients were divided by its own {before.tokens} tokens"
+            own = f"its own {before.tokens} tokens"
+            if before.weighted:
+                own = f"the sum of its own weights, {before.weight:g}"
+            had = f"was called without normalizer, so its gradients were divided by {own}"
         else:
             had = f"was called with normalizer {before.normalizer:g}"
         now = "without one" if normalizer is None else f"with {normalizer:g}"
@@ -321,7 +337,8 @@ class Passes:
         self, core: _core.Engine, prepared: StepInputs, options: LossOptions, *, synchronous: bool = False
     ) -> Pass:
         self._warn_about_math(prepared)
-        run = self._pass(prepared, options, training=True)
+        graphs = not (synchronous or self._runtime.settings.get("synchronous"))
+        run = self._pass(prepared, options, training=True, graphs=graphs)
         immediate = self.immediate
         groups, idle = self._runtime.core_groups(prepared.seen)
         with numerics.arithmetic(self._runtime.device, self._deterministic):
@@ -371,6 +388,7 @@ class Passes:
             clip=outcome.clip,
             reason="a gradient is not finite" if outcome.skipped else "",
             aux_loss=waiting.aux_loss,
+            total_weight=waiting.weight if waiting.weighted else None,
         )
 
     def _abandon(self, core: _core.Engine) -> None:

@@ -164,6 +164,21 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_weights(args: Any, train: Any, evaluation: Any) -> bool:
+    """Whether a data set has a column of weights, `loss_weights`. Raises ConfigError where TRL would drop it, or put
+    rows together that have different ones."""
+    sets = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else (evaluation,))]
+    if not any("loss_weights" in (getattr(rows, "column_names", None) or ()) for rows in sets):
+        return False
+    for name in ("packing", "eval_packing", "padding_free"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"{name} is True and the data set has loss_weights: TRL puts rows together without their weights; set "
+                f"it to False, or train from a configuration (fields: {{weight: COLUMN}}), which packs weighted rows"
+            )
+    return True
+
+
 def check_engine(engine: Engine, args: Any) -> None:
     """Raises ConfigError where an engine and the training arguments contradict each other."""
     if args.bf16 and engine.decoder.precision != "bf16":

@@ -63,7 +63,9 @@ class TrainerMixin(_Trainer):
 
     The training arguments decide learning rate, schedule, AdamW's numbers, weight decay, clipping and accumulation,
     also for an engine that was made with others. Loss is divided by the supervised tokens of the whole step. Logged
-    losses of a step are those of its batches together, so a callback between batches of one step sees none. Checkpoints
+    losses of a step are those of its batches together, so a callback between batches of one step sees none. A column
+    `loss_weights` of the data sets, a number from 0 on for each row, weights the rows' losses; they are then divided by
+    the sum of the supervised tokens' weights. Checkpoints
     are the engine's, with the Trainer's own state beside it; a stock Trainer can load their weights and cannot resume
     from them. TRL's logs have its token accuracy for evaluations only, and no entropy.
 
@@ -95,7 +97,11 @@ class TrainerMixin(_Trainer):
         self._batches: list[dict[str, Any]] = []
         self._formed = False
         own: Any = self.engine.decoder.model
+        sets = [{**named, **keywords}.get(name) for name in ("train_dataset", "eval_dataset")]
+        weighted = refusals.check_weights(args, *sets)
         super().__init__(own, args, *more, **keywords)
+        if weighted:
+            self.data_collator = WeightedCollator(self.data_collator)
         if args is None:
             refusals.check_arguments(self.args)
         refusals.check_engine(self.engine, self.args)
@@ -126,6 +132,13 @@ class TrainerMixin(_Trainer):
         return model
 
     # -------------------------------------------------------------------------------------------- training
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps a column `loss_weights`, which no model's forward has."""
+        super()._set_signature_columns_if_needed()
+        columns: Any = self._signature_columns
+        if "loss_weights" not in columns:
+            columns.append("loss_weights")
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW of the engine, with weight decay for the parameters that `get_decay_parameter_names` names."""
@@ -166,6 +179,8 @@ class TrainerMixin(_Trainer):
         self.engine.set_optimizer(optimizer.settings())
         self.engine.set_max_grad_norm(self.args.max_grad_norm if self.args.max_grad_norm > 0 else None)
         tokens = 0.0 if num_items_in_batch is None else float(num_items_in_batch)
+        if any("loss_weights" in batch for batch in batches):
+            tokens = 0.0  # divided by the sum of the step's weights instead
         loss = self.engine.forward_backward([_batch(b) for b in batches], normalizer=tokens or None)
         self._formed = True
         self._count_tokens(batches)
@@ -206,8 +221,11 @@ class TrainerMixin(_Trainer):
         batch, labels = _batch(inputs), inputs.get("labels")
         loss = None
         if labels is not None:
-            some = bool((labels[:, 1:] != IGNORED).any())
-            found = self.engine.evaluate_metrics([batch]) if some else None
+            supervised = labels[:, 1:] != IGNORED
+            weights = batch.get("loss_weights")
+            if weights is not None:
+                supervised = supervised & ((weights[:, 1:] if weights.ndim == 2 else weights[:, None]) > 0)
+            found = self.engine.evaluate_metrics([batch]) if bool(supervised.any()) else None
             loss = torch.tensor(found.loss if found is not None else math.nan, device=self.args.device)
             self._note_accuracy(found.accuracy if found is not None else 0.0)
         if prediction_loss_only:
@@ -288,6 +306,28 @@ class TrainerMixin(_Trainer):
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refused: every trial needs a model of its own."""
         raise ConfigError("hyperparameter_search: make one engine and one Trainer for each trial")
+
+
+class WeightedCollator:
+    """A collator of rows with `loss_weights`, which `collator` does not know: its batch has them as (batch,) fp32."""
+
+    def __init__(self, collator: Any) -> None:
+        self._collator = collator
+
+    def __call__(self, rows: list[dict[str, Any]], *more: Any) -> Any:
+        """The batch. Raises ConfigError where only some of the rows have weights."""
+        weights = [row.get("loss_weights") for row in rows]
+        rest = [{key: value for key, value in row.items() if key != "loss_weights"} for row in rows]
+        batch = self._collator(rest, *more)
+        if None in weights:
+            if any(weight is not None for weight in weights):
+                raise ConfigError("a batch has rows with loss_weights and rows without; give each row one, such as 1.0")
+            return batch
+        batch["loss_weights"] = torch.tensor(weights, dtype=torch.float32)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_collator"], name)
 
 
 def _engine(model: Any, args: Any, given: Mapping[str, Any] | None) -> Engine:

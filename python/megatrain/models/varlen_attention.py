@@ -33,12 +33,23 @@ class Documents(NamedTuple):
     """(T,), bool: True for padding, which sees nothing and is a document of its own; None without padding."""
 
     def to(self, device: torch.device) -> "Documents":
-        """A copy on `device`, made asynchronously from pinned memory."""
+        """A copy on `device`, made asynchronously from pinned memory, with sizes rounded up."""
+        rounded = self.rounded_up()
         starts, hidden = (
-            t if t is None else t.pin_memory().to(device, non_blocking=True) for t in (self.starts, self.hidden)
+            t if t is None else t.pin_memory().to(device, non_blocking=True) for t in (rounded.starts, self.hidden)
         )
         assert starts is not None
-        return mark_dynamic(self._replace(starts=starts, hidden=hidden))
+        return mark_dynamic(rounded._replace(starts=starts, hidden=hidden))
+
+    def rounded_up(self) -> "Documents":
+        """The same documents, followed by empty ones, their number and the longest length rounded up to powers of two:
+        so that batches have few kinds, each of which can be captured as CUDA graphs. The kernels do the same arithmetic
+        for them."""
+        count, longest = self.lengths.shape[0], int(self.lengths.max())
+        more = (1 << (count - 1).bit_length()) - count
+        lengths = torch.cat([self.lengths, self.lengths.new_zeros(more)])
+        lengths[0] = 1 << (longest - 1).bit_length()
+        return self._replace(starts=torch.cat([self.starts, self.starts[-1:].expand(more)]), lengths=lengths)
 
 
 def mark_dynamic(documents: Documents) -> Documents:

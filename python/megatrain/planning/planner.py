@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -35,8 +34,8 @@ MICRO_BATCH_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (32768, 8192), "cpu": 
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
 weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
 
-_WORTH_SMALLER = 1.05
-"""A smaller micro-batch must make a step shorter by this factor."""
+_ALIKE = 1.03
+"""Step times that differ by less than this factor are alike: predictions are no better."""
 
 _LARGEST_SEARCHED = 1 << 14
 
@@ -358,12 +357,12 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
     export's weights."""
     from megatrain.checkpoint import export
+    from megatrain.weights.state_format import StateFormat
 
-    sizes = [(_numel(t.shape), t.role == "trainable", t.dtype.itemsize) for t in decoder.tensors.values()]
-    weights = sum(count * item for count, _, item in sizes)
-    trained = sum(count for count, trainable, _ in sizes if trainable)
-    residual = 2 * trained if precision == "bf16" else 0
-    checkpoint = weights + residual + 8 * trained
+    form = StateFormat(config.train.moments, config.train.master)
+    tensors = decoder.tensors.values()
+    weights = sum(_numel(t.shape) * t.dtype.itemsize for t in tensors)
+    checkpoint = weights + sum(form.bytes(t.shape, precision) for t in tensors if t.role == "trainable")
     kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
     wanted = config.output.export
     exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
@@ -420,7 +419,8 @@ def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
 
 def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "SplitPlanner") -> int:
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
-    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest."""
+    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest: of those alike, what
+    leaves least to the host and launches layers at once, then the largest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -430,12 +430,20 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     if before:
         return min(int(before[0]), rows)
     sizes = [_even_parts(rows, tokens, config.data.seq_len) for tokens in MICRO_BATCH_TOKENS[device]]
-    best, least = sizes[0], math.inf
-    for size in dict.fromkeys(sizes) if len(set(sizes)) > 1 else ():
-        seconds = nominal.expected_step_s(size, -(-rows // size))
-        if seconds * _WORTH_SMALLER < least:
-            best, least = size, seconds
-    return best
+    plans = {
+        size: nominal.plan(size, -(-rows // size)) for size in (dict.fromkeys(sizes) if len(set(sizes)) > 1 else ())
+    }
+    found = {size: plan for size, plan in plans.items() if plan is not None}
+    if not found:
+        return sizes[0]
+    seconds = {size: float(plan["estimate"]["expected_step_s"]) for size, plan in found.items()}
+    least = min(seconds.values()) * _ALIKE
+
+    def effort(size: int) -> tuple[int, bool, int]:
+        elsewhere = sum(unit["state"] != "device" for unit in found[size]["units"])
+        return elsewhere, not found[size]["graphs"], -size
+
+    return min((size for size in found if seconds[size] <= least), key=effort)
 
 
 class Fitted(NamedTuple):
@@ -470,13 +478,12 @@ class SplitPlanner:
         names = [t.name for t in decoder.tensors.values() if t.role == "trainable"]
         optimizer_for(config, names)  # refuses patterns that match nothing
 
-    def expected_step_s(self, rows: int, micro_batches: int) -> float:
-        """Seconds of a step; infinite where it does not fit."""
+    def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
+        """The plan; None where there is none that fits."""
         try:
-            plan = self.fit(rows, micro_batches).plan
+            return self.fit(rows, micro_batches).plan
         except DoesNotFit:
-            return math.inf
-        return float(plan["estimate"]["expected_step_s"])
+            return None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan."""
@@ -514,13 +521,17 @@ class SplitPlanner:
     def _planned(self, cut: "Cut", rows: int, micro_batches: int) -> Fitted:
         from megatrain import _core
         from megatrain.engine.profile import plan_request
+        from megatrain.weights.state_format import StateFormat
 
+        state_format = StateFormat(self.config.train.moments, self.config.train.master)
+        state_format.check_precision(self.decoder.precision)
         request = plan_request(
             cut.decoder,
             tiles=cut.tiles,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),
+            state_format=state_format,
             update=self.config.train.update,
             budget=self.budget,
             device=self.device,

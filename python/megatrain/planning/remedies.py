@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from megatrain.config import Config, NvmeConfig
 from megatrain.errors import ConfigError, DoesNotFit
@@ -154,7 +154,7 @@ def _free(start: _Tried, rows: int) -> Iterator[_Tried]:
 
 
 def _modes(start: _Tried) -> Iterator[_Tried]:
-    """State on the disk that is there, immediate updates, and both."""
+    """State on the disk that is there, smaller states, immediate updates, and combinations of these."""
     config, machine = start.config, start.machine
     disks = [start]
     if config.memory.nvme is None and not machine.state_drives and (machine.disk_free or not machine.described):
@@ -165,9 +165,25 @@ def _modes(start: _Tried) -> Iterator[_Tried]:
     for one in disks:
         if one is not start:
             yield one
-        if config.train.update != "immediate":
-            immediate = dataclasses.replace(config.train, update="immediate", max_grad_norm=None)
-            yield from _changed(one, "immediate", [_IMMEDIATE], train=immediate)
+        smaller = _smaller_states(one)
+        yield from smaller
+        for other in [one, *smaller]:
+            if config.train.update != "immediate":
+                immediate = dataclasses.replace(other.config.train, update="immediate", max_grad_norm=None)
+                yield from _changed(other, "immediate", [_IMMEDIATE], train=immediate)
+
+
+def _smaller_states(start: _Tried) -> list[_Tried]:
+    """8-bit moments, and a 24-bit master where compute is in bf16; nothing where both were asked for."""
+    train = start.config.train
+    on_card = start.machine.gpu is not None and start.config.device != "cpu"
+    asked = {"moments": "8bit"}
+    if train.precision == "bf16" or (train.precision == "auto" and on_card):
+        asked["master"] = "24bit"
+    words = [f"train.{key}={value}" for key, value in asked.items() if getattr(train, key) != value]
+    if not words:
+        return []
+    return _changed(start, "states", words, train=dataclasses.replace(train, **cast("dict[str, Any]", asked)))
 
 
 def _smaller(start: _Tried, search: _Search) -> Iterator[_Tried]:

@@ -21,7 +21,7 @@ from megatrain.training.progress import evaluated
 
 if TYPE_CHECKING:
     from megatrain.engine.engine import Engine
-    from megatrain.engine.transactions import EvalOutput
+    from megatrain.training.evaluation import HeldOut
     from megatrain.training.result import Result
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -56,7 +56,8 @@ class Callback:
 
     def on_eval(self, run: Run, metrics: Mapping[str, Any]) -> None:
         """After each evaluation: `step` (0 before the first), `eval_loss` per supervised token,
-        `eval_perplexity`, `eval_accuracy`, `eval_tokens`."""
+        `eval_perplexity`, `eval_accuracy`, `eval_tokens`, and with several held-out sets `eval_sets`: for each name
+        `loss`, `perplexity`, `accuracy`, `tokens`."""
 
     def on_save(self, run: Run, step: int, folder: Path) -> None:
         """Once the checkpoint of `step` is complete in `folder`, which may be some steps later."""
@@ -83,7 +84,7 @@ class Callbacks:
         """Calls `on_step`."""
         self._call("on_step", metrics)
 
-    def evaluation(self, step: int, found: "EvalOutput") -> None:
+    def evaluation(self, step: int, found: "HeldOut") -> None:
         """Calls `on_eval`."""
         self._call("on_eval", {"step": step, **evaluated(found)})
 
@@ -142,7 +143,10 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """(tag, value) of the finite numbers of a line of metrics: those of training, lanes and memory in groups."""
     groups = {"loss": "train", "grad_norm": "train", "lr": "train", "aux_loss": "train"}
     for key, value in metrics.items():
-        if isinstance(value, Mapping):
+        if key == "eval_sets":
+            for name, numbers in value.items():
+                yield from ((f"eval_{name}/{part}", number) for part, number in numbers.items() if _is_finite(number))
+        elif isinstance(value, Mapping):
             yield from ((f"{key}/{name}", part) for name, part in value.items() if _is_finite(part))
         elif key != "step" and _is_finite(value):
             yield f"{groups.get(key, 'eval' if key.startswith('eval_') else 'step')}/{key}", value

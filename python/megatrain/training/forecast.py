@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, Duration
-from megatrain.config.data_files import find
+from megatrain.config.data_files import ROWS, find
 from megatrain.errors import ConfigError
 from megatrain.planning import alternatives, calibrate, planner
 from megatrain.planning.alternatives import Alternative
@@ -248,7 +248,7 @@ def data_bytes(config: Config) -> int | None:
     """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
     total = 0.0
     for source in config.data.train:
-        if source.path.startswith("python:"):
+        if source.path.startswith(("python:", ROWS)):
             return None
         with contextlib.suppress(ConfigError):
             files = find(source).files
@@ -305,6 +305,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
     import torch
 
     from megatrain.engine import numerics
+    from megatrain.weights.state_format import StateFormat
 
     cuda = run_plan.device == "cuda"
     key = numerics.key(
@@ -313,6 +314,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         micro_batch=run_plan.micro_batch,
         micro_batches=run_plan.micro_batches,
         grad_precision=config.train.sent_in(run_plan.precision),
+        state_format=StateFormat(config.train.moments, config.train.master),
         loss_chunk=run_plan.options.get("loss_chunk"),
         compiled=bool(run_plan.options.get("compile", cuda)),
         deterministic=config.train.deterministic,

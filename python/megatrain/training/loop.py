@@ -19,11 +19,11 @@ from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
 from megatrain.training.callbacks import Callbacks, Run
-from megatrain.training.evaluation import evaluate
+from megatrain.training.evaluation import HeldOut, evaluate_sets
 from megatrain.training.lr_schedule import Schedule
 from megatrain.training.measure import measure
 from megatrain.training.metrics import StepRecord, Throughput
-from megatrain.training.progress import Display
+from megatrain.training.progress import Display, eval_sets
 from megatrain.training.result import Result
 from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from megatrain.data import Loader, StepBatch
     from megatrain.engine.engine import Engine
     from megatrain.engine.inputs import StepInputs
-    from megatrain.engine.transactions import EvalOutput
     from megatrain.training.setup import PlannedRun, RunComponents
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -133,9 +132,8 @@ class TrainingLoop:
         try:
             self._status("training")
             self._first_evaluation()
-            if position.owed_eval and self._eval_loader is not None and not self._stopping:
-                self._evaluate(self._eval_loader, position.step)
-                self.before = {"eval_loss_before": position.eval_loss}
+            if position.owed_eval and self._eval_loaders and not self._stopping:
+                self._evaluate(position.step)
             if position.step < self.total and self._is_stale():
                 log.info("the run stopped early after step %d; raise or remove eval.early_stop to go on", position.step)
             self.display.begin(position.step, self.total)
@@ -224,11 +222,13 @@ class TrainingLoop:
         position, folder = self.position, self.folder
         steps, best = folder.steps(), position.best_step
         kept = best is not None and best != position.step and best in steps
+        measured = bool(stopped) or not position.owed_eval
         return Result(
             step=position.step,
             total_steps=self.total,
             loss=self.loss,
-            eval_loss=position.eval_loss if stopped or not position.owed_eval else None,
+            eval_loss=position.eval_loss if measured else None,
+            eval_sets=dict(position.eval_sets) if measured else {},
             stopped=stopped,
             checkpoint=folder.checkpoint(steps[-1]) if steps else None,
             export=exported,
@@ -237,8 +237,8 @@ class TrainingLoop:
         )
 
     @property
-    def _eval_loader(self) -> "Loader | None":
-        return self.planned.eval_loader
+    def _eval_loaders(self) -> "dict[str, Loader]":
+        return self.planned.eval_loaders
 
     # ------------------------------------------------------------------------------------------- a step
 
@@ -292,6 +292,8 @@ class TrainingLoop:
         self.before = {}
         if out.aux_loss is not None:
             record.extra = {**record.extra, "aux_loss": out.aux_loss}
+        if out.total_weight is not None:
+            record.extra = {**record.extra, "total_weight": out.total_weight}
         measure(record, batch, self.engine, self.planned)
         self._flag_spikes(record)
         self.pending = record
@@ -338,8 +340,8 @@ class TrainingLoop:
         evaluation, samples = self.config.eval, self.config.eval.samples
         last = step == self.total
         due = evaluation.every is not None and step % evaluation.every == 0
-        if self._eval_loader is not None and (due or last):
-            ended = self._evaluate(self._eval_loader, step)
+        if self._eval_loaders and (due or last):
+            ended = self._evaluate(step)
         if samples.every is not None and (step % samples.every == 0 or last) and not self._stopping:
             self._sample(step)
         # The record first: a checkpoint never knows of a step that metrics.jsonl does not.
@@ -361,28 +363,44 @@ class TrainingLoop:
         return ended
 
     def _first_evaluation(self) -> None:
-        if self._eval_loader is None or not self.config.eval.at_start or self.position.step > 0:
+        if not self._eval_loaders or not self.config.eval.at_start or self.position.step > 0:
             return
-        found = self._held_out(self._eval_loader, 0)
+        found = self._held_out(0)
         if found is not None:
-            self.position.first_eval_loss = self.position.eval_loss = self.position.best_loss = found.loss
-            self.position.best_step = 0
-            self.before = {"eval_loss_before": found.loss}
+            self._note_losses(found)
+            self.position.best_loss, self.position.best_step = found.deciding(self.config.eval.best), 0
+            self._note_before(found)
         self.throughput.restart()
 
-    def _evaluate(self, loader: "Loader", step: int) -> bool:
+    def _note_losses(self, found: HeldOut) -> None:
+        position = self.position
+        position.eval_loss = found.total.loss
+        position.eval_sets = {name: one.loss for name, one in found.sets.items()}
+        if position.first_eval_loss is None:
+            position.first_eval_loss = found.total.loss
+
+    def _note_before(self, found: HeldOut) -> None:
+        """For the next step's record: what was measured before it."""
+        self.before = {"eval_loss_before": found.total.loss}
+        if sets := eval_sets(found):
+            self.before["eval_sets_before"] = sets
+
+    def _evaluate(self, step: int) -> bool:
         """Measures the held-out loss after a step; returns whether it has stopped falling (`eval.early_stop`)."""
         position = self.position
         position.owed_eval = True  # also where it fails
-        found = None if self._stopping else self._held_out(loader, step)
+        found = None if self._stopping else self._held_out(step)
         position.owed_eval = found is None
         if found is None:
             return False
-        loss = position.eval_loss = found.loss
-        if position.first_eval_loss is None:
-            position.first_eval_loss = loss
+        self._note_losses(found)
         if self.pending is not None:
-            self.pending.extra |= {"eval_loss": loss, "eval_accuracy": found.accuracy}
+            self.pending.extra |= {"eval_loss": found.total.loss, "eval_accuracy": found.total.accuracy}
+            if sets := eval_sets(found):
+                self.pending.extra["eval_sets"] = sets
+        else:
+            self._note_before(found)
+        loss = found.deciding(self.config.eval.best)
         if position.best_loss is None or loss < position.best_loss:
             position.best_loss, position.best_step, position.stale_evals = loss, step, 0
             self.new_best = True
@@ -390,7 +408,8 @@ class TrainingLoop:
             position.stale_evals += 1
         if self._is_stale():
             log.info(
-                "held-out loss has not fallen below %.4f (step %s) for %d evaluations: stopping early",
+                "held-out loss%s has not fallen below %.4f (step %s) for %d evaluations: stopping early",
+                f" of {self.config.eval.best}" if self.config.eval.best is not None else "",
                 position.best_loss,
                 position.best_step,
                 position.stale_evals,
@@ -402,11 +421,11 @@ class TrainingLoop:
         limit = self.config.eval.early_stop
         return limit is not None and self.position.stale_evals >= limit
 
-    def _held_out(self, loader: "Loader", step: int) -> "EvalOutput | None":
+    def _held_out(self, step: int) -> HeldOut | None:
         """Over the held-out data; None when a stop request cut the evaluation off."""
         self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
         self._status("evaluating")
-        found = evaluate(self.engine, loader, self.stop)
+        found = evaluate_sets(self.engine, self._eval_loaders, self.stop)
         self._status("training")
         if found is not None:
             self.display.evaluation(step, found)
@@ -505,11 +524,13 @@ class TrainingLoop:
 
     def facts(self) -> dict[str, Any]:
         """What `status.json` says besides the state."""
+        sets = {"eval_sets": dict(self.position.eval_sets)} if self.position.eval_sets else {}
         return {
             "step": self.position.step,
             "total_steps": self.total,
             "loss": self.loss if self.loss is not None else self.earlier_loss,
             "eval_loss": self.position.eval_loss,
+            **sets,
             "best_step": self.position.best_step,
             "checkpoint": self.saves.saved_step if self.saves.saved_step > 0 else None,
         }

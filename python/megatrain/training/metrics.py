@@ -24,7 +24,7 @@ class StepRecord:
     tokens: int
     """Real tokens of this step, padding excluded."""
     num_tokens: int
-    """Supervised tokens of this step: what the loss is divided by."""
+    """Supervised tokens of this step: what the loss is divided by, where `extra` has no `total_weight`."""
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     model_tflops: float = 0.0

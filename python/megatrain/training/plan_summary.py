@@ -21,6 +21,7 @@ _GROUPS = (
     (("gradient",), "gradients"),
     (("weights",), "weights"),
     (("activation", "layer input"), "activations"),
+    (("captured",), "captured layers"),
 )
 _OTHER = "workspace and other"
 
@@ -187,7 +188,8 @@ def _run(report: "Forecast") -> list[str]:
     """Hours of the run: by its steps, or by the size of its data where those were not read."""
     if report.total_steps is not None:
         hours = _hours(report.total_steps * report.expected_step_s)
-        return [f"run: {report.total_steps:,} steps, about {hours}, evaluations not counted"]
+        steps = f"{report.total_steps:,} step{'s' * (report.total_steps != 1)}"
+        return [f"run: {steps}, about {hours}, evaluations not counted"]
     size, epochs = data_bytes(report.config), report.config.train.epochs or 1
     if size is None or report.run_s is None:
         counted = "`megatrain train --dry-run` counts those of your data"

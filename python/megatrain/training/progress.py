@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from megatrain.engine.transactions import EvalOutput
+    from megatrain.training.evaluation import HeldOut
 
 log: logging.Logger = logging.getLogger("megatrain")
 
@@ -175,11 +176,12 @@ class Display:
             f"{record.tokens_per_s:,.0f} tokens/s  {duration(left_s)} left{bound}"
         )
 
-    def evaluation(self, step: int, found: "EvalOutput") -> None:
+    def evaluation(self, step: int, found: "HeldOut") -> None:
         """Shows what was measured on held-out data after `step`."""
         if self.mode == "json":
             self._write(dumps({"step": step, **evaluated(found)}))
-        self._log_and_print(f"step {step}: {held_out(found)}", shown=self.mode != "json")
+        for text in held_out(found):
+            self._log_and_print(f"step {step}: {text}", shown=self.mode != "json")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Shows a text that was generated after `step`."""
@@ -216,22 +218,35 @@ class Display:
             self.out.flush()
 
 
-def evaluated(found: "EvalOutput") -> dict[str, Any]:
-    """An evaluation by the names that JSON lines have."""
+def evaluated(found: "HeldOut") -> dict[str, Any]:
+    """An evaluation by the names that JSON lines have; `eval_sets` where there are sets with names."""
+    total = {f"eval_{key}": value for key, value in _numbers(found.total).items()}
+    sets = eval_sets(found)
+    return total | ({"eval_sets": sets} if sets else {})
+
+
+def eval_sets(found: "HeldOut") -> dict[str, dict[str, Any]]:
+    """For each held-out set with a name its loss, perplexity, accuracy and number of tokens."""
+    return {name: _numbers(one) for name, one in found.sets.items()}
+
+
+def _numbers(found: "EvalOutput") -> dict[str, Any]:
     return {
-        "eval_loss": found.loss,
-        "eval_perplexity": found.perplexity,
-        "eval_accuracy": found.accuracy,
-        "eval_tokens": found.num_tokens,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "accuracy": found.accuracy,
+        "tokens": found.num_tokens,
     }
 
 
-def held_out(found: "EvalOutput") -> str:
-    """An evaluation in words."""
-    return (
-        f"held-out loss {found.loss:.4f} (perplexity {found.perplexity:.4g}, accuracy {100 * found.accuracy:.1f} %) "
-        f"over {found.num_tokens:,} tokens"
-    )
+def held_out(found: "HeldOut") -> list[str]:
+    """An evaluation in words: all of it, then each set with a name."""
+    every = ("held-out loss", found.total)
+    return [
+        f"{what} {one.loss:.4f} (perplexity {one.perplexity:.4g}, accuracy {100 * one.accuracy:.1f} %) "
+        f"over {one.num_tokens:,} tokens"
+        for what, one in (every, *((f"held-out loss of {name}", one) for name, one in found.sets.items()))
+    ]
 
 
 class _Handler(logging.Handler):

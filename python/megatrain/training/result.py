@@ -23,6 +23,9 @@ class Result:
     export: Path | None
     """The Hugging Face folder written at the end. It holds the weights of step `step`."""
     best_step: int | None = None
-    """The step of the lowest held-out loss, 0 for the untrained model; None when nothing was evaluated."""
+    """The step of the lowest held-out loss (of the set that `eval.best` names), 0 for the untrained model; None when
+    nothing was evaluated."""
+    eval_sets: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The latest loss of each held-out set by its name, where there are several; empty where `eval_loss` is None."""
     best_checkpoint: Path | None = None
     """The checkpoint of `best_step`, where it exists and is not the last step's."""

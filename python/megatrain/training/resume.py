@@ -36,6 +36,8 @@ class Position:
     best_step: int | None = None
     stale_evals: int = 0
     """Evaluations since the lowest loss."""
+    eval_sets: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The latest loss of each held-out set by its name, where there are several."""
     owed_eval: bool = False
     """Whether a stop cut off the evaluation that was due after `step`, so that it is still to be done."""
     seconds: float = 0.0
@@ -141,6 +143,12 @@ def _origin(found: "Checkpoint", config: Config, elsewhere: bool) -> ResumePoint
         )
     for change in course:
         log.info("from here on, %s", change)
+    if position.best_step is not None and _measures_otherwise(before, config, course):
+        log.info(
+            "step %d was the best so far by other held-out data or settings; the best is looked for anew",
+            position.best_step,
+        )
+        position.best_loss, position.best_step, position.stale_evals = None, None, 0
     return ResumePoint(folder=found.folder, position=position, numerics=numerics, from_elsewhere=elsewhere)
 
 
@@ -162,6 +170,14 @@ def _differences(
     if data is not None and before.data.eval == config.data.eval:
         course += fingerprint.changed_sources("data.eval", data["eval"], config.data.eval, step)
     return identity, course
+
+
+def _measures_otherwise(before: Config, config: Config, course: list[str]) -> bool:
+    """Whether losses that decide which step is the best cannot be compared with earlier ones."""
+    if not config.data.eval:
+        return False
+    asked = [(one.data.eval, one.eval.best, one.eval.max_batches) for one in (before, config)]
+    return asked[0] != asked[1] or any(change.startswith("data.eval[") for change in course)
 
 
 def _refusal(found: "Checkpoint", config: Config, differences: list[str], elsewhere: bool) -> str:

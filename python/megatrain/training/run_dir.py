@@ -191,7 +191,7 @@ class RunFolder:
         self.write_plan(_read_plan(self.path), correction)
 
     def write_data(self, profile: dict[str, Any]) -> None:
-        """Writes the data sets in numbers (`train`, `eval`). Raises StorageError."""
+        """Writes the data sets in numbers (`train`, `eval`, `eval_sets`). Raises StorageError."""
         write_whole(self.path / DATA, json.dumps(profile, indent=1) + "\n")
 
     def write_status(self, state: str, **facts: Any) -> None:

@@ -22,7 +22,7 @@ from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
 from megatrain.config.validation import check_schedule_length
-from megatrain.data import Dataset, Loader, fingerprint, prepare
+from megatrain.data import Dataset, Loader, by_name, fingerprint, prepare
 from megatrain.data.train_tokenizer import build_tokenizer, with_vocabulary
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
@@ -79,8 +79,8 @@ class PlannedRun:
     train: Dataset
     loader: Loader
     held_out: Dataset | None
-    eval_loader: Loader | None
-    """Batches of `held_out`; None where that is None."""
+    eval_loaders: dict[str, Loader]
+    """Batches of each set of `held_out` by its name, of a set without a name by ""; empty where that is None."""
 
     @property
     def total_steps(self) -> int:
@@ -90,8 +90,8 @@ class PlannedRun:
     def close(self) -> None:
         """Stops the loaders' threads."""
         self.loader.close()
-        if self.eval_loader is not None:
-            self.eval_loader.close()
+        for loader in self.eval_loaders.values():
+            loader.close()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -234,7 +234,9 @@ def prepare_run(
         train=train,
         loader=Loader(train, config, micro_batch=size, pad_id=pad, mark_padding=decoder.router is not None),
         held_out=held_out,
-        eval_loader=None if held_out is None else Loader(held_out, config, micro_batch=size, pad_id=pad),
+        eval_loaders={
+            name: Loader(part, config, micro_batch=size, pad_id=pad) for name, part in _held_out_sets(held_out).items()
+        },
     )
     if config.train.steps is None:
         try:
@@ -242,7 +244,46 @@ def prepare_run(
         except BaseException:
             planned.close()
             raise
+        _warn_of_few_steps(config, planned)
     return planned
+
+
+_FEW_STEPS = 10
+"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
+
+
+def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
+    steps, train = planned.total_steps, planned.train
+    if steps >= _FEW_STEPS:
+        return
+    longest = max(int(part.tokens.lengths.max()) for part in train.parts)
+    windows = "windows" if config.data.packing else "rows"
+    size, key = (
+        (f"{config.train.batch_tokens:,} tokens", "train.batch_tokens")
+        if config.train.batch_tokens is not None
+        else (f"{config.train.batch_size:,} {windows}", "train.batch_size")
+    )
+    multiple = (
+        f" (a multiple of data.seq_len, {config.data.seq_len:,}; the longest row has {longest:,} tokens)"
+        if key == "train.batch_tokens" and config.data.packing
+        else ""
+    )
+    log.warning(
+        "the run has only %d optimizer step%s: an epoch has %s tokens in %d %s, and a step takes up to %s. Lower "
+        "%s%s or raise train.epochs",
+        steps,
+        "s" * (steps != 1),
+        f"{train.num_tokens:,}",
+        train.num_sequences,
+        windows,
+        size,
+        key,
+        multiple,
+    )
+
+
+def _held_out_sets(held_out: Dataset | None) -> dict[str, Dataset]:
+    return {} if held_out is None else by_name(held_out) or {"": held_out}
 
 
 def assemble(
@@ -289,6 +330,8 @@ def build_engine(
         optimizer=planner.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
         max_grad_norm=train.max_grad_norm,
         grad_precision=train.sent_in(decoder.precision),
+        moments=train.moments,
+        master=train.master,
         update=train.update,
         device=run_plan.device,
         label_smoothing=train.label_smoothing,

@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.data import given_rows
 from megatrain.engine.options import known_keywords
 from megatrain.errors import DoesNotFit, MegatrainError, StorageError
 from megatrain.system.out_of_memory import is_out_of_memory
@@ -28,7 +29,7 @@ from megatrain.training.run_dir import RunFolder, output_folder
 from megatrain.training.stop import RunStopped, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from megatrain.training.setup import RunComponents
@@ -40,8 +41,10 @@ __all__ = ["Result", "Trainer"]
 
 @known_keywords
 class Trainer:
-    """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. Raises ConfigError,
-    DoesNotFit, CheckpointError or StorageError while it loads, and RunStopped when the run has to end itself."""
+    """One run. `config` is a path, a mapping or a Config; `callbacks` are called while it trains. `rows` are those of
+    sources that the configuration calls `rows:NAME`, by name: lists of dicts, or data sets of `datasets`, which are
+    read as a file's rows are. Raises ConfigError, DoesNotFit, CheckpointError or StorageError while it loads, and
+    RunStopped when the run has to end itself."""
 
     def __init__(
         self,
@@ -50,9 +53,11 @@ class Trainer:
         stop: Stop | None = None,
         display: Display | None = None,
         callbacks: "Sequence[Callback]" = (),
+        rows: "Mapping[str, Iterable[Mapping[str, Any]]] | None" = None,
     ) -> None:
         self.config: Config = Config.of(config)
         self.config.require("data", "output")
+        self._rows = given_rows.check(rows, self.config)
         self.stop: Stop = stop or Stop()
         self.display: Display = display or Display(default_mode())
         self.callbacks: Callbacks = Callbacks([*callbacks_of(self.config), *check(callbacks)])
@@ -61,7 +66,7 @@ class Trainer:
         """Trains to the end of the schedule, or until asked to stop."""
         folder = RunFolder(output_folder(self.config))
         try:
-            with self.display:
+            with self.display, given_rows.given(self._rows):
                 folder.begin_log()
                 return self._fit(folder)
         finally:
@@ -190,6 +195,7 @@ def _profile(parts: "RunComponents") -> dict[str, Any]:
     return {
         "train": inspection.summary(planned.train).to_dict(),
         "eval": inspection.summary(held_out).to_dict() if held_out is not None else None,
+        **inspection.sets(held_out),
     }
 
 

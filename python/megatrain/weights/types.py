@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatrain.system.safetensors_io import Entry
 from megatrain.weights.hf_layout import Layout
+from megatrain.weights.state_format import StateFormat
 
 
 class TensorRef(Protocol):
@@ -85,6 +86,8 @@ class Stored(Protocol):
     def decoder(self) -> Decoder: ...
     @property
     def core(self) -> Core: ...
+    @property
+    def state_format(self) -> StateFormat: ...
 
 
 class Weights(Protocol):

@@ -117,6 +117,7 @@ macro_rules! vector_sweep {
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub mod compact;
 mod convert;
 mod mode;
 mod scalar;
@@ -124,8 +125,8 @@ mod sums;
 mod touch;
 
 pub use convert::{
-    bf16_to_f32, f16_to_f32, f32_to_bf16, f64_to_f32, first_non_finite, join_bits, join_master, split_bits,
-    split_master,
+    bf16_to_f32, f16_to_f32, f32_to_bf16, f64_to_f32, first_non_finite, join_bits, join_master, join_master_24,
+    split_bits, split_master, split_master_24,
 };
 pub use mode::ieee;
 pub use sums::{SUM_LANES, sum_squares};

@@ -1,6 +1,7 @@
 //! Coefficients of an AdamW update.
 use super::kernels::ieee;
 use crate::error::{Error, Result};
+use crate::random::SplitMix;
 
 /// Coefficients of one AdamW update, formed in f64 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +20,8 @@ pub struct AdamwScalars {
     pub eps: f32,
     /// Multiplies the gradient first: the clip coefficient.
     pub grad_scale: f32,
+    /// Key of the stochastic rounding of smaller states: see [`AdamwScalars::rounded_by`].
+    pub rounding: u64,
 }
 
 impl AdamwScalars {
@@ -55,6 +58,17 @@ impl AdamwScalars {
         Ok(ieee(|| Self::form(lr, betas, eps, weight_decay, step, grad_scale)))
     }
 
+    /// The same with the rounding of a run's `seed`, of update number `step` of the parameter called `name`.
+    #[must_use]
+    pub fn rounded_by(self, seed: u64, name: &str, step: u64) -> Self {
+        // FNV-1a, so that a parameter has the same key whatever unit it is in.
+        let name = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        let draw = |from: u64| SplitMix(from).draw();
+        Self { rounding: draw(draw(draw(seed) ^ name) ^ step), ..self }
+    }
+
     fn form(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "exact below 2^53 updates")]
         let t = step as f64;
@@ -70,6 +84,7 @@ impl AdamwScalars {
             inv_sqrt_bias2: (1.0 / bias2.sqrt()) as f32,
             eps: eps as f32,
             grad_scale: grad_scale as f32,
+            rounding: 0,
         };
         scalars
     }

@@ -8,11 +8,13 @@ use super::{AdamwScalars, Device, DeviceAdamw, DeviceMemory, Stream};
 use crate::adamw::kernels::{self, Isa, Values, Weights};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
-use crate::layout::Dtype;
+use crate::layout::{Dtype, StateFormat};
 use crate::random::SplitMix;
 
 /// Sizes chosen to miss every round number.
 const SIZES: [usize; 7] = [1, 2, 511, 512, 4097, 65_537, 1_000_003];
+
+mod compact;
 
 type Rule = fn(&dyn Device) -> Result<()>;
 
@@ -21,7 +23,7 @@ type Rule = fn(&dyn Device) -> Result<()>;
 /// # Errors
 /// [`Error`] naming the rule that the device breaks, or the error of a call that should have succeeded.
 pub fn conformance(device: &dyn Device) -> Result<()> {
-    let rules: [(&str, Rule); 11] = [
+    let rules: [(&str, Rule); 12] = [
         ("memory is zeroed, aligned, and exactly as long as asked", allocation),
         ("what is copied comes back, at any size and place", round_trips),
         ("work on a stream runs in order", order_on_a_stream),
@@ -31,6 +33,7 @@ pub fn conformance(device: &dyn Device) -> Result<()> {
         ("sums of squares are exact to f64 and depend on the block alone", sums),
         ("sums of squares of what is not finite are not finite", sums_not_finite),
         ("AdamW is bit-equal to the host's", adamw),
+        ("AdamW over smaller states is bit-equal to the host's", compact::adamw),
         ("host memory can be registered, used and registered again", pinning),
         ("a wrong call is an error, and the next right one works", errors),
     ];
@@ -324,6 +327,8 @@ fn adamw_case(
         residual: residual.as_ref(),
         exp_avg: &exp_avg,
         exp_avg_sq: &exp_avg_sq,
+        state: StateFormat::default(),
+        first: 0,
         grad: &grad,
         grad_dtype,
         numel: len as u64,

@@ -432,6 +432,7 @@ impl Device for SimDevice {
         let residual = update.residual.cloned();
         let (exp_avg, exp_avg_sq) = (update.exp_avg.clone(), update.exp_avg_sq.clone());
         let (grad, grad_dtype, scalars) = (update.grad.clone(), update.grad_dtype, update.scalars);
+        let (format, first) = (update.state, update.first);
         self.queue(&mut state, stream, numel * 26, move |memory| {
             let mut planes = Planes {
                 weights: memory.bytes(&weights).to_vec(),
@@ -439,7 +440,7 @@ impl Device for SimDevice {
                 exp_avg: memory.bytes(&exp_avg).to_vec(),
                 exp_avg_sq: memory.bytes(&exp_avg_sq).to_vec(),
             };
-            planes.update(memory.bytes(&grad), grad_dtype, &scalars);
+            planes.update(memory.bytes(&grad), grad_dtype, format, &scalars, first);
             memory.bytes_mut(&weights).copy_from_slice(&planes.weights);
             if let (Some(residual), Some(values)) = (&residual, &planes.residual) {
                 memory.bytes_mut(residual).copy_from_slice(values);

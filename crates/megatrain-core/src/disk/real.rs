@@ -49,21 +49,9 @@ impl Disk for RealDisk {
         named("create folder", path, std::fs::create_dir(path))
     }
 
-    fn rename(&self, from: &Path, to: &Path) -> DiskResult<()> {
-        named("rename", from, std::fs::rename(from, to))
-    }
-
     fn remove(&self, path: &Path) -> DiskResult<()> {
         let folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
         named("remove", path, if folder { std::fs::remove_dir(path) } else { std::fs::remove_file(path) })
-    }
-
-    fn sync_folder(&self, path: &Path) -> DiskResult<()> {
-        match File::open(path).and_then(|folder| folder.sync_all()) {
-            // Some network file systems cannot, and need not.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTSUP)) => Ok(()),
-            other => named("sync folder", path, other),
-        }
     }
 
     #[allow(clippy::unnecessary_cast, reason = "the fields differ between systems")]

@@ -86,10 +86,12 @@ struct FolderNode {
     durable: BTreeMap<OsString, usize>,
 }
 
-/// One call's changes of a folder, which a power cut leaves all or none of.
+/// One call's change of a folder, which a power cut leaves or not.
 struct Change {
     folder: usize,
-    entries: Vec<(OsString, Option<usize>)>,
+    name: OsString,
+    /// What the name stands for; `None` where it was removed.
+    node: Option<usize>,
 }
 
 impl Edit {
@@ -161,10 +163,11 @@ impl State {
         }
     }
 
-    fn change(&mut self, folder: usize, entries: Vec<(OsString, Option<usize>)>) {
-        let Node::Folder(node) = &mut self.nodes[folder] else { unreachable!("parent() gives folders") };
-        set_entries(&mut node.live, &entries);
-        self.changes.push(Change { folder, entries });
+    fn change(&mut self, folder: usize, name: OsString, node: Option<usize>) {
+        let Node::Folder(changed) = &mut self.nodes[folder] else { unreachable!("parent() gives folders") };
+        let change = Change { folder, name, node };
+        change.apply(&mut changed.live);
+        self.changes.push(change);
     }
 
     fn make(&mut self, call: &'static str, path: &Path, node: Node) -> DiskResult<usize> {
@@ -174,7 +177,7 @@ impl State {
         }
         self.nodes.push(node);
         let made = self.nodes.len() - 1;
-        self.change(folder, vec![(name, Some(made))]);
+        self.change(folder, name, Some(made));
         Ok(made)
     }
 
@@ -207,11 +210,11 @@ impl State {
     }
 }
 
-fn set_entries(folder: &mut BTreeMap<OsString, usize>, entries: &[(OsString, Option<usize>)]) {
-    for (name, node) in entries {
-        match node {
-            Some(node) => folder.insert(name.clone(), *node),
-            None => folder.remove(name),
+impl Change {
+    fn apply(&self, entries: &mut BTreeMap<OsString, usize>) {
+        match self.node {
+            Some(node) => entries.insert(self.name.clone(), node),
+            None => entries.remove(&self.name),
         };
     }
 }
@@ -250,6 +253,26 @@ impl SimDisk {
         (state.faults, state.cut) = (faults, false);
         state.calls.clear();
     }
+
+    /// Waits until all changes of a folder's entries are on the disk: the part of a save that is its caller's.
+    ///
+    /// # Errors
+    /// [`DiskError`].
+    pub fn sync_folder(&self, path: &Path) -> DiskResult<()> {
+        let mut state = self.lock();
+        if state.enter("sync folder", path)? == Some(FaultKind::LeftOut) {
+            return Ok(());
+        }
+        let found = state.find(path);
+        match found.map(|node| (node, &mut state.nodes[node])) {
+            Some((node, Node::Folder(folder))) => {
+                folder.durable = folder.live.clone();
+                state.changes.retain(|change| change.folder != node);
+                Ok(())
+            }
+            _ => Err(error("sync folder", path, libc::ENOTDIR)),
+        }
+    }
 }
 
 impl Disk for SimDisk {
@@ -278,32 +301,6 @@ impl Disk for SimDisk {
         state.make("create folder", path, Node::Folder(FolderNode::default())).map(drop)
     }
 
-    fn rename(&self, from: &Path, to: &Path) -> DiskResult<()> {
-        let mut state = self.lock();
-        if state.enter("rename", from)? == Some(FaultKind::LeftOut) {
-            return Ok(());
-        }
-        let (folder, old) = state.parent("rename", from)?;
-        let (target, new) = state.parent("rename", to)?;
-        let Some(node) = state.find(from) else { return Err(error("rename", from, libc::ENOENT)) };
-        if folder != target {
-            // Which of the two folders' changes survives would be a state of its own; nothing here needs it.
-            return Err(error("rename", from, libc::EXDEV));
-        }
-        if let Some(there) = state.find(to) {
-            let replaceable = match (state.folder(node), state.folder(there)) {
-                (None, None) => true,
-                (Some(_), Some(_)) => state.is_empty_folder(there),
-                _ => false,
-            };
-            if !replaceable {
-                return Err(error("rename", to, libc::ENOTEMPTY));
-            }
-        }
-        state.change(folder, vec![(old, None), (new, Some(node))]);
-        Ok(())
-    }
-
     fn remove(&self, path: &Path) -> DiskResult<()> {
         let mut state = self.lock();
         if state.enter("remove", path)? == Some(FaultKind::LeftOut) {
@@ -316,25 +313,9 @@ impl Disk for SimDisk {
                 Err(error("remove", path, libc::ENOTEMPTY))
             }
             Some(_) => {
-                state.change(folder, vec![(name, None)]);
+                state.change(folder, name, None);
                 Ok(())
             }
-        }
-    }
-
-    fn sync_folder(&self, path: &Path) -> DiskResult<()> {
-        let mut state = self.lock();
-        if state.enter("sync folder", path)? == Some(FaultKind::LeftOut) {
-            return Ok(());
-        }
-        let found = state.find(path);
-        match found.map(|node| (node, &mut state.nodes[node])) {
-            Some((node, Node::Folder(folder))) => {
-                folder.durable = folder.live.clone();
-                state.changes.retain(|change| change.folder != node);
-                Ok(())
-            }
-            _ => Err(error("sync folder", path, libc::ENOTDIR)),
         }
     }
 

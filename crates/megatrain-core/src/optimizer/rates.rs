@@ -2,29 +2,32 @@
 use super::{Pool, TensorUpdate, divide};
 use crate::adamw::AdamwScalars;
 use crate::error::Result;
-use crate::layout::{Dtype, TENSOR_ALIGN};
+use crate::layout::{Dtype, Moments, Precision, StateFormat, TENSOR_ALIGN};
 use crate::store::arena::{Arena, ArenaOptions};
 
-/// Bytes that an update of a split master by a bf16 gradient moves a parameter: 14 read, 12 written.
-pub const UPDATE_BYTES: u64 = 26;
-/// Bytes of its planes a parameter, gradient included.
-const PLANE_BYTES: u64 = 14;
-
-/// An update of `numel` parameters in memory of its own. Of every 1,000 elements the first `cold_per_mille` see no
-/// gradient and have moments about to leave the range of normal numbers.
+/// An update of `numel` parameters, bf16 gradients and a split master, in memory of its own. Of every 1,000 elements the first `cold_per_mille` see no
+/// gradient and, where moments are fp32, have moments about to leave the range of normal numbers; others start at zero.
 ///
 /// # Errors
 /// [`crate::Error::HostMemory`] when the system refuses the memory, [`crate::Error::Worker`] when a thread fails.
-pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpdate> {
+pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64, state: StateFormat) -> Result<TensorUpdate> {
     let padded = numel.checked_next_multiple_of(TENSOR_ALIGN).unwrap_or(u64::MAX);
-    let mut arena =
-        Arena::new(padded.saturating_mul(PLANE_BYTES), ArenaOptions { huge_pages: true, pool: Some(pool) })?;
+    let low = state.residual_size(Precision::Bf16);
+    let each = padded.saturating_mul(4 + low).saturating_add(2 * state.moments.bytes(padded));
+    // Each plane begins on a line of its own.
+    let mut arena = Arena::new(each.saturating_add(5 * 256), ArenaOptions { huge_pages: true, pool: Some(pool) })?;
+    let mut plane = |bytes: u64| {
+        let bytes = usize::try_from(bytes).map_err(|_| crate::Error::AddressSpace { bytes })?;
+        arena.carve(bytes as u64, 256)
+    };
     let update = TensorUpdate {
-        exp_avg: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),
-        exp_avg_sq: arena.carve(padded * 4, 256)?.slice(0, byte_len(numel, 4)),
-        weights: arena.carve(padded * 2, 256)?.slice(0, byte_len(numel, 2)),
-        residual: Some(arena.carve(padded * 2, 256)?.slice(0, byte_len(numel, 2))),
-        grad: arena.carve(padded * 2, 256)?.slice(0, byte_len(numel, 2)),
+        exp_avg: plane(state.moments.bytes(numel))?,
+        exp_avg_sq: plane(state.moments.bytes(numel))?,
+        state,
+        first: 0,
+        weights: plane(numel * 2)?,
+        residual: Some(plane(numel * low)?),
+        grad: plane(numel * 2)?,
         grad_dtype: Dtype::Bf16,
         numel,
         scalars: AdamwScalars::new(1e-4, (0.9, 0.999), 1e-8, 0.01, 10, 1.0)?,
@@ -37,6 +40,9 @@ pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpda
         for (i, g) in update.grad.elements_mut::<u16>(s.start, s.len).iter_mut().enumerate() {
             *g = if cold(i) { 0 } else { 0x3a00 + (i % 127) as u16 };
         }
+        if state.moments != Moments::Fp32 {
+            return;
+        }
         for (i, m) in update.exp_avg.elements_mut::<f32>(s.start, s.len).iter_mut().enumerate() {
             *m = if cold(i) { f32::MIN_POSITIVE } else { 1e-3 };
         }
@@ -45,10 +51,6 @@ pub fn sample(pool: &Pool, numel: u64, cold_per_mille: u64) -> Result<TensorUpda
         }
     })?;
     Ok(update)
-}
-
-fn byte_len(numel: u64, size: u64) -> usize {
-    usize::try_from(numel * size).expect("an arena of that size was made")
 }
 
 #[cfg(test)]
@@ -61,7 +63,7 @@ mod tests {
     #[test]
     fn cold_elements_see_no_gradient_and_their_moments_settle_at_zero() {
         let pool = Pool::new(Some(2), &Affinity::Free).unwrap();
-        let updates = [sample(&pool, 5000, 900).unwrap()];
+        let updates = [sample(&pool, 5000, 900, StateFormat::default()).unwrap()];
         Adamw::new(Isa::best()).update(&pool, &updates).unwrap();
         let moments = updates[0].exp_avg.elements::<f32>(0, 5000).to_vec();
         assert_eq!(moments.iter().filter(|&&m| m == 0.0).count(), 4500);

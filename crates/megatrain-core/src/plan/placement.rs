@@ -211,16 +211,17 @@ impl Placement {
 
     /// Bytes copied for one part of a device update: to the device, with its gradient, and back.
     pub(crate) fn device_update_bytes(&self, unit: usize, part: usize) -> (u64, u64) {
-        let (elements, precision) = (&self.device_update_parts[unit][part], self.layouts[unit].precision);
-        let state = precision.dtype().size() + if precision == Precision::Bf16 { 10 } else { 8 };
+        let (elements, layout) = (&self.device_update_parts[unit][part], &self.layouts[unit]);
         let count = elements.end - elements.start;
-        (count * (state + self.grad_precision.dtype().size()), count * state)
+        let weights = count * (layout.precision.dtype().size() + layout.residual_size());
+        let state = weights + 2 * layout.state.moments.bytes(count);
+        (state + count * self.grad_precision.dtype().size(), state)
     }
 
     /// Bytes of one part of a unit's state on disk.
     pub(crate) fn disk_bytes(&self, unit: usize, part: usize) -> u64 {
         let elements = &self.disk_parts[unit][part];
-        (elements.end - elements.start) * state_bytes(self.layouts[unit].precision)
+        state_bytes(&self.layouts[unit], elements.end - elements.start)
     }
 
     /// Bytes of a unit's gradient as it is sent.

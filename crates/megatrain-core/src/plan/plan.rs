@@ -63,6 +63,13 @@ impl UnitPlan {
     pub fn needs_device_update(&self) -> bool {
         self.state == State::Host && self.update == Place::Device
     }
+
+    /// Whether every step finds what a layer computes with where the step before did: its weights stay on the device, and
+    /// nothing that it saves goes to the host.
+    #[must_use]
+    pub fn can_be_captured(&self) -> bool {
+        self.state == State::Device && self.activation != Activation::Offload && self.input == Place::Device
+    }
 }
 
 /// Bytes by tier.
@@ -119,6 +126,9 @@ pub struct Plan {
     pub group: u32,
     /// Micro-batches of a step, at most.
     pub micro_batches: u32,
+    /// Whether layers whose weights stay on the device are captured once and replayed.
+    #[serde(default)]
+    pub graphs: bool,
     /// Every line of the sum.
     pub items: Vec<Item>,
     /// The sums.

@@ -4,22 +4,21 @@
 //! for backward. One: activations of a single micro-batch wait, so that they can be kept, and weights either cross the
 //! link for each micro-batch or stay on the device, where gradients are summed too. Groups are of equal size and in
 //! order, so gradients are summed in the same order whatever the size.
-use std::cmp::Ordering;
-
 use super::search;
 use crate::error::{Error, Result};
 use crate::estimate::expected_step_s;
-use crate::plan::{DeviceKind, Plan, Request};
+use crate::plan::{DeviceKind, Plan, Request, State, UnitPlan};
 
-/// A smaller group must shorten the step by this factor.
-const WORTH_SMALLER: f64 = 1.0005;
+/// Step times that differ by less than this factor are alike.
+const ALIKE: f64 = 1.0005;
 
-/// The fastest plan over the group sizes, of those that fit; fewer bytes of state on disk come before speed.
+/// The fastest plan over the group sizes, of those that fit; fewer bytes of state on disk come before speed. Of plans that
+/// take as long, the one that leaves least to the host and the link, and then the one with the larger group.
 ///
 /// # Errors
 /// As for [`search::fastest`], of all micro-batches in one group.
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
-    let mut best: Option<(Plan, f64)> = None;
+    let mut found: Vec<(Plan, f64)> = Vec::new();
     let mut refusal = None;
     for group in sizes(request) {
         let mut asked = request.clone();
@@ -33,16 +32,20 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
             Err(error) => return Err(error),
         };
         let seconds = expected_step_s(&asked, &plan)?;
-        let better = best.as_ref().is_none_or(|(other, least)| match plan.totals.disk.cmp(&other.totals.disk) {
-            Ordering::Less => true,
-            Ordering::Equal => seconds * WORTH_SMALLER < *least,
-            Ordering::Greater => false,
-        });
-        if better {
-            best = Some((plan, seconds));
-        }
+        found.push((plan, seconds));
     }
-    best.map(|(plan, _)| plan).ok_or_else(|| refusal.expect("each size is planned or refused"))
+    let fewest = found.iter().map(|(plan, _)| plan.totals.disk).min().unwrap_or(0);
+    found.retain(|(plan, _)| plan.totals.disk == fewest);
+    let least = found.iter().map(|found| found.1).fold(f64::INFINITY, f64::min);
+    found.retain(|found| found.1 < least * ALIKE);
+    let best = found.into_iter().map(|(plan, _)| plan).min_by_key(elsewhere);
+    best.ok_or_else(|| refusal.expect("each size is planned or refused"))
+}
+
+/// Units whose state is not on the device, and those of them that are updated there.
+fn elsewhere(plan: &Plan) -> (usize, usize) {
+    let count = |what: fn(&UnitPlan) -> bool| plan.units.iter().filter(|unit| what(unit)).count();
+    (count(|unit| unit.state != State::Device), count(UnitPlan::needs_device_update))
 }
 
 /// The sizes that are compared, as they are asked for. Sums over several passes, and a loss term over the whole step,

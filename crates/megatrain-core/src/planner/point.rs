@@ -77,6 +77,7 @@ impl Point {
             disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
             group: request.requests.group.unwrap_or(request.micro_batches),
             micro_batches: request.micro_batches,
+            graphs: false,
             items: Vec::new(),
             totals: Totals::default(),
             estimate: Forecast::default(),

@@ -4,7 +4,7 @@
 //! [`crate::planner`].
 use super::point::{DISK_BUFFERS, Point, disk_order, hosted_layers};
 use crate::error::Result;
-use crate::estimate::{allowance, simulated_micro_batches, update_bytes};
+use crate::estimate::{allowance, simulated_micro_batches};
 use crate::plan::{
     Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, TRANSFER_WINDOW, UnitPlan,
     UnitRequest, UpdateMode, disk_cuts, staged_bytes, staged_on_host, torch_lines,
@@ -155,11 +155,11 @@ impl<'a> Space<'a> {
         let mut found = vec![sums];
         for unit in disk_order(self.request, state) {
             let layout = &layouts[unit];
-            let each = state_bytes(layout.precision);
-            let part = disk_cuts(self.request, layout).iter().map(|part| part.end - part.start).max().unwrap_or(0);
-            largest = largest.max(each.saturating_mul(part));
+            let parts = disk_cuts(self.request, layout);
+            let bytes = || parts.iter().map(|part| state_bytes(layout, part.end - part.start));
+            largest = largest.max(bytes().max().unwrap_or(0));
             sums.units += 1;
-            sums.disk = sums.disk.saturating_add(each.saturating_mul(layout.elements));
+            sums.disk = sums.disk.saturating_add(bytes().sum());
             sums.freed = sums.freed.saturating_add(total([layout.residual_bytes(), 2 * layout.moment_bytes()]));
             sums.buffers = u64::from(DISK_BUFFERS).saturating_mul(largest).saturating_add(window);
             let seconds = |gbs: f64| sums.disk as f64 / (gbs * 1e9);
@@ -382,7 +382,7 @@ impl<'a> Space<'a> {
         let again = f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
         let upload = upload_s(loaded + again + crossing) + fetch;
         let download = download_s(base.offloaded as f64 + crossing);
-        let update_bytes = update_bytes(request.precision) as f64;
+        let update_bytes = request.state.update_bytes(request.precision);
         let on_device = update_bytes * base.on_device as f64 / (rates.hbm_gbs * 1e9) + both * download_s(written);
 
         let immediate = request.update == UpdateMode::Immediate;

@@ -4,7 +4,7 @@ use std::str::FromStr;
 use crate::adamw::kernels;
 use crate::error::{Error, Result};
 use crate::host::span::{HostSpan, Plain};
-use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
+use crate::layout::{Dtype, Master, Precision, Role, TensorLayout, UnitLayout};
 
 /// Elements converted at a time, so that intermediate values stay in the first-level cache.
 const BLOCK: usize = 2048;
@@ -55,7 +55,7 @@ impl FromStr for Plane {
 pub struct UnitPlanes {
     /// What is sent to the device: see `layout.rs`.
     pub image: HostSpan,
-    /// Low halves of the master; `None` under fp32.
+    /// What the master has beside its upper half; `None` under fp32.
     pub residual: Option<HostSpan>,
     /// First moments.
     pub exp_avg: HostSpan,
@@ -82,8 +82,9 @@ impl UnitPlanes {
     }
 
     /// Writes elements of a tensor from `start` on. `Master` takes bf16, fp16, fp32 and fp64 and converts; the other
-    /// planes take their own dtype (of the trainable plane the precision's, of a frozen tensor its own, `I16` for the
-    /// residual, fp32 for moments) and keep it bit for bit. Nothing is written when the values are refused.
+    /// planes take their own dtype (of the trainable plane the precision's, of a frozen tensor its own, of the residual and
+    /// the moments that of the unit's state) and keep it bit for bit; 8-bit moments are counted in bytes of their groups.
+    /// A master of 24 bits takes the nearest. Nothing is written when the values are refused.
     ///
     /// # Errors
     /// [`Error`], naming the tensor, for a plane that it does not have, a wrong dtype, a range that leaves it,
@@ -98,9 +99,9 @@ impl UnitPlanes {
         source: &[u8],
     ) -> Result<()> {
         let tensor = find(layout, tensor)?;
-        let len = elements_in(tensor, start, source.len(), dtype)?;
         if plane == Plane::Master {
             trainable(tensor, plane)?;
+            elements_in(tensor, start, source.len(), dtype, tensor.spec.numel())?;
             if !matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F64) {
                 return Err(wrong_dtype(tensor, plane, "bf16, f16, f32 or f64", dtype));
             }
@@ -110,12 +111,13 @@ impl UnitPlanes {
         }
         let (span, own) = self.raw(layout, tensor, plane)?;
         check_stored(tensor, plane, own, start, dtype, source)?;
+        let len = elements_in(tensor, start, source.len(), own, span.len() as u64 / own.size())?;
         slice(&span, start * own.size(), len * own.size()).copy_from(source);
         Ok(())
     }
 
-    /// Reads elements of a tensor from `start` on, as many as `out` holds: fp32 for `Master` and moments, otherwise the
-    /// plane's own dtype.
+    /// Reads elements of a tensor from `start` on, as many as `out` holds: fp32 for `Master`, otherwise as the plane is
+    /// stored (8-bit moments in bytes of their groups).
     ///
     /// # Errors
     /// [`Error`], naming the tensor, for a plane that it does not have or a range that leaves it.
@@ -123,18 +125,24 @@ impl UnitPlanes {
         let tensor = find(layout, tensor)?;
         if plane == Plane::Master {
             trainable(tensor, plane)?;
-            let len = elements_in(tensor, start, out.len(), Dtype::F32)?;
+            let len = elements_in(tensor, start, out.len(), Dtype::F32, tensor.spec.numel())?;
             let first = tensor.element + start;
             let Some(residual) = &self.residual else {
                 slice(&self.image, first * 4, len * 4).copy_to(out);
                 return Ok(());
             };
             let hi = self.image.elements::<u16>(first, len);
-            let lo = residual.elements::<u16>(first, len);
             let mut values = [0f32; BLOCK];
-            for ((hi, lo), out) in hi.chunks(BLOCK).zip(lo.chunks(BLOCK)).zip(out.chunks_mut(BLOCK * 4)) {
+            for ((hi, start), out) in hi.chunks(BLOCK).zip((first..).step_by(BLOCK)).zip(out.chunks_mut(BLOCK * 4)) {
                 let values = &mut values[..hi.len()];
-                kernels::join_master(hi, lo, values);
+                match layout.state.master {
+                    Master::Bits32 => {
+                        kernels::join_master(hi, &residual.elements::<u16>(start, hi.len() as u64), values);
+                    }
+                    Master::Bits24 => {
+                        kernels::join_master_24(hi, &residual.elements::<u8>(start, hi.len() as u64), values);
+                    }
+                }
                 for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
                     *out = value.to_ne_bytes();
                 }
@@ -142,7 +150,7 @@ impl UnitPlanes {
             return Ok(());
         }
         let (span, own) = self.raw(layout, tensor, plane)?;
-        let len = elements_in(tensor, start, out.len(), own)?;
+        let len = elements_in(tensor, start, out.len(), own, span.len() as u64 / own.size())?;
         slice(&span, start * own.size(), len * own.size()).copy_to(out);
         Ok(())
     }
@@ -151,6 +159,8 @@ impl UnitPlanes {
     fn raw(&self, layout: &UnitLayout, tensor: &TensorLayout, plane: Plane) -> Result<(HostSpan, Dtype)> {
         let numel = tensor.spec.numel();
         let in_plane = |span: &HostSpan, size: u64| slice(span, tensor.element * size, numel * size);
+        let stored = layout.state.moments;
+        let moments = |span: &HostSpan| slice(span, stored.bytes(tensor.element), stored.bytes(numel));
         if plane == Plane::Weights {
             let dtype = match tensor.spec.role {
                 Role::Trainable => layout.precision.dtype(),
@@ -163,10 +173,10 @@ impl UnitPlanes {
             Plane::Residual => {
                 let none = || Error::NoResidual { tensor: tensor.spec.name.clone() };
                 let residual = self.residual.as_ref().ok_or_else(none)?;
-                Ok((in_plane(residual, 2), Dtype::I16))
+                Ok((in_plane(residual, layout.residual_size()), layout.state.residual_dtype()))
             }
-            Plane::ExpAvg => Ok((in_plane(&self.exp_avg, 4), Dtype::F32)),
-            Plane::ExpAvgSq => Ok((in_plane(&self.exp_avg_sq, 4), Dtype::F32)),
+            Plane::ExpAvg => Ok((moments(&self.exp_avg), stored.dtype())),
+            Plane::ExpAvgSq => Ok((moments(&self.exp_avg_sq), stored.dtype())),
             Plane::Master | Plane::Weights => unreachable!("both are dealt with before"),
         }
     }
@@ -179,8 +189,14 @@ impl UnitPlanes {
             match (&self.residual, layout.precision) {
                 (Some(residual), Precision::Bf16) => {
                     let mut hi = self.image.elements_mut::<u16>(at, len);
-                    let mut lo = residual.elements_mut::<u16>(at, len);
-                    kernels::split_master(values, &mut hi, &mut lo);
+                    match layout.state.master {
+                        Master::Bits32 => {
+                            kernels::split_master(values, &mut hi, &mut residual.elements_mut::<u16>(at, len));
+                        }
+                        Master::Bits24 => {
+                            kernels::split_master_24(values, &mut hi, &mut residual.elements_mut::<u8>(at, len));
+                        }
+                    }
                 }
                 _ => self.image.elements_mut::<f32>(at, len).copy_from_slice(values),
             }
@@ -214,9 +230,9 @@ fn wrong_dtype(tensor: &TensorLayout, plane: Plane, wanted: &'static str, got: D
     Error::WrongDtype { what, expected: wanted, got: got.name() }
 }
 
-/// How many whole elements `bytes` are, all of them inside the tensor.
-fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
-    let (bytes, size, numel) = (bytes as u64, dtype.size(), tensor.spec.numel());
+/// How many whole elements `bytes` are, all of them among the `numel` that the tensor has in the plane.
+pub(crate) fn elements_in(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype, numel: u64) -> Result<u64> {
+    let (bytes, size) = (bytes as u64, dtype.size());
     if !bytes.is_multiple_of(size) {
         let tensor = tensor.spec.name.clone();
         return Err(Error::PartialElement { tensor, bytes: bytes as usize, dtype: dtype.name() });
@@ -243,7 +259,8 @@ pub(crate) fn check_stored(
     if own != dtype {
         return Err(wrong_dtype(tensor, plane, own.name(), dtype));
     }
-    if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) {
+    // Whatever the bytes of 8-bit moments, they are numbers.
+    if matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq) && dtype != Dtype::U8 {
         check_finite(tensor, plane, start, dtype, source)?;
     }
     Ok(())

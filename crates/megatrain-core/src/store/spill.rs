@@ -1,7 +1,7 @@
 //! State whose home is a disk: residuals and moments in files of checksummed blocks.
 //!
 //! A unit's state is cut into parts, each of which is read, updated and written as a whole while a step runs. A part is one
-//! extent: its residual (none under fp32), first moments, second moments, one after the other. Extents consist of blocks of at
+//! extent: its residual (none under fp32), first moments, second moments, one after the other, each beginning on a page. Extents consist of blocks of at
 //! most [`BLOCK_BYTES`], dealt to the files in turn, so that several drives work at once. Of each block a CRC32 is kept in
 //! memory: the files are scratch, so that it need not outlive them, and a disk that returns other bytes than it was given is
 //! noticed before they are used.
@@ -95,32 +95,35 @@ pub struct Spill {
     units: Vec<Option<SpilledUnit>>,
 }
 
-/// Bytes of state an element: residual, then moments.
-const fn planes(precision: Precision) -> [(Plane, u64); 3] {
-    let residual = match precision {
-        Precision::Bf16 => 2,
-        Precision::Fp32 => 0,
-    };
-    [(Plane::Residual, residual), (Plane::ExpAvg, 4), (Plane::ExpAvgSq, 4)]
+/// The planes of a part of so many elements, one after the other, each beginning on a page: residual, then moments.
+fn planes(layout: &UnitLayout, elements: u64) -> [(Plane, Range<u64>); 3] {
+    let mut end = 0u64;
+    [Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq].map(|plane| {
+        let start = end.next_multiple_of(PAGE as u64);
+        end = start + plane_bytes(layout, plane, elements);
+        (plane, start..end)
+    })
 }
 
-/// Bytes of state an element.
-#[must_use]
-pub const fn state_bytes(precision: Precision) -> u64 {
-    let [residual, exp_avg, exp_avg_sq] = planes(precision);
-    residual.1 + exp_avg.1 + exp_avg_sq.1
-}
-
-/// Bytes of the planes of a part before `plane`, and bytes of one of its elements.
-fn plane_offset(precision: Precision, elements: u64, plane: Plane) -> (u64, u64) {
-    let mut before = 0;
-    for (other, size) in planes(precision) {
-        if other == plane {
-            return (before, size);
-        }
-        before += elements * size;
+/// Bytes of the first `elements` elements of a plane.
+fn plane_bytes(layout: &UnitLayout, plane: Plane, elements: u64) -> u64 {
+    match plane {
+        Plane::Residual => elements * layout.residual_size(),
+        _ => layout.state.moments.bytes(elements),
     }
-    unreachable!("{} is not on disk", plane.name())
+}
+
+/// Bytes on disk of the state of a part of so many elements.
+#[must_use]
+pub fn state_bytes(layout: &UnitLayout, elements: u64) -> u64 {
+    let [.., (_, last)] = planes(layout, elements);
+    last.end.next_multiple_of(PAGE as u64)
+}
+
+/// The place of a plane in a part.
+fn plane_range(layout: &UnitLayout, elements: u64, plane: Plane) -> Range<u64> {
+    let found = planes(layout, elements).into_iter().find(|(other, _)| *other == plane);
+    found.unwrap_or_else(|| unreachable!("{} is not on disk", plane.name())).1
 }
 
 /// A part's state in memory.
@@ -149,8 +152,8 @@ impl Spill {
             ends[file] += len as u64;
             Block { file, offset, len, sum: AtomicU32::new(zeros(len)) }
         };
-        let mut part = |elements: &Range<u64>, precision: Precision| {
-            let bytes = usize::try_from((elements.end - elements.start) * state_bytes(precision))
+        let mut part = |elements: &Range<u64>, layout: &UnitLayout| {
+            let bytes = usize::try_from(state_bytes(layout, elements.end - elements.start))
                 .map_err(|_| Error::AddressSpace { bytes: u64::MAX })?;
             debug_assert!(bytes.is_multiple_of(PAGE), "a part has whole pages of every plane");
             let starts = (0..bytes).step_by(BLOCK_BYTES);
@@ -158,7 +161,7 @@ impl Spill {
             Ok(Part { elements: elements.clone(), blocks })
         };
         let unit = |(layout, parts): (&UnitLayout, &Vec<Range<u64>>)| {
-            let parts = parts.iter().map(|elements| part(elements, layout.precision)).collect::<Result<Vec<_>>>()?;
+            let parts = parts.iter().map(|elements| part(elements, layout)).collect::<Result<Vec<_>>>()?;
             Ok((!parts.is_empty()).then(|| SpilledUnit { layout: layout.clone(), parts }))
         };
         let units = layouts.iter().zip(parts).map(unit).collect::<Result<_>>()?;
@@ -191,8 +194,8 @@ impl Spill {
         let SpilledUnit { layout, parts } = self.unit(unit);
         let len = parts[part].elements.end - parts[part].elements.start;
         let at = |plane| {
-            let (start, size) = plane_offset(layout.precision, len, plane);
-            crate::store::slice(buffer, start, len * size)
+            let range = plane_range(layout, len, plane);
+            crate::store::slice(buffer, range.start, range.end - range.start)
         };
         PartPlanes {
             residual: (layout.precision == Precision::Bf16).then(|| at(Plane::Residual)),
@@ -270,12 +273,13 @@ impl Spill {
         let start = (block * BLOCK_BYTES) as u64;
         let end = start + blocks[block].len as u64;
         let mut named: Vec<String> = Vec::new();
-        for (plane, size) in planes(layout.precision).into_iter().filter(|(_, size)| *size > 0) {
-            let (first, _) = plane_offset(layout.precision, len, plane);
-            let within = |byte: u64| elements.start + byte.saturating_sub(first).div_ceil(size).min(len);
-            let (from, to) = (within(start), within(end));
+        for (plane, place) in planes(layout, len) {
+            let bytes = |element: u64| plane_bytes(layout, plane, element - elements.start);
             let held = |t: &&crate::layout::TensorLayout| {
-                t.spec.role == Role::Trainable && t.element < to && from < t.element + t.spec.numel()
+                let first = t.element.clamp(elements.start, elements.end);
+                let past = (t.element + t.spec.numel()).clamp(elements.start, elements.end);
+                let (from, to) = (place.start + bytes(first), place.start + bytes(past));
+                t.spec.role == Role::Trainable && from < to && from < end && start < to
             };
             named.extend(layout.tensors.iter().filter(held).map(|t| format!("{} of {}", plane.name(), t.spec.name)));
         }
@@ -286,7 +290,7 @@ impl Spill {
         }
     }
 
-    /// Reads elements of a plane from `start` on, as many as `out` holds, through `bounce` (at least one block).
+    /// Reads bytes of a unit's plane from byte `start` on, as many as `out` holds, through `bounce` (at least one block).
     ///
     /// # Errors
     /// As for [`Spill::transfer`].
@@ -298,7 +302,7 @@ impl Spill {
         })
     }
 
-    /// Overwrites elements of a plane from `start` on.
+    /// Overwrites bytes of a unit's plane from byte `start` on.
     ///
     /// # Errors
     /// As for [`Spill::transfer`]. Blocks before the one that failed have been written.
@@ -314,7 +318,7 @@ impl Spill {
         })
     }
 
-    /// Divides bytes of a plane from element `start` on into ranges of blocks that `bounce` holds: `work` is given the part,
+    /// Divides bytes of a plane from byte `start` on into ranges of blocks that `bounce` holds: `work` is given the part,
     /// the blocks, which of their bytes are meant, and which of the caller's these are.
     fn ranges(
         &self,
@@ -331,10 +335,11 @@ impl Spill {
         let inside_of = |bytes: u64| usize::try_from(bytes).expect("inside a part, whose bytes fit the address space");
         let mut done = 0;
         for (index, part) in parts.iter().enumerate() {
-            let (first, size) = plane_offset(layout.precision, part.elements.end - part.elements.start, plane);
-            let of_plane = part.elements.start * size..part.elements.end * size;
-            while done < bytes && of_plane.contains(&(start * size + done as u64)) {
-                let from = start * size + done as u64;
+            let first = plane_range(layout, part.elements.end - part.elements.start, plane).start;
+            let of_plane =
+                plane_bytes(layout, plane, part.elements.start)..plane_bytes(layout, plane, part.elements.end);
+            while done < bytes && of_plane.contains(&(start + done as u64)) {
+                let from = start + done as u64;
                 let at = inside_of(first + from - of_plane.start);
                 let left = inside_of(of_plane.end - from).min(bytes - done);
                 let block = at / BLOCK_BYTES;

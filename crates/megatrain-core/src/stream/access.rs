@@ -5,6 +5,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use super::Engine;
+use super::disk_update::{is_stored, stored_offset};
 use super::state::Shared;
 use crate::adamw::kernels;
 use crate::device::{DeviceMemory, Stream};
@@ -12,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::layout::{Dtype, Precision, Role, TensorLayout, UnitLayout};
 use crate::plan::DeviceRange;
-use crate::store::{Plane, UnitPlanes};
+use crate::store::{Plane, UnitPlanes, check_stored, elements_in};
 
 /// A plane of a tensor's state, or its gradient of the last training pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,14 +46,24 @@ impl Engine {
         let _shared = self.callers(unit)?.read().unwrap_or_else(PoisonError::into_inner);
         match plane {
             PlaneName::Gradient => self.shared.read_gradient(unit, tensor, start, out),
-            PlaneName::State(plane) if self.shared.on_device(unit) => {
+            PlaneName::State(plane) if self.shared.on_device(unit) && !is_stored(plane) => {
                 let (dtype, _) = self.shared.plane_of(unit, tensor, plane)?;
                 self.shared.through_window(unit, tensor, start, out.len(), dtype, |w| {
                     w.copy_out()?;
                     w.planes.read(&w.layout, 0, plane, 0, &mut out[w.bytes.clone()])
                 })
             }
-            PlaneName::State(plane) => self.shared.read_stored(unit, tensor, plane, start, out),
+            PlaneName::State(plane) => {
+                if self.shared.on_device(unit) {
+                    let (dtype, held) = self.shared.plane_of(unit, tensor, plane)?;
+                    elements_in(self.shared.find(unit, tensor)?.1, start, out.len(), dtype, held)?;
+                    drop(self.shared.enter()?);
+                    return self
+                        .shared
+                        .guard(unit, "read", || self.shared.read_stored(unit, tensor, plane, start, out));
+                }
+                self.shared.read_stored(unit, tensor, plane, start, out)
+            }
         }
     }
 
@@ -86,6 +97,9 @@ impl Engine {
                 return self.shared.write_to_disk(unit, tensor, plane, start, dtype, source);
             }
             return self.shared.memory.store.write(unit, tensor, plane, start, dtype, source);
+        }
+        if is_stored(plane) {
+            return self.shared.write_on_device(unit, tensor, plane, start, dtype, source);
         }
         self.shared.through_window(unit, tensor, start, source.len(), dtype, |w| {
             w.copy_out()?;
@@ -171,7 +185,7 @@ impl Shared {
         Ok(self.on_disk(unit) && found.spec.role == Role::Trainable)
     }
 
-    /// The dtype in which a plane of a tensor is read, and its elements.
+    /// The dtype in which a plane of a tensor is read, and how many values of it there are.
     pub(super) fn plane_of(&self, unit: usize, tensor: usize, plane: Plane) -> Result<(Dtype, u64)> {
         let (layout, tensor) = self.find(unit, tensor)?;
         let (name, frozen) = (&tensor.spec.name, tensor.spec.role == Role::Frozen);
@@ -185,10 +199,13 @@ impl Shared {
             Plane::Residual if layout.precision == Precision::Fp32 => {
                 return Err(Error::NoResidual { tensor: name.clone() });
             }
-            Plane::Residual => Dtype::I16,
-            Plane::Master | Plane::ExpAvg | Plane::ExpAvgSq => Dtype::F32,
+            Plane::Residual => layout.state.residual_dtype(),
+            Plane::Master => Dtype::F32,
+            Plane::ExpAvg | Plane::ExpAvgSq => layout.state.moments.dtype(),
         };
-        Ok((dtype, tensor.spec.numel()))
+        let numel = tensor.spec.numel();
+        let moments = matches!(plane, Plane::ExpAvg | Plane::ExpAvgSq);
+        Ok((dtype, if moments { layout.state.moments.stored(numel) } else { numel }))
     }
 
     /// Reads elements of a plane as it is stored, from `start` on, without waiting for anything: the schedule has seen
@@ -207,19 +224,7 @@ impl Shared {
         if !self.on_device(unit) {
             return self.memory.store.read(unit, tensor, plane, start, out);
         }
-        let (dtype, _) = self.plane_of(unit, tensor, plane)?;
-        let (_, found) = self.find(unit, tensor)?;
-        let state = self.placement.device_state[unit].as_ref().expect("a unit whose state is on the device");
-        let size = dtype.size();
-        let (range, first) = match plane {
-            Plane::Weights | Plane::Master => {
-                (self.placement.own[unit].expect("state on the device has a place of its own"), found.byte)
-            }
-            Plane::Residual => (state.residual, found.element * size),
-            Plane::ExpAvg => (state.exp_avg, found.element * size),
-            Plane::ExpAvgSq => (state.exp_avg_sq, found.element * size),
-        };
-        let plane = self.memory.at(range).slice(first + start * size, out.len() as u64);
+        let plane = self.stored_on_device(unit, tensor, plane, start, out.len() as u64)?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         let mut done = 0;
@@ -229,6 +234,55 @@ impl Shared {
             unsafe { self.device.copy_to_host(Stream::Download, &plane.slice(done, len), &span) }?;
             self.device.synchronize(&self.device.record(Stream::Download)?)?;
             span.copy_to(out);
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// Bytes of a plane as the device holds it.
+    fn stored_on_device(&self, unit: usize, tensor: usize, plane: Plane, start: u64, len: u64) -> Result<DeviceMemory> {
+        let (dtype, _) = self.plane_of(unit, tensor, plane)?;
+        let (layout, found) = self.find(unit, tensor)?;
+        let state = self.placement.device_state[unit].as_ref().expect("a unit whose state is on the device");
+        let (range, first) = match plane {
+            Plane::Weights | Plane::Master => {
+                (self.placement.own[unit].expect("state on the device has a place of its own"), found.byte)
+            }
+            Plane::Residual => (state.residual, stored_offset(layout, plane, found.element)),
+            Plane::ExpAvg => (state.exp_avg, stored_offset(layout, plane, found.element)),
+            Plane::ExpAvgSq => (state.exp_avg_sq, stored_offset(layout, plane, found.element)),
+        };
+        Ok(self.memory.at(range).slice(first + start * dtype.size(), len))
+    }
+
+    /// Overwrites values of a plane that the device holds as callers give them.
+    fn write_on_device(
+        &self,
+        unit: usize,
+        tensor: usize,
+        plane: Plane,
+        start: u64,
+        dtype: Dtype,
+        source: &[u8],
+    ) -> Result<()> {
+        let (own, held) = self.plane_of(unit, tensor, plane)?;
+        let (_, found) = self.find(unit, tensor)?;
+        check_stored(found, plane, own, start, dtype, source)?;
+        elements_in(found, start, source.len(), own, held)?;
+        let memory = self.stored_on_device(unit, tensor, plane, start, source.len() as u64)?;
+        // It guards no value that a panic could leave half-changed.
+        let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever had the window before may have broken the engine and left copies in it under way.
+        drop(self.enter()?);
+        let mut done = 0;
+        for source in source.chunks(self.memory.window.len()) {
+            let (span, len) = (self.memory.window.slice(0, source.len()), source.len() as u64);
+            span.copy_from(source);
+            self.guard(unit, "write", || {
+                // SAFETY: the window is ours while its lock is held, and the copy is waited for at once.
+                unsafe { self.device.copy_to_device(Stream::Upload, &span, &memory.slice(done, len)) }?;
+                self.device.synchronize(&self.device.record(Stream::Upload)?)
+            })?;
             done += len;
         }
         Ok(())
@@ -255,12 +309,12 @@ impl Shared {
     ) -> Result<()> {
         let (layout, tensor) = self.find(unit, tensor)?;
         let size = dtype.size();
-        let len = whole_elements(tensor, start, bytes, dtype)?;
+        let len = elements_in(tensor, start, bytes, dtype, tensor.spec.numel())?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever had the window before may have broken the engine and left copies in it under way.
         drop(self.enter()?);
-        // At most 16 bytes an element (a frozen fp64 tensor takes 8, split planes 12), in whole lines.
+        // At most 16 bytes an element (a frozen fp64 tensor takes 8, a split master 4), in whole lines.
         let most = (self.memory.window.len() as u64 / 16) & !2047;
         let mut done = 0;
         while done < len {
@@ -287,7 +341,7 @@ impl Shared {
         let image = self.placement.own[index].expect("state on the device has a place of its own");
         let mut spec = tensor.spec.clone();
         spec.shape = vec![count];
-        let layout = UnitLayout::new(unit.name.as_str(), vec![spec], unit.precision)?;
+        let layout = UnitLayout::new(unit.name.as_str(), vec![spec], unit.precision)?.with_state(unit.state);
         let mut at = 0;
         let mut carve = |bytes: u64| {
             let len = usize::try_from(bytes).expect("inside the window");
@@ -301,21 +355,18 @@ impl Shared {
         let whole = carve(layout.image_bytes.max(count * element));
         let weights = whole.slice(0, usize::try_from(count * element).expect("inside the window"));
         pairs.push((weights, on_device(image, tensor.byte + first * element, count * element)));
-        let mut moment = |range: DeviceRange, size: u64| {
+        let residual = (unit.precision == Precision::Bf16).then(|| {
             if !trainable {
                 return carve(0);
             }
+            let size = unit.residual_size();
             let span = carve(count * size);
-            pairs.push((span.clone(), on_device(range, (tensor.element + first) * size, count * size)));
+            pairs.push((span.clone(), on_device(state.residual, (tensor.element + first) * size, count * size)));
             span
-        };
-        let residual = (unit.precision == Precision::Bf16).then(|| moment(state.residual, 2));
-        let planes = UnitPlanes {
-            image: whole,
-            residual,
-            exp_avg: moment(state.exp_avg, 4),
-            exp_avg_sq: moment(state.exp_avg_sq, 4),
-        };
+        });
+        // Moments are copied as they are stored.
+        let (exp_avg, exp_avg_sq) = (whole.slice(0, 0), whole.slice(0, 0));
+        let planes = UnitPlanes { image: whole, residual, exp_avg, exp_avg_sq };
         Ok(Window { shared: self, unit: index, planes, layout, bytes: 0..0, pairs })
     }
 
@@ -327,7 +378,7 @@ impl Shared {
             let dtype = found.spec.dtype.name();
             return Err(Error::Frozen { tensor: name.clone(), what: "gradient", dtype });
         }
-        whole_elements(found, start, out.len(), Dtype::F32)?;
+        elements_in(found, start, out.len(), Dtype::F32, found.spec.numel())?;
         debug_assert!(layout.elements > 0, "a trainable tensor has elements");
         let (span, dtype) = self.offloaded_gradient(unit, name)?;
         let first = found.element + start;
@@ -370,16 +421,4 @@ impl Shared {
         }
         Err(Error::GradientGone { tensor: name.to_owned() })
     }
-}
-
-/// How many whole elements `bytes` are, all of them inside the tensor.
-pub(super) fn whole_elements(tensor: &TensorLayout, start: u64, bytes: usize, dtype: Dtype) -> Result<u64> {
-    let (len, numel) = (bytes as u64 / dtype.size(), tensor.spec.numel());
-    if !(bytes as u64).is_multiple_of(dtype.size()) {
-        return Err(Error::PartialElement { tensor: tensor.spec.name.clone(), bytes, dtype: dtype.name() });
-    }
-    if start.checked_add(len).is_none_or(|end| end > numel) {
-        return Err(Error::OutOfBounds { tensor: tensor.spec.name.clone(), start, len, numel });
-    }
-    Ok(len)
 }

@@ -2,7 +2,7 @@
 //! its gradient, updated there like state that lives on the device, and returned.
 use std::ops::Range;
 
-use super::execute::within;
+use super::execute::{within, within_moments};
 use super::state::{Decision, Shared};
 use crate::device::{DeviceMemory, Stream};
 use crate::error::Result;
@@ -56,16 +56,19 @@ impl Shared {
         let unit = op.unit as usize;
         let elements = self.device_elements(op);
         let planes = self.memory.store.planes(unit).expect("a device update has its state on the host");
-        let pair = |span: &HostSpan, place: DeviceRange, size: u64| {
-            let memory = self.memory.at(place).slice(0, (elements.end - elements.start) * size);
-            (within(span, &elements, size), memory)
+        let layout = &self.placement.layouts[unit];
+        let pair = |span: HostSpan, place: DeviceRange| {
+            let memory = self.memory.at(place).slice(0, span.len() as u64);
+            (span, memory)
         };
+        let moments = |span: &HostSpan| within_moments(layout, span, &elements);
         let mut copies = vec![
-            pair(&planes.image, buffer.weights, self.placement.layouts[unit].precision.dtype().size()),
-            pair(&planes.exp_avg, buffer.state.exp_avg, 4),
-            pair(&planes.exp_avg_sq, buffer.state.exp_avg_sq, 4),
+            pair(within(&planes.image, &elements, layout.precision.dtype().size()), buffer.weights),
+            pair(moments(&planes.exp_avg), buffer.state.exp_avg),
+            pair(moments(&planes.exp_avg_sq), buffer.state.exp_avg_sq),
         ];
-        copies.extend(planes.residual.as_ref().map(|span| pair(span, buffer.state.residual, 2)));
+        let residual = |span: &HostSpan| pair(within(span, &elements, layout.residual_size()), buffer.state.residual);
+        copies.extend(planes.residual.as_ref().map(residual));
         copies
     }
 

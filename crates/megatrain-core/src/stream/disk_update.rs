@@ -2,7 +2,7 @@
 //! of callers and checkpoints to that state.
 use std::sync::{Arc, PoisonError};
 
-use super::execute::within;
+use super::execute::{within, within_moments};
 use super::rows::{Share, element_ranges};
 use super::state::{Decision, Shared};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use crate::layout::{Dtype, Precision, TensorLayout, UnitLayout};
 use crate::optimizer::TensorUpdate;
 use crate::schedule::Op;
 use crate::store::spill::{BLOCK_BYTES, Direction, PartPlanes, Spill};
-use crate::store::{Plane, UnitPlanes, check_stored};
+use crate::store::{Plane, UnitPlanes, check_stored, elements_in};
 
 /// The first blocks of the window hold what was read from disk or is about to be written there. As many bytes after them hold
 /// the low halves of the masters that are being joined or split.
@@ -69,11 +69,14 @@ impl Shared {
             let first = layout.tensors[range.tensor].element + range.start;
             let of_unit = first..first + range.len;
             let of_part = first - elements.start..first - elements.start + range.len;
+            let moments = |span: &HostSpan| within_moments(layout, span, &of_part);
             updates.push(TensorUpdate {
                 weights: within(image, &of_unit, layout.precision.dtype().size()),
-                residual: residual.as_ref().map(|span| within(span, &of_part, 2)),
-                exp_avg: within(&exp_avg, &of_part, 4),
-                exp_avg_sq: within(&exp_avg_sq, &of_part, 4),
+                residual: residual.as_ref().map(|span| within(span, &of_part, layout.residual_size())),
+                exp_avg: moments(&exp_avg),
+                exp_avg_sq: moments(&exp_avg_sq),
+                state: layout.state,
+                first: range.start,
                 grad: within(&grad, &of_unit, grad_dtype.size()),
                 grad_dtype,
                 numel: range.len,
@@ -96,11 +99,12 @@ impl Shared {
         let (dtype, _) = self.plane_of(unit, tensor, plane)?;
         let (len, size) = (out.len(), usize::try_from(dtype.size()).expect("a few bytes"));
         if is_stored(plane) {
-            return self.alone_on_disk(unit, tensor, start, len, dtype, "read", |_, found, _| {
-                self.spill()?.read(unit, plane, found.element + start, out, &self.memory.window)
+            return self.alone_on_disk(unit, tensor, plane, start, len, dtype, "read", |layout, found, _| {
+                let first = stored_offset(layout, plane, found.element) + start * dtype.size();
+                self.spill()?.read(unit, plane, first, out, &self.memory.window)
             });
         }
-        self.alone_on_disk(unit, tensor, start, len, dtype, "read", |layout, found, len| {
+        self.alone_on_disk(unit, tensor, plane, start, len, dtype, "read", |layout, found, len| {
             self.by_windows(unit, layout, found, start, len, |window, first, count| {
                 window.fill(&*self.spill()?, plane)?;
                 window.planes.read(&window.layout, 0, plane, 0, &mut out[first * size..(first + count) * size])
@@ -121,12 +125,13 @@ impl Shared {
         let (len, size) = (source.len(), usize::try_from(dtype.size()).expect("a few bytes"));
         if is_stored(plane) {
             let (own, _) = self.plane_of(unit, tensor, plane)?;
-            return self.alone_on_disk(unit, tensor, start, len, dtype, "write", |_, found, _| {
+            return self.alone_on_disk(unit, tensor, plane, start, len, dtype, "write", |layout, found, _| {
                 check_stored(found, plane, own, start, dtype, source)?;
-                self.spill()?.write(unit, plane, found.element + start, source, &self.memory.window)
+                let first = stored_offset(layout, plane, found.element) + start * own.size();
+                self.spill()?.write(unit, plane, first, source, &self.memory.window)
             });
         }
-        self.alone_on_disk(unit, tensor, start, len, dtype, "write", |layout, found, len| {
+        self.alone_on_disk(unit, tensor, plane, start, len, dtype, "write", |layout, found, len| {
             self.by_windows(unit, layout, found, start, len, |window, first, count| {
                 window.planes.write(
                     &window.layout,
@@ -156,6 +161,7 @@ impl Shared {
         &self,
         unit: usize,
         tensor: usize,
+        plane: Plane,
         start: u64,
         bytes: usize,
         dtype: Dtype,
@@ -163,7 +169,8 @@ impl Shared {
         work: impl FnOnce(&UnitLayout, &TensorLayout, u64) -> Result<()>,
     ) -> Result<()> {
         let (layout, found) = self.find(unit, tensor)?;
-        let len = super::access::whole_elements(found, start, bytes, dtype)?;
+        let (_, held) = self.plane_of(unit, tensor, plane)?;
+        let len = elements_in(found, start, bytes, dtype, held)?;
         // It guards no value that a panic could leave half-changed.
         let _alone = self.memory.window_use.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever had the window before may have broken the engine.
@@ -195,8 +202,16 @@ impl Shared {
     }
 }
 
-/// Whether a plane's bytes on disk are those that callers read and write.
-const fn is_stored(plane: Plane) -> bool {
+/// Where an element of a plane is stored in its unit's plane, in bytes.
+pub(super) fn stored_offset(layout: &UnitLayout, plane: Plane, element: u64) -> u64 {
+    match plane {
+        Plane::Residual => element * layout.residual_size(),
+        _ => layout.state.moments.bytes(element),
+    }
+}
+
+/// Whether a plane's bytes are stored as callers read and write them, apart from the weights.
+pub(super) const fn is_stored(plane: Plane) -> bool {
     matches!(plane, Plane::Residual | Plane::ExpAvg | Plane::ExpAvgSq)
 }
 
@@ -224,8 +239,9 @@ impl DiskWindow {
         let first = tensor.element + start;
         let mut spec = tensor.spec.clone();
         spec.shape = vec![count];
-        let own = UnitLayout::new(layout.name.as_str(), vec![spec], layout.precision)?;
-        let (blocks, low) = (WINDOW_BLOCKS * BLOCK_BYTES, usize::try_from(2 * count).expect("inside the window"));
+        let own = UnitLayout::new(layout.name.as_str(), vec![spec], layout.precision)?.with_state(layout.state);
+        let low = usize::try_from(layout.residual_size() * count).expect("inside the window");
+        let blocks = WINDOW_BLOCKS * BLOCK_BYTES;
         let planes = UnitPlanes {
             image: within(image, &(first..first + count), layout.precision.dtype().size()),
             residual: (layout.precision == Precision::Bf16).then(|| window.slice(blocks, low)),
@@ -245,13 +261,13 @@ impl DiskWindow {
     fn fill(&self, spill: &Spill, plane: Plane) -> Result<()> {
         let Some(span) = self.low_halves(plane) else { return Ok(()) };
         let mut out = span.elements_mut::<u8>(0, span.len() as u64);
-        spill.read(self.unit, Plane::Residual, self.first, &mut out, &self.bounce)
+        spill.read(self.unit, Plane::Residual, self.first * self.layout.residual_size(), &mut out, &self.bounce)
     }
 
     /// Writes what `plane` has changed.
     fn keep(&self, spill: &Spill, plane: Plane) -> Result<()> {
         let Some(span) = self.low_halves(plane) else { return Ok(()) };
         let source = span.elements::<u8>(0, span.len() as u64);
-        spill.write(self.unit, Plane::Residual, self.first, &source, &self.bounce)
+        spill.write(self.unit, Plane::Residual, self.first * self.layout.residual_size(), &source, &self.bounce)
     }
 }

@@ -9,7 +9,7 @@ use crate::adamw::{AdamwScalars, kernels};
 use crate::device::{DeviceAdamw, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
-use crate::layout::{Dtype, Role, TensorLayout};
+use crate::layout::{Dtype, Role, TensorLayout, UnitLayout};
 use crate::optimizer::{TensorSum, TensorUpdate};
 use crate::plan::{DeviceRange, Part, StateBuffer};
 use crate::schedule::progress::Awaited;
@@ -202,7 +202,7 @@ impl Shared {
                 let g = decision.groups[tensor.spec.group as usize];
                 let betas = (g.beta1, g.beta2);
                 let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
-                Ok((index, scalars))
+                Ok((index, scalars.rounded_by(self.options.seed, &tensor.spec.name, count)))
             });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.
@@ -281,12 +281,17 @@ impl Shared {
             };
             let first = layout.tensors[range.tensor].element + range.start - elements.start;
             let at = |place: DeviceRange, size: u64| self.memory.at(place).slice(first * size, range.len * size);
-            let residual = (state.residual.len > 0).then(|| at(state.residual, 2));
+            let stored = layout.state.moments;
+            let moments =
+                |place: DeviceRange| self.memory.at(place).slice(stored.bytes(first), stored.bytes(range.len));
+            let residual = (state.residual.len > 0).then(|| at(state.residual, layout.residual_size()));
             let update = DeviceAdamw {
                 weights: &at(weights, layout.precision.dtype().size()),
                 residual: residual.as_ref(),
-                exp_avg: &at(state.exp_avg, 4),
-                exp_avg_sq: &at(state.exp_avg_sq, 4),
+                exp_avg: &moments(state.exp_avg),
+                exp_avg_sq: &moments(state.exp_avg_sq),
+                state: layout.state,
+                first: range.start,
                 grad: &at(grad, dtype.size()),
                 grad_dtype: dtype,
                 numel: range.len,
@@ -324,6 +329,12 @@ pub(super) fn span_of<'a>(op: &Op, unit: &'a str) -> SpanOf<'a> {
 /// Elements `range` of a span, of `size` bytes each.
 pub(super) fn within(span: &HostSpan, range: &Range<u64>, size: u64) -> HostSpan {
     part(span, range.start, range.end - range.start, size)
+}
+
+/// The moments of elements `range` of a unit, in one of its planes.
+pub(super) fn within_moments(layout: &UnitLayout, span: &HostSpan, range: &Range<u64>) -> HostSpan {
+    let stored = layout.state.moments;
+    part(span, stored.bytes(range.start), stored.bytes(range.end - range.start), 1)
 }
 
 fn part(span: &HostSpan, element: u64, numel: u64, size: u64) -> HostSpan {

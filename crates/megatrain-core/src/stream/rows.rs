@@ -2,7 +2,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::layout::{Role, UnitLayout};
+use crate::layout::{Moments, Role, TENSOR_ALIGN, UnitLayout};
 use crate::optimizer::ElementRange;
 
 /// The rows of an embedding table that a step looks up, in all its micro-batches. The others get no gradient from the
@@ -50,6 +50,8 @@ pub(super) enum Share<'a> {
 /// The ranges of `layout`'s trainable tensors inside `part` (elements of the plane) that belong to `share`.
 pub(super) fn element_ranges(layout: &UnitLayout, part: &Range<u64>, share: Share<'_>) -> Vec<ElementRange> {
     let mut list = Vec::new();
+    // 8-bit moments are updated in whole groups, with the rows that are looked up.
+    let step = if layout.state.moments == Moments::Bits8 { TENSOR_ALIGN } else { 1 };
     for (tensor, placed) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
         let end = placed.element + placed.spec.numel();
         let inside = part.start.clamp(placed.element, end) - placed.element
@@ -62,13 +64,13 @@ pub(super) fn element_ranges(layout: &UnitLayout, part: &Range<u64>, share: Shar
         match share {
             Share::Early(Some(rows)) if rows.tensor == tensor => {
                 let mut at = inside.start;
-                runs(rows, placed.spec.shape[1], &inside, |run| {
+                runs(rows, placed.spec.shape[1], step, &inside, |run| {
                     push(at..run.start);
                     at = run.end;
                 });
                 push(at..inside.end);
             }
-            Share::Late(Some(rows)) if rows.tensor == tensor => runs(rows, placed.spec.shape[1], &inside, push),
+            Share::Late(Some(rows)) if rows.tensor == tensor => runs(rows, placed.spec.shape[1], step, &inside, push),
             Share::Early(_) => {}
             Share::All | Share::Late(_) => push(inside),
         }
@@ -76,14 +78,16 @@ pub(super) fn element_ranges(layout: &UnitLayout, part: &Range<u64>, share: Shar
     list
 }
 
-/// Calls `each` with the runs of elements inside `inside` that neighbouring rows of the list make up.
-fn runs(rows: &Rows, width: u64, inside: &Range<u64>, mut each: impl FnMut(Range<u64>)) {
-    let first = rows.rows.partition_point(|&row| (row + 1) * width <= inside.start);
+/// Calls `each` with the runs of elements inside `inside` that neighbouring rows of the list make up, extended to multiples of
+/// `step`.
+fn runs(rows: &Rows, width: u64, step: u64, inside: &Range<u64>, mut each: impl FnMut(Range<u64>)) {
+    let first = rows.rows.partition_point(|&row| ((row + 1) * width).next_multiple_of(step) <= inside.start);
     let mut run: Option<Range<u64>> = None;
-    for &row in rows.rows[first..].iter().take_while(|&&row| row * width < inside.end) {
-        let (start, end) = ((row * width).max(inside.start), ((row + 1) * width).min(inside.end));
+    for &row in rows.rows[first..].iter().take_while(|&&row| row * width / step * step < inside.end) {
+        let (start, end) = (row * width / step * step, ((row + 1) * width).next_multiple_of(step));
+        let (start, end) = (start.max(inside.start), end.min(inside.end));
         match &mut run {
-            Some(run) if run.end == start => run.end = end,
+            Some(run) if run.end >= start => run.end = end,
             _ => {
                 run.replace(start..end).into_iter().for_each(&mut each);
             }
@@ -97,7 +101,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::layout::{Dtype, Precision, TensorSpec};
+    use crate::layout::{Dtype, Precision, StateFormat, TensorSpec};
 
     fn layout() -> UnitLayout {
         let spec = |name: &str, shape: &[u64], role| TensorSpec {
@@ -149,6 +153,22 @@ mod tests {
             }
             prop_assert!(seen.iter().flatten().all(|&times| times == 1));
         }
+    }
+
+    #[test]
+    fn groups_of_eight_bit_moments_are_updated_as_a_whole() {
+        let spec = TensorSpec::trainable("table", [40, 48]);
+        let format = StateFormat { moments: Moments::Bits8, ..StateFormat::default() };
+        let layout = UnitLayout::new("embed", vec![spec], Precision::Bf16).unwrap().with_state(format);
+        let rows = Rows { tensor: 0, rows: vec![3, 4, 20, 39] };
+        let ranges = |share, part: Range<u64>| -> Vec<(u64, u64)> {
+            element_ranges(&layout, &part, share).iter().map(|s| (s.start, s.start + s.len)).collect()
+        };
+        // Rows 3 and 4 are elements 144 to 240, row 20 960 to 1008, row 39 1872 to 1920.
+        assert_eq!(ranges(Share::Late(Some(&rows)), 0..1920), [(128, 256), (896, 1024), (1792, 1920)]);
+        assert_eq!(ranges(Share::Early(Some(&rows)), 0..1920), [(0, 128), (256, 896), (1024, 1792)]);
+        assert_eq!(ranges(Share::Late(Some(&rows)), 896..1024), [(896, 1024)]);
+        assert_eq!(ranges(Share::Late(Some(&rows)), 1024..1152), []);
     }
 
     #[test]

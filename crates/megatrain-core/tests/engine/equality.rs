@@ -19,6 +19,51 @@ fn no_placement_order_or_seed_shows_in_the_numbers() {
 }
 
 #[test]
+fn no_placement_order_or_seed_shows_in_smaller_states() {
+    let formats = [(Moments::Bf16, Master::Bits32), (Moments::Bits8, Master::Bits24), (Moments::Fp32, Master::Bits24)];
+    for (moments, master) in formats {
+        let state = StateFormat { moments, master };
+        for (name, base) in precisions(&Request { state, ..request(5, 3) }) {
+            if base.precision == Precision::Fp32 && master == Master::Bits24 {
+                assert!(plan(&base).unwrap_err().to_string().contains("24-bit master"));
+                continue;
+            }
+            for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+                let base = Request { update, ..base.clone() };
+                let clip = (update == UpdateMode::JustInTime).then_some(0.5);
+                let seeded = |options| Options { seed: 5, ..options };
+                let reference = train_through(&base, queueing(0), &seeded(synchronous()), 3, clip);
+                for (seed, (placement, request)) in placements(&base).into_iter().enumerate() {
+                    let drawn = Options { poison: seed % 2 == 1, threads: Some(1 + seed % 3), ..options() };
+                    let found = train_through(&request, queueing(seed as u64), &seeded(drawn), 3, clip);
+                    assert!(found == reference, "{state:?}, {name}, {placement}, {update:?}");
+                }
+                let other = train_through(&base, queueing(0), &Options { seed: 6, ..synchronous() }, 3, clip);
+                assert!(other != reference, "{state:?}: the seed decides how states are rounded");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_updated_early_do_not_show_in_smaller_states() {
+    let state = StateFormat { moments: Moments::Bits8, master: Master::Bits24 };
+    for tied in [false, true] {
+        let of = |give_rows| {
+            let base = request(3, 2);
+            let request = Request { tied, state, precision: Precision::Bf16, grad_precision: Precision::Bf16, ..base };
+            let mut run = start(&request, queueing(3), &options());
+            (run.toy.rows, run.toy.give_rows) = (Some(vec![1, 4]), give_rows);
+            for step in 0..4 {
+                run.toy.step(&run.engine, step, Some(0.5)).unwrap();
+            }
+            run.toy.state(&run.engine).unwrap()
+        };
+        assert!(of(true) == of(false), "tied {tied}");
+    }
+}
+
+#[test]
 fn immediate_updates_equal_unclipped_ones_just_in_time() {
     for (name, base) in precisions(&request(5, 3)) {
         let reference = train_through(&base, queueing(0), &synchronous(), 3, None);

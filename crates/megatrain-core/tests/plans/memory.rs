@@ -95,6 +95,62 @@ fn what_is_needed_when_nothing_is_kept_any_more_takes_the_place_of_what_was() {
 }
 
 #[test]
+fn layers_are_captured_where_their_activations_fit_a_second_time() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 2) };
+    (request.context_bytes, request.workspace_bytes, request.fragmentation) = (100 << 20, 64 << 20, 0.05);
+    let without = plan(&request).unwrap();
+    assert!(!without.graphs);
+    request.requests.graphs = true;
+    let with = plan(&request).unwrap();
+    let torch = |plan: &Plan| -> u64 {
+        plan.items.iter().filter(|i| i.tier == Tier::Device && i.what.ends_with("(torch)")).map(|i| i.bytes).sum()
+    };
+    assert!(with.graphs);
+    assert_eq!(torch(&with), 2 * torch(&without) - (100 << 20), "a context is there once");
+    assert_eq!(with.units, without.units);
+    with.matches(&request).unwrap();
+    // They never take what makes a step shorter otherwise.
+    request.budget.device = with.totals.device - 1;
+    let less = plan(&request).unwrap();
+    assert_eq!((less.graphs, less.units), (false, without.units));
+    // Nothing of a layer whose weights pass through slots, or whose activations go to the host, stays where it is.
+    request.budget.device = 1 << 40;
+    request.requests.state_on_device = Some(Count::Units(2));
+    assert!(!plan(&request).unwrap().graphs);
+    request.requests.state_on_device = None;
+    request.requests.activation = Some(Activation::Offload);
+    assert!(!plan(&request).unwrap().graphs);
+    (request.requests.activation, request.device) = (None, DeviceKind::Cpu);
+    assert!(!plan(&request).unwrap().graphs);
+}
+
+#[test]
+fn captured_layers_take_less_time_to_launch() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(6, 1) };
+    request.rates.beside_matmuls = true;
+    request.units[1..7].iter_mut().for_each(|unit| unit.launch_s = 1e-3);
+    let without = plan(&request).unwrap().estimate.step_s;
+    request.requests.graphs = true;
+    let with = plan(&request).unwrap().estimate.step_s;
+    assert!(without > 6.0 * 2.4e-3 && with < without / 5.0, "{without} s without and {with} s with");
+}
+
+#[test]
+fn of_groups_that_take_as_long_the_one_that_leaves_more_on_the_device_is_taken() {
+    // All four at once, or one by one: computing bounds both, and one by one all state fits beside what is kept.
+    let mut request = Request { device: DeviceKind::Cuda, ..model(8, 4) };
+    request.units.iter_mut().for_each(|unit| unit.flops = 1e12);
+    request.requests.keep = Some(8);
+    request.requests.group = Some(1);
+    let one = plan(&request).unwrap();
+    assert!(one.units.iter().all(|unit| unit.state == State::Device));
+    request.requests.group = None;
+    request.budget.device = one.totals.device;
+    let found = plan(&request).unwrap();
+    assert_eq!((found.group, found.units), (1, one.units));
+}
+
+#[test]
 fn leftover_memory_is_spent_on_as_many_slots_as_fit() {
     let mut request = Request { device: DeviceKind::Cuda, ..model(12, 1) };
     (request.requests.keep, request.requests.state_on_device) = (Some(0), Some(Count::Units(0)));

@@ -22,7 +22,7 @@ use proptest::prelude::*;
 
 /// Elements of a hidden state.
 pub const WIDTH: usize = 37;
-pub const FOREVER: Duration = Duration::from_secs(60);
+pub const FOREVER: Duration = Duration::from_secs(600);
 pub const GROUPS: [Group; 2] = [
     Group { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, idle: false },
     Group { lr: 3e-2, beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.0, idle: false },
@@ -207,7 +207,11 @@ impl Toy {
         for (u, layout) in engine.layouts().iter().enumerate() {
             for (t, tensor) in layout.tensors.iter().enumerate().filter(|(_, t)| t.spec.role == Role::Trainable) {
                 for plane in [Plane::Master, Plane::ExpAvg, Plane::ExpAvgSq] {
-                    let mut out = vec![0; tensor.spec.numel() as usize * 4];
+                    let bytes = match plane {
+                        Plane::Master => tensor.spec.numel() * 4,
+                        _ => layout.state.moments.bytes(tensor.spec.numel()),
+                    };
+                    let mut out = vec![0; bytes as usize];
                     engine.read(u, t, PlaneName::State(plane), 0, &mut out)?;
                     all.push(out);
                 }

@@ -1,4 +1,5 @@
 //! Number formats: the split master, bf16, fp16 and f64.
+use super::compact::{join_24, split_24};
 use super::ieee;
 
 /// The upper and the residual half of an fp32 pattern. `hi` is the bf16 nearest to it, ties away from zero; the
@@ -96,6 +97,35 @@ elementwise! {
         assert_eq!((hi.len(), lo.len()), (master.len(), master.len()), "planes are as long as the master");
         for ((value, &hi), &lo) in master.iter_mut().zip(hi).zip(lo) {
             *value = f32::from_bits(join_bits(hi, lo));
+        }
+    }
+}
+
+elementwise! {
+    /// fp32 -> upper plane and the eight bits after it: the nearest master of 24 bits, ties away from zero.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    split_master_24(master: &[f32], hi: &mut [u16], lo: &mut [u8]) {
+        assert_eq!((hi.len(), lo.len()), (master.len(), master.len()), "planes are as long as the master");
+        for ((value, hi), lo) in master.iter().zip(hi).zip(lo) {
+            let bits = value.to_bits();
+            // The largest finite numbers do not become infinite.
+            let nearest = bits.wrapping_add(if bits & 0x7fff_ff80 == 0x7f7f_ff80 { 0 } else { 0x80 });
+            (*hi, *lo) = split_24(nearest);
+        }
+    }
+}
+
+elementwise! {
+    /// Upper plane and the eight bits after it -> fp32, exactly.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    join_master_24(hi: &[u16], lo: &[u8], master: &mut [f32]) {
+        assert_eq!((hi.len(), lo.len()), (master.len(), master.len()), "planes are as long as the master");
+        for ((value, &hi), &lo) in master.iter_mut().zip(hi).zip(lo) {
+            *value = f32::from_bits(join_24(hi, lo));
         }
     }
 }

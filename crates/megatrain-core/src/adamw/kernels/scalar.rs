@@ -5,7 +5,7 @@ use crate::adamw::AdamwScalars;
 
 /// AdamW's arithmetic for one element: the new weight and moments.
 #[inline(always)]
-fn step(weight: f32, exp_avg: f32, exp_avg_sq: f32, grad: f32, c: &AdamwScalars) -> (f32, f32, f32) {
+pub(super) fn step(weight: f32, exp_avg: f32, exp_avg_sq: f32, grad: f32, c: &AdamwScalars) -> (f32, f32, f32) {
     let g = grad * c.grad_scale;
     let m = settle(c.beta1.mul_add(exp_avg, c.one_minus_beta1 * g));
     let v = settle(c.beta2.mul_add(exp_avg_sq, (c.one_minus_beta2 * g) * g));

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Edit, FileNode, Node, ROOT, SimDisk, State, set_entries};
+use super::{Edit, FileNode, Node, ROOT, SimDisk, State};
 
 /// What a power cut left: the bytes of each file by path, and folders, which have none.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl State {
         let mut folders: HashMap<usize, BTreeMap<OsString, usize>> = HashMap::new();
         for (change, _) in self.changes.iter().zip(kept).filter(|(_, kept)| **kept) {
             let durable = || self.folder(change.folder).map(|f| f.durable.clone()).unwrap_or_default();
-            set_entries(folders.entry(change.folder).or_insert_with(durable), &change.entries);
+            change.apply(folders.entry(change.folder).or_insert_with(durable));
         }
         let mut found = BTreeMap::new();
         let mut open = vec![(PathBuf::from("/"), ROOT)];

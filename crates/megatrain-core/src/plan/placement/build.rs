@@ -1,5 +1,7 @@
 //! Puts everything in its place, kind by kind.
 
+use std::ops::Range;
+
 use super::carver::Carver;
 use super::cut::{device_update_parts, disk_parts, parts};
 use super::sizes::{staged_bytes, staged_on_host};
@@ -128,7 +130,7 @@ impl Placement {
                 // In fp32 their own buffers hold the sums, across groups too: no other unit uses those.
                 if rounded && self.trains(unit) {
                     self.accumulator[unit] =
-                        Some(carver.device(Region::Accumulators, what, self.layouts[unit].moment_bytes()));
+                        Some(carver.device(Region::Accumulators, what, self.layouts[unit].sum_bytes()));
                 }
             }
         }
@@ -136,12 +138,12 @@ impl Placement {
         if several_groups {
             for unit in layers {
                 if rounded || self.own_grad[unit].is_none() {
-                    let bytes = self.layouts[unit].moment_bytes();
+                    let bytes = self.layouts[unit].sum_bytes();
                     self.accumulator[unit] = Some(carver.device(Region::Accumulators, "gradient sums: layers", bytes));
                 }
             }
         } else if rounded && (plan.micro_batches > 1 || request.sum_layers) {
-            let bytes = layers.iter().map(|&u| self.layouts[u].moment_bytes()).max().unwrap_or(0);
+            let bytes = layers.iter().map(|&u| self.layouts[u].sum_bytes()).max().unwrap_or(0);
             if bytes > 0 {
                 let one = carver.device(Region::Accumulators, "gradient sums: layers", bytes);
                 layers.iter().for_each(|&u| self.accumulator[u] = Some(one));
@@ -186,12 +188,13 @@ impl Placement {
         }
         let largest = self.device_update_parts.iter().flatten().map(|part| part.end - part.start).max().unwrap_or(0);
         let precision = self.layouts[0].precision;
-        let residual = if precision == Precision::Bf16 { 2 * largest } else { 0 };
+        let residual = self.layouts[0].residual_size() * largest;
+        let moment = self.layouts[0].state.moments.bytes(largest);
         let (image, grad) = (precision.dtype().size() * largest, self.grad_precision.dtype().size() * largest);
         let mut take = |bytes| carver.device(Region::StateBuffers, "device update buffers", bytes);
         let mut buffer = || StateBuffer {
             weights: take(image),
-            state: DeviceState { residual: take(residual), exp_avg: take(4 * largest), exp_avg_sq: take(4 * largest) },
+            state: DeviceState { residual: take(residual), exp_avg: take(moment), exp_avg_sq: take(moment) },
             grad: take(grad),
         };
         self.state_buffers = (0..plan.state_buffers).map(|_| buffer()).collect();
@@ -201,11 +204,10 @@ impl Placement {
     fn place_disk(&mut self, plan: &Plan, carver: &mut Carver) -> Result<()> {
         let mut largest = 0;
         for (layout, parts) in self.layouts.iter().zip(&self.disk_parts) {
-            let each = state_bytes(layout.precision);
-            let part = parts.iter().map(|part| part.end - part.start).max().unwrap_or(0);
-            largest = largest.max(each.saturating_mul(part));
+            let bytes = |part: &Range<u64>| state_bytes(layout, part.end - part.start);
+            largest = largest.max(parts.iter().map(bytes).max().unwrap_or(0));
             if !parts.is_empty() {
-                carver.item("optimizer state", Tier::Disk, each.saturating_mul(layout.elements), false);
+                carver.item("optimizer state", Tier::Disk, parts.iter().map(bytes).sum(), false);
             }
         }
         if largest > 0 && plan.disk_buffers == 0 {
@@ -267,7 +269,7 @@ impl Placement {
             let bytes = staged_on_host(self.staged[unit]).saturating_mul(plan.group.into());
             carver.item("activations", Tier::Host, bytes, true);
             if request.requests.accumulate && self.trains(unit) {
-                self.store[unit] = self.layouts[unit].moment_bytes();
+                self.store[unit] = self.layouts[unit].sum_bytes();
                 carver.item("gradient store", Tier::Host, self.store[unit], false);
             }
         }

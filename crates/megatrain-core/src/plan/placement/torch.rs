@@ -15,8 +15,14 @@ pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
             inputs = group.saturating_mul(sizes.input_bytes).saturating_add(inputs);
         }
     }
-    for (what, bytes) in torch_lines(request, plan.group, kept, inputs) {
+    let lines = torch_lines(request, plan.group, kept, inputs);
+    for (what, bytes) in lines {
         carver.item(what, Tier::Device, bytes, false);
+    }
+    if plan.graphs {
+        // Graphs keep memory of their own, and a pass of another shape runs beside them without graphs.
+        let captured = lines.iter().fold(0, |sum: u64, line| sum.saturating_add(line.1)) - request.context_bytes;
+        carver.item("captured layers (torch)", Tier::Device, captured, false);
     }
 }
 

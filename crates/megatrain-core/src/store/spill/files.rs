@@ -179,16 +179,10 @@ fn by_threads(
 
 fn read(file: &dyn DiskFile, index: usize, piece: &Piece) -> std::result::Result<(), Failed> {
     let mut out = piece.span.elements_mut::<u8>(0, piece.span.len() as u64);
-    let mut done = 0;
-    while done < out.len() {
-        match file.read_at(piece.offset + done as u64, &mut out[done..]) {
-            Ok(0) => return Err(Failed::Short(index, done)),
-            Ok(len) => done += len,
-            Err(error) if error.source.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(Failed::System(index, error.source)),
-        }
-    }
-    Ok(())
+    file.read_exact_at(piece.offset, &mut out).map_err(|error| match error.source.kind() {
+        io::ErrorKind::UnexpectedEof => Failed::Short(index, piece.span.len() - error.bytes as usize),
+        _ => Failed::System(index, error.source),
+    })
 }
 
 fn write(file: &dyn DiskFile, index: usize, piece: &Piece) -> std::result::Result<(), Failed> {

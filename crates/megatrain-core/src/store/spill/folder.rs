@@ -40,12 +40,20 @@ impl Folder {
                 let _ = disk.remove(&path);
                 failed(source)
             })?;
-            // If not, another process, which has the same number in its own container, has taken it for a leftover.
-            if is_ours(&path, lock.as_ref()).map_err(failed)? {
-                if lock.descriptor().is_some() {
-                    remove_leftovers(parent);
+            match is_ours(&path, lock.as_ref()) {
+                Ok(true) => {
+                    if lock.descriptor().is_some() {
+                        remove_leftovers(parent);
+                    }
+                    return Ok(Self { disk: Arc::clone(disk), path, _lock: lock });
                 }
-                return Ok(Self { disk: Arc::clone(disk), path, _lock: lock });
+                // Another process, which has the same number in its own container, has taken it for a leftover.
+                Ok(false) => {}
+                Err(source) => {
+                    let _ = disk.remove(&path.join(LOCK));
+                    let _ = disk.remove(&path);
+                    return Err(failed(source));
+                }
             }
         }
         unreachable!("numbers do not end")
@@ -95,5 +103,92 @@ fn remove_leftovers(parent: &Path) {
             let _ = std::fs::remove_file(path.join(LOCK));
             let _ = std::fs::remove_dir(&path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, BorrowedFd};
+    use std::os::unix::fs::OpenOptionsExt;
+
+    use super::*;
+    use crate::disk::{DiskResult, RealDisk};
+
+    /// The system's disk, on which no file can be locked, as on some network file systems.
+    struct NoLocks;
+
+    /// A descriptor that stands for a path only: a lock of it is an error.
+    struct Unlockable(File, PathBuf);
+
+    impl Disk for NoLocks {
+        fn create(&self, path: &Path, mode: u32) -> DiskResult<Box<dyn DiskFile>> {
+            drop(RealDisk.create(path, mode)?);
+            let file = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).unwrap();
+            Ok(Box::new(Unlockable(file, path.to_owned())))
+        }
+
+        fn open(&self, path: &Path) -> DiskResult<Box<dyn DiskFile>> {
+            RealDisk.open(path)
+        }
+
+        fn create_folder(&self, path: &Path) -> DiskResult<()> {
+            RealDisk.create_folder(path)
+        }
+
+        fn remove(&self, path: &Path) -> DiskResult<()> {
+            RealDisk.remove(path)
+        }
+
+        fn free_bytes(&self, folder: &Path) -> DiskResult<u64> {
+            RealDisk.free_bytes(folder)
+        }
+    }
+
+    impl DiskFile for Unlockable {
+        fn path(&self) -> &Path {
+            &self.1
+        }
+
+        fn size(&self) -> DiskResult<u64> {
+            Ok(0)
+        }
+
+        fn read_at(&self, _: u64, _: &mut [u8]) -> DiskResult<usize> {
+            Ok(0)
+        }
+
+        fn write_at(&self, _: u64, _: &[u8]) -> DiskResult<usize> {
+            Ok(0)
+        }
+
+        fn set_size(&self, _: u64) -> DiskResult<()> {
+            Ok(())
+        }
+
+        fn preallocate(&self, _: u64) -> DiskResult<bool> {
+            Ok(false)
+        }
+
+        fn sync(&self) -> DiskResult<()> {
+            Ok(())
+        }
+
+        fn forget_pages(&self) {}
+
+        fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+            Some(self.0.as_fd())
+        }
+    }
+
+    #[test]
+    fn a_lock_that_cannot_be_taken_leaves_no_folder() {
+        let parent = std::env::temp_dir().join(format!("megatrain-locks-{}", std::process::id()));
+        std::fs::create_dir(&parent).unwrap();
+        let disk: Arc<dyn Disk> = Arc::new(NoLocks);
+        let error = Folder::create(&disk, &parent).err().unwrap();
+        let left = std::fs::read_dir(&parent).unwrap().count();
+        std::fs::remove_dir_all(&parent).unwrap();
+        assert!(error.to_string().contains(parent.to_str().unwrap()), "{error}");
+        assert_eq!(left, 0);
     }
 }

@@ -101,7 +101,7 @@ def test_one_graph_serves_every_layer_and_the_callers_limit_stays(setting: dict[
         stock = setting["stock"].model.layers[layer]
         image = layer % 2 * layout.image_bytes
         fill(region, layout, image, stock, decoder.local_names(layer + 1))
-        compiled.bind(image, layer)
+        compiled.bind(image, layer + 1)
         args, kwargs = record.args[layer], record.kwargs[layer]
         assert torch.equal(compiled.call(args, kwargs)(hidden), stock(hidden, *args, **kwargs))
     assert counters["stats"]["unique_graphs"] == 1

@@ -70,14 +70,15 @@ class WeightGradients:
 
     def add(self, index: int, grad: Tensor, rows: Tensor) -> None:
         """The gradient (O, I) of one use of a weight: grad (N, O)ᵀ @ rows (N, I)."""
-        if not self._in_fp32:
-            value = grad.t() @ rows
-            self._values[index] = self._values[index] + value if index in self._values else value
-            return
         target = self._targets[index]
         assert target is not None
-        add_matmul(target, grad, rows, first=self._first and index not in self._written)
-        self._written.add(index)
+        first = self._first and index not in self._written
+        if self._in_fp32 or (first and target.dtype == grad.dtype):
+            add_matmul(target, grad, rows, first=first)
+            self._written.add(index)
+            return
+        value = grad.t() @ rows
+        self._values[index] = self._values[index] + value if index in self._values else value
 
     def finish(self, grads: Sequence[Tensor | None]) -> set[int]:
         """After a backward. `grads`, per parameter, are what autograd returned: None where a matmul has already added

@@ -7,6 +7,7 @@ The rates feed the planner. Where nothing was measured it takes those of a usual
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import constraints
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
 from megatrain.system.atomic import write_whole
@@ -45,6 +47,8 @@ _CARDS = {
 _OTHER_CARD = (80, 600, 12.0)
 """Of a card whose name says nothing: a present consumer's."""
 _MATMUL_SHARE, _HBM_SHARE = 0.65, 0.75
+_FLOAT8 = 2.0
+"""How many times as fast as bf16 matrices a card multiplies float8 ones, by the data sheets."""
 
 
 def _usual_cuda(machine: Machine) -> dict[str, float]:
@@ -53,7 +57,8 @@ def _usual_cuda(machine: Machine) -> dict[str, float]:
     known = (rates for word, rates in _CARDS.items() if word.lower() in name.lower())
     tflops, hbm, link = next(known, _OTHER_CARD)
     rates = {"h2d_gbs": link, "d2h_gbs": link}
-    return rates | {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
+    rates |= {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
+    return rates | {"float8_tflops": _FLOAT8 * rates["matmul_tflops"]}
 
 
 _USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
@@ -64,6 +69,7 @@ _FASTEST_CUDA = {
     "h2d_gbs": 64.0,
     "d2h_gbs": 64.0,
     "matmul_tflops": 2500.0,
+    "float8_tflops": 5000.0,
     "hbm_gbs": 8000.0,
     "adamw_gparams": 20.0,
     "state_read_gbs": 120.0,  # eight PCIe 5 drives
@@ -226,6 +232,8 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     """Rates of arithmetic, and how far the runs of the matrix product lie apart (see `_repeat`)."""
     import torch
 
+    from megatrain.engine import float8
+
     if device == "cpu":
         size, dtype = 1024, torch.float32
     else:
@@ -233,6 +241,10 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds, spread = _repeat(lambda: torch.mm(left, right), device)
     found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
+    if device == "cuda" and torch.cuda.get_device_capability() >= constraints.FLOAT8_CAPABILITY:
+        numbers, scale = left.to(torch.float8_e4m3fn), torch.ones(size, 1, device=device)
+        product = functools.partial(float8.multiply, numbers, scale, numbers, scale)
+        found["float8_tflops"] = 2 * size**3 / _repeat(product, device)[0] / 1e12
     if device == "cuda":
         source = torch.empty(GIB, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

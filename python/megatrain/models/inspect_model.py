@@ -47,8 +47,8 @@ def inspect_model(
     and a head. Its parameters may be on meta or real; real ones are in `values` of the result until the engine has
     taken them.
 
-    `freeze` are patterns of names (`*`, `?`, `[…]`) that are not trained; `precision` is bf16 or fp32, `matmul` bf16 or fp8
-    (which goes with bf16). `frozen_dtypes` gives the exact dtype of frozen tensors by name where it differs from the
+    `freeze` are patterns of names (`*`, `?`, `[…]`) that are not trained; `precision` is bf16 or fp32, `matmul` bf16 or
+    fp8 (with bf16 precision). `frozen_dtypes` gives the exact dtype of frozen tensors by name where it differs from the
     model's (a checkpoint in another precision).
 
     Raises ConfigError, with the reason, for a model that cannot be streamed exactly; it is then left as it was.

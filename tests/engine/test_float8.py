@@ -202,6 +202,10 @@ def test_the_planner_counts_less_time_and_about_as_much_memory() -> None:
     assert fp8.float8_flops == fp8.flops - fp8.attention_flops
     assert bf16.float8_flops == 0
     assert bf16.kept_bytes < fp8.kept_bytes < 1.1 * bf16.kept_bytes
+    eager = profile.measure(
+        Decoder.from_config(config("llama", **sizes), precision="bf16", matmul="fp8"), 0, 2, 64, "cuda"
+    )
+    assert eager.converting_bytes == 12 * (128 * 512 + 256 * 512)
     assert profile.float8_share({"matmul_tflops": 600, "float8_tflops": 1200}, "cuda") == pytest.approx(2 / 3)
     assert profile.float8_share({}, "cuda") == pytest.approx(2 / 3)
     assert profile.float8_share({}, "cpu") == 1

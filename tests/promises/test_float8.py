@@ -8,6 +8,8 @@ import pytest
 
 from megatrain import AdamW, Engine
 from megatrain.cli import main
+from megatrain.config import Config
+from megatrain.config.diff import diff
 from megatrain.models.decoder import Decoder
 from support.fake_core import llama
 from support.resume import OPTIMIZER, batches, same, started, state
@@ -94,6 +96,17 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_another_matmul_is_named(
     exported = Engine.from_pretrained(str(tmp_path / "out"), device="cpu", precision="fp32", progress=None)
     assert same(dict(exported.state_dict()), weights)
     exported.close()
+
+
+def test_a_run_does_not_go_on_with_another_matmul() -> None:
+    old, new = (
+        Config.from_dict({"model": {"config": llama()}, "train": {"precision": "bf16", "matmul": kind}})
+        for kind in ("bf16", "fp8")
+    )
+    identity, course, place = diff(old, new)
+    assert [str(change) for change in identity] == ["train.matmul: bf16 → fp8"]
+    assert not course
+    assert not place
 
 
 def test_the_command_line_plans_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,20 @@ def convert(module: nn.Module, names: Iterable[str]) -> None:
         _operations()
 
 
+_CONVERTED_BYTES = 12
+"""For each number, of operations that are not compiled: fp32 copies of it, before and after it is scaled."""
+
+
+def converting_bytes(module: nn.Module, tokens: int) -> int:
+    """Most bytes that a layer which is not compiled allocates to convert the operands of one product."""
+    sizes = (
+        tokens * max(child.in_features, child.out_features) + child.in_features * child.out_features
+        for child in module.modules()
+        if isinstance(child, Float8Linear)
+    )
+    return _CONVERTED_BYTES * max(sizes, default=0)
+
+
 class Float8Linear(SummedLinear):
     """A linear layer of bf16 weights (O, I) whose products are those of e4m3 numbers; see the module."""
 

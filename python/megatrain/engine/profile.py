@@ -45,6 +45,8 @@ class Measured:
     """Those of `flops` that attention takes."""
     float8_flops: int = 0
     """Those of `flops` that are multiplied in float8."""
+    converting_bytes: int = 0
+    """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
     running_bytes: int | None = None
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
 
@@ -128,7 +130,8 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         for operation, count in matmuls.get_flop_counts().get("Global", {}).items()
         if str(operation) == float8.PRODUCT
     )
-    return Measured(kept, matmuls.get_total_flops() + attention.flops, attention.flops, in_float8)
+    flops = matmuls.get_total_flops() + attention.flops
+    return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
 
 
 def _trained_layer(decoder: Decoder, layer: int) -> nn.Module:
@@ -163,7 +166,13 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         return eager
     router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
     running = max(found.forward, found.kept + found.backward)
-    return Measured(found.kept + router, eager.flops, eager.attention_flops, eager.float8_flops, running)
+    return Measured(
+        kept_bytes=found.kept + router,
+        flops=eager.flops,
+        attention_flops=eager.attention_flops,
+        float8_flops=eager.float8_flops,
+        running_bytes=running,
+    )
 
 
 def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
@@ -405,7 +414,9 @@ def _workspace(
     )
     # a layer's activations, its gradients, and a few tensors of its widest part
     running = [
-        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
+        m.kept_bytes * 5 // 4 + weights + 4 * hidden + m.converting_bytes
+        if m.running_bytes is None
+        else m.running_bytes + 2 * hidden
         for m in measured
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))

@@ -232,8 +232,6 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     """Rates of arithmetic, and how far the runs of the matrix product lie apart (see `_repeat`)."""
     import torch
 
-    from megatrain.engine import float8
-
     if device == "cpu":
         size, dtype = 1024, torch.float32
     else:
@@ -242,6 +240,8 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     seconds, spread = _repeat(lambda: torch.mm(left, right), device)
     found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
     if device == "cuda" and torch.cuda.get_device_capability() >= constraints.FLOAT8_CAPABILITY:
+        from megatrain.engine import float8
+
         numbers, scale = left.to(torch.float8_e4m3fn), torch.ones(size, 1, device=device)
         product = functools.partial(float8.multiply, numbers, scale, numbers, scale)
         found["float8_tflops"] = 2 * size**3 / _repeat(product, device)[0] / 1e12

@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 def layer(inner: int = 64, outer: int = 48, *, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
     made = nn.ModuleDict({"one": nn.Linear(inner, outer, bias=bias).to(BF16)})
-    float8.convert(made, ["one"])
+    float8.convert(made, "fp8")
     one = made["one"]
     assert type(one) is Float8Linear
     return one
@@ -166,23 +166,36 @@ def test_a_template_converts_its_layer_and_leaves_the_model_alone() -> None:
     region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
     template = LayerTemplate(decoder, 0, layout, region)
     converted = {name for name, child in template.module.named_modules() if type(child) is Float8Linear}
-    assert converted == set(float8.choose(decoder, 0).chosen)
+    assert converted == set(float8.choose(decoder.layers[0]).chosen)
     assert len(converted) == 7
     assert not any(isinstance(child, Float8Linear) for child in decoder.layers[0].modules())
 
 
 def test_what_stays_in_bf16_is_named() -> None:
     odd = Decoder.from_config(config("llama", intermediate_size=120), precision="bf16", matmul="fp8")
-    choice = float8.choose(odd, 0)
+    choice = float8.choose(odd.layers[0])
     assert set(choice.left) == {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     assert choice.left["mlp.up_proj"] == "64 x 120, not multiples of 16"
     routed = config("qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    choice = float8.choose(Decoder.from_config(routed, precision="bf16", matmul="fp8"), 1)
+    choice = float8.choose(Decoder.from_config(routed, precision="bf16", matmul="fp8").layers[1])
     assert set(choice.chosen) == {f"self_attn.{part}_proj" for part in "qkvo"}
     assert all("expert" in name for name in choice.left)
     assert choice.left
-    plain = Decoder.from_config(config("llama"), precision="bf16")
-    assert float8.choose(plain, 0) == ((), {})
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(64, 16)
+            self.gate_proj = nn.Linear(64, 16)
+
+    assert float8.choose(Routed()) == (("gate_proj",), {"router": "a router"})
+
+
+def test_without_fp8_nothing_is_converted() -> None:
+    decoder = Decoder.from_config(config("llama"), precision="bf16")
+    layout = lay_out(decoder, 1)
+    template = LayerTemplate(decoder, 0, layout, Region(torch.zeros(layout.image_bytes, dtype=torch.uint8)))
+    assert not any(isinstance(child, Float8Linear) for child in template.module.modules())
 
 
 def test_the_planner_counts_less_time_and_about_as_much_memory() -> None:

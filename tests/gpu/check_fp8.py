@@ -46,7 +46,7 @@ def converted(inner: int, outer: int) -> nn.Linear:
     """A float8 layer on the card, the same for the same sizes."""
     torch.manual_seed(0)
     made = nn.ModuleDict({"one": nn.Linear(inner, outer, device="cuda").to(BF16)})
-    float8.convert(made, ["one"])
+    float8.convert(made, "fp8")
     one = made["one"]
     assert isinstance(one, nn.Linear)
     return one
@@ -200,7 +200,7 @@ def layer_ms(matmul: str, rows: int, seq: int, count: int = 4) -> tuple[float, f
     record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
     args, kwargs = tree_map(lambda v: v.cuda() if isinstance(v, Tensor) else v, (record.args[0], record.kwargs[0]))
     module = copy_without(decoder.layers[0]).to_empty(device="cuda").train()
-    float8.convert(module, float8.choose(decoder, 0).chosen)
+    float8.convert(module, matmul)
     torch.manual_seed(0)
     parameters = list(module.parameters())
     with torch.no_grad():

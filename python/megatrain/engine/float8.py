@@ -16,7 +16,6 @@ again from the bf16 one. Compiled, the conversions run within the kernels before
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from megatrain.engine.weight_grads import SummedLinear, add_gradient
-from megatrain.models.decoder import Decoder
 
 NAME = "fp8 (e4m3, a scale per row)"
 """In the numerics key."""
@@ -52,20 +50,17 @@ class Choice(NamedTuple):
     """The others, each with the reason."""
 
 
-def choose(decoder: Decoder, layer: int) -> Choice:
-    """The linear layers of a decoder layer (from 0) that multiply in float8; none unless the decoder's `matmul` is."""
+def choose(layer: nn.Module) -> Choice:
+    """The linear layers within a decoder layer that multiply in float8 where they are asked to."""
     chosen: list[str] = []
     left: dict[str, str] = {}
-    if decoder.matmul != "fp8":
-        return Choice((), {})
-    gates = {path for path, _ in decoder.gates[layer]}
-    for name, child in decoder.layers[layer].named_modules():
+    for name, child in layer.named_modules():
         if not isinstance(child, nn.Linear):
             continue
         parts = name.split(".")
         if any("expert" in part for part in parts):
             left[name] = "of experts"
-        elif name in gates or parts[-1] in ("gate", "router"):
+        elif any(part in ("gate", "router") for part in parts):
             left[name] = "a router"
         elif type(child) is not nn.Linear or "forward" in child.__dict__:
             left[name] = "not a plain linear layer"
@@ -76,11 +71,13 @@ def choose(decoder: Decoder, layer: int) -> Choice:
     return Choice(tuple(chosen), left)
 
 
-def convert(module: nn.Module, names: Iterable[str]) -> None:
-    """Makes linear layers of a layer's copy, by name, multiply in float8."""
-    for name in names:
-        module.get_submodule(name).__class__ = Float8Linear
-        _operations()
+def convert(layer: nn.Module, matmul: str) -> None:
+    """Makes the linear layers within a copy of a decoder layer multiply in `matmul` (`Decoder.matmul`)."""
+    if matmul != "fp8":
+        return
+    _operations()
+    for name in choose(layer).chosen:
+        layer.get_submodule(name).__class__ = Float8Linear
 
 
 _CONVERTED_BYTES = 12

@@ -137,7 +137,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
 def _trained_layer(decoder: Decoder, layer: int) -> nn.Module:
     """A layer on meta as it is trained, whatever mode the caller's model is in."""
     module = on_meta(decoder.layers[layer]).train()
-    float8.convert(module, float8.choose(decoder, layer).chosen)
+    float8.convert(module, decoder.matmul)
     return module
 
 

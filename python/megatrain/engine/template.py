@@ -224,7 +224,7 @@ class LayerTemplate:
         compiled: bool = False,
     ) -> None:
         self.module: nn.Module = copy_without(decoder.layers[first])
-        float8.convert(self.module, float8.choose(decoder, first).chosen)
+        float8.convert(self.module, decoder.matmul)
         self.bound: BoundTensors = BoundTensors(
             places_of(self.module, decoder.local_names(first + 1)), layout, region, casts
         )

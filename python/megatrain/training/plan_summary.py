@@ -188,7 +188,7 @@ def _matmul(report: "Forecast") -> list[str]:
         return []
     from megatrain.engine import float8
 
-    choices = [float8.choose(decoder, layer) for layer in range(decoder.num_layers)]
+    choices = [float8.choose(layer) for layer in decoder.layers]
     chosen = sum(len(choice.chosen) for choice in choices)
     left: dict[str, list[str]] = {}
     for choice in choices:

@@ -1,10 +1,15 @@
 """`train.matmul: fp8` on a CUDA card: one linear layer against a reference, losses beside bf16's, and speed.
 
-Run: python tests/gpu/check_fp8.py [--steps 300] [--only linear,curves,speed]. Prints one JSON line a check; exits 1 on
-a miss. `linear` compares a layer, eager and compiled, with e4m3 numbers multiplied in fp64, and checks that no infinity
-or NaN becomes a number. `curves` trains the quick start's model on the text that comes with Python in bf16 and in fp8
-and prints both curves and held-out losses. `speed` times forward and backward of layers of Qwen2.5-3B's shape,
-compiled, and the matmuls of its linear layers with what the conversions take; no time is asserted.
+Run: python tests/gpu/check_fp8.py [--steps 300] [--only linear,steps,speed,curves]. Prints one JSON line a check; exits
+1 on a miss. No time is asserted.
+
+- `linear` compares a layer, eager and compiled, with e4m3 numbers multiplied in fp64, and checks that no infinity or
+  NaN becomes a number.
+- `steps` trains four layers 2,048 wide under several plans, which give the same bits.
+- `speed` times forward and backward of layers of Qwen2.5-3B's shape, and the products of its linear layers with what
+  the conversions take.
+- `curves` trains the quick start's model on the text that comes with Python in bf16 and in fp8, and prints both curves
+  and held-out losses.
 """
 
 import argparse
@@ -20,6 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from check_step import batches, digest, engine
 
 from megatrain import Trainer
 from megatrain.config import Config
@@ -108,6 +117,41 @@ def linear(rows: int, inner: int, outer: int, run: Callable[[nn.Module], Any], h
     return say("linear", ok, how=how, **facts, non_finite_forward=passed_on, non_finite_backward=passed_back)
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "on the card, replayed": {"activation": "keep", "state_on_device": 6},
+    "on the card": {"activation": "keep", "state_on_device": 6, "graphs": False},
+    "recompute": {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0},
+    "offload": {"activation": "offload", "inputs": "host", "slots": 2, "group": 1, "poison": True},
+    "not compiled": {"activation": "keep", "compile": False},
+}
+
+
+def steps_agree() -> bool:
+    """Six steps of four layers in fp8 under several plans: the same bits, but for the layers that are not compiled, and
+    losses near those in bf16."""
+    found: dict[str, Any] = {}
+    for name, plan in {**PLANS, "bf16": {}}.items():
+        options = {} if name == "bf16" else {"matmul": "fp8"}
+        ours = engine(4, plan=plan, deterministic=True, precision="bf16", **options)
+        torch.cuda.reset_peak_memory_stats()
+        outs = [ours.step(batches(3, seed=seed % 2)) for seed in range(6)]
+        planned = sum(item["bytes"] for item in ours.plan["items"] if item["what"].endswith("(torch)"))
+        peak = torch.cuda.max_memory_allocated()
+        losses = [out.loss for out in outs]
+        found[name] = {"losses": losses, "norm": outs[-1].grad_norm, "digest": digest(ours)[:16]}
+        found[name] |= {"torch_peak_gib": round(peak / 2**30, 3), "planned_gib": round(planned / 2**30, 3)}
+        ours.close()
+        torch.cuda.empty_cache()
+    compiled = [one["digest"] for name, one in found.items() if name not in ("not compiled", "bf16")]
+    apart = {
+        name: max(abs(a / b - 1) for a, b in zip(one["losses"], found["bf16"]["losses"], strict=True))
+        for name, one in found.items()
+    }
+    fits = all(one["torch_peak_gib"] <= one["planned_gib"] for one in found.values())
+    same = len(set(compiled)) == 1
+    return say("steps", same and max(apart.values()) < MOST_APART, found=found, apart=apart, within_the_plan=fits)
+
+
 def curves(steps: int) -> bool:
     """The quick start's model in bf16 and in fp8, on the same text from the same weights."""
     held_out: dict[str, float] = {}
@@ -154,7 +198,7 @@ def matmuls(rows: int, inner: int, outer: int) -> bool:
     x = torch.randn(rows, inner, device="cuda").to(BF16)
     weight = torch.randn(outer, inner, device="cuda").to(BF16)
     convert = torch.compile(quantize)
-    turn = torch.compile(lambda weight, scale: float8._divided(weight, scale).t().contiguous())
+    turn = torch.compile(lambda weight, scale: float8.divide(weight, scale).t().contiguous())
     (numbers, scale), (weights, weight_scale) = convert(x), convert(weight)
     tensorwise = torch.ones((), device="cuda")
 
@@ -236,7 +280,7 @@ def main() -> int:
     """0 when nothing is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", default="linear,curves,speed")
+    parser.add_argument("--only", default="linear,steps,speed,curves")
     asked = parser.parse_args()
     only = asked.only.split(",")
     ways: dict[str, Callable[[nn.Module], Any]] = {
@@ -251,6 +295,8 @@ def main() -> int:
             for shape in shapes
             for how in ways
         ]
+    if "steps" in only:
+        checks += [("steps", steps_agree)]
     if "speed" in only:
         checks += [
             (f"matmuls {shape}", lambda shape=shape: matmuls(*shape))

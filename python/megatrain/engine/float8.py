@@ -1,15 +1,15 @@
 """Linear layers that multiply in 8-bit floating point (`train.matmul: fp8`).
 
-Forward and the input's gradient multiply e4m3 numbers with fp32 sums; the weight's gradient stays a product of bf16
-numbers. Rows have scales of their own: of activations and gradients one for each token, of a weight one for each output
-channel. This is torchao's recipe `rowwise_with_gw_hp` (github.com/pytorch/ao, torchao/float8/config.py) but for the
-weight in backward, which is the same e4m3 weight as in forward there: its scales are multiplied into the gradient
-before that is rounded, so that the input's gradient is that of the function that forward has computed. Gradients are
-e4m3 like the rest: with a scale for each row they need the bits of e4m3 more than the range of e5m2.
+Forward and the input's gradient multiply e4m3 numbers; the weight's gradient stays a product of bf16 numbers. Rows
+have scales of their own: of activations and gradients one for each token, of a weight one for each output channel. This
+is torchao's recipe `rowwise_with_gw_hp` (github.com/pytorch/ao, torchao/float8/config.py) except for the weight in
+backward. Here that is the e4m3 weight of forward: its scales are multiplied into the gradient before the gradient is
+rounded, so that the input's gradient is that of the function which forward has computed. Gradients are e4m3 too: with a
+scale for each row they need the bits of e4m3 more than the range of e5m2.
 
-Scales are powers of two, so that dividing by them rounds nothing, and what is lost is what e4m3 itself loses: at most
-one part in 16 of a number, and more of what is below 2^-14 of the largest number in its row. A row with an infinity or
-a NaN is NaN as a whole, since a conversion to e4m3 may turn an infinity into a number.
+Scales are powers of two, so dividing by them rounds nothing, and what is lost is what e4m3 itself loses: at most one
+part in 16 of a number, and more of what is below 2^-14 of the largest number in its row. A row with an infinity or a
+NaN is NaN as a whole, since a conversion to e4m3 may turn an infinity into a number.
 
 Nothing is saved for backward that a bf16 layer does not save, but for the scales of the weight: the e4m3 weight is made
 again from the bf16 one. Compiled, the conversions run within the kernels before and after them.
@@ -114,10 +114,10 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     bits = largest.clamp(min=_LEAST).view(torch.int32)
     bits = ((bits + _EXCESS) & _EXPONENT) - _LARGEST_EXPONENT
     scale = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
-    return _divided(rows, scale), scale
+    return divide(rows, scale), scale
 
 
-def _divided(rows: Tensor, scale: Tensor) -> Tensor:
+def divide(rows: Tensor, scale: Tensor) -> Tensor:
     """rows / scale in e4m3. The inverse is made of the scale's bits, since kernels may divide inexactly."""
     inverse = (_INVERTED - scale.view(torch.int32)).view(torch.float32)
     return (rows.float() * torch.where(scale.isfinite(), inverse, torch.nan)).to(_E4M3)
@@ -149,7 +149,7 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             numbers, scale = quantize(grad.float() * weight_scale.t())
             # cards multiply rows by rows, so the weight is turned as it is converted
-            weights = _divided(weight, weight_scale).t().contiguous()
+            weights = divide(weight, weight_scale).t().contiguous()
             if ctx.index < 0:
                 of_rows = torch.ops.megatrain.float8_matmul(numbers, scale, weights, None, None)
             else:
@@ -172,7 +172,8 @@ def multiply(
         return (product if bias is None else product + bias.float()).to(torch.bfloat16)
     if not rows.shape[0]:
         return rows.new_empty(0, weights.shape[0], dtype=torch.bfloat16)
-    # with a scale for each row the kernels of Hopper are fast only in this way of adding up (torchao's config.py)
+    # Sums have fewer bits than fp32's, as in torchao: with scales for rows its kernels are fast in no other way
+    # (torchao/float8/config.py)
     return torch._scaled_mm(
         rows.contiguous(),
         weights.contiguous().t(),

@@ -47,8 +47,6 @@ _CARDS = {
 _OTHER_CARD = (80, 600, 12.0)
 """Of a card whose name says nothing: a present consumer's."""
 _MATMUL_SHARE, _HBM_SHARE = 0.65, 0.75
-_FLOAT8 = 2.0
-"""How many times as fast as bf16 matrices a card multiplies float8 ones, by the data sheets."""
 
 
 def _usual_cuda(machine: Machine) -> dict[str, float]:
@@ -57,8 +55,7 @@ def _usual_cuda(machine: Machine) -> dict[str, float]:
     known = (rates for word, rates in _CARDS.items() if word.lower() in name.lower())
     tflops, hbm, link = next(known, _OTHER_CARD)
     rates = {"h2d_gbs": link, "d2h_gbs": link}
-    rates |= {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
-    return rates | {"float8_tflops": _FLOAT8 * rates["matmul_tflops"]}
+    return rates | {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
 
 
 _USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
@@ -69,7 +66,6 @@ _FASTEST_CUDA = {
     "h2d_gbs": 64.0,
     "d2h_gbs": 64.0,
     "matmul_tflops": 2500.0,
-    "float8_tflops": 5000.0,
     "hbm_gbs": 8000.0,
     "adamw_gparams": 20.0,
     "state_read_gbs": 120.0,  # eight PCIe 5 drives

@@ -172,8 +172,7 @@ def multiply(
         return (product if bias is None else product + bias.float()).to(torch.bfloat16)
     if not rows.shape[0]:
         return rows.new_empty(0, weights.shape[0], dtype=torch.bfloat16)
-    # Sums have fewer bits than fp32's, as in torchao: with scales for rows its kernels are fast in no other way
-    # (torchao/float8/config.py)
+    # sums have fewer bits than fp32's: with scales for rows torch's kernels are fast in no other way, as torchao notes
     return torch._scaled_mm(
         rows.contiguous(),
         weights.contiguous().t(),

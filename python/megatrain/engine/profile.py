@@ -95,9 +95,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
         return known[structure, rows, seq]
     first = decoder.structures[structure]
     module = _trained_layer(decoder, first)
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
-
-    args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
+    args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
     gates = decoder.gates[first]
@@ -141,6 +139,23 @@ def _trained_layer(decoder: Decoder, layer: int) -> nn.Module:
     return module
 
 
+_RECORDED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer is called with for a micro-batch of `rows` by `seq` tokens beside the hidden states, on meta.
+    Recorded once for each shape: for a million tokens that takes seconds."""
+    known = _RECORDED.setdefault(decoder, {})
+    if (rows, seq) not in known:
+        record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+        known[rows, seq] = [
+            (to_meta(record.args[first]), to_meta(record.kwargs[first])) for first in decoder.structures
+        ]
+    return known[rows, seq][decoder.structures.index(layer)]
+
+
 _COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()
 
 
@@ -148,12 +163,12 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
     eager = measure(decoder, structure, rows, seq, device)
     first = decoder.structures[structure]
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+    args, kwargs = _arguments(decoder, first, rows, seq)
     try:
         found = compile_memory.cut(
             _trained_layer(decoder, first),
-            record.args[first],
-            record.kwargs[first],
+            args,
+            kwargs,
             (rows, seq, decoder.hidden_size),
             decoder.dtype,
             decoder.recorder.tuple_output,

@@ -94,9 +94,10 @@ def cast_bytes(decoder: Decoder) -> int:
     """Bytes of the cast buffer: for the unit with most of them, its weights that are computed in another type than
     they are stored in, in the type they are computed in. The head's include a tied weight of the embedding."""
     most = 0
+    parameters = dict(decoder.model.named_parameters(remove_duplicate=False))
     for unit in decoder.units:
         refs = [ref for ref in unit.tensors if not ref.is_buffer]
-        wanted = [decoder.model.get_parameter(ref.name).dtype for ref in refs]
+        wanted = [parameters[ref.name].dtype for ref in refs]
         if unit.role == "head" and decoder.tied and decoder.head.weight is not None:
             refs.append(decoder.tensors[decoder.head.weight])
             wanted.append(decoder.dtype)

@@ -21,9 +21,7 @@ const ALIKE: f64 = 1.0005;
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
     let mut refusal = None;
-    for group in sizes(request) {
-        let mut asked = request.clone();
-        asked.requests.group = group;
+    for asked in in_groups(request) {
         let plan = match search::fastest(&asked) {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
@@ -44,6 +42,28 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         (hosted, updated, if hosted == 0 { plan.group } else { 0 })
     });
     best.ok_or_else(|| refusal.expect("each size is planned or refused"))
+}
+
+/// Whether a plan fits with any of the group sizes.
+///
+/// # Errors
+/// As for [`search::fits`].
+pub(super) fn any_fits(request: &Request) -> Result<bool> {
+    for asked in in_groups(request) {
+        if search::fits(&asked)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The request with each of the group sizes that are compared asked for.
+fn in_groups(request: &Request) -> impl Iterator<Item = Request> + '_ {
+    sizes(request).into_iter().map(|group| {
+        let mut asked = request.clone();
+        asked.requests.group = group;
+        asked
+    })
 }
 
 /// Units whose state is not on the device, and those of them that are updated there.

@@ -173,27 +173,12 @@ impl<'a> Space<'a> {
 
     /// Every point that is compared.
     pub(super) fn candidates(&self) -> Result<Vec<Candidate>> {
-        let units = self.request.units.len();
-        let every = match self.request.requests.state_on_device {
-            Some(Count::Units(count)) => vec![count as usize],
-            None | Some(Count::Auto(Auto::Auto)) if self.places_state() => (0..=units).collect(),
-            _ => vec![0],
-        };
-        // Of embed and head it always pays to know; of layers, evenly spaced numbers are enough.
-        let compared: Vec<usize> = if every.len() > VALUES {
-            [0, 1, 2].into_iter().chain(spaced(2, units).skip(1)).collect()
-        } else {
-            every.clone()
-        };
+        let states = self.states();
         let mut found = Vec::new();
-        for &state in &every {
+        for &state in &states {
             let base = self.base(state, self.asked_device_updates())?;
-            self.add_leanest(&mut found, state, &base);
-            if !compared.contains(&state) {
-                continue;
-            }
-            self.add_all(&mut found, state, self.asked_device_updates(), &base, None);
-            if self.places_updates() {
+            self.add_undecided(&mut found, state, &states, &base);
+            if self.places_updates() && self.is_compared(state, &states) {
                 let hosted = hosted_layers(self.request, state).len() as u32;
                 let mut counts: Vec<u32> = (1..=DEVICE_UPDATES).map(|share| hosted * share / DEVICE_UPDATES).collect();
                 counts.dedup();
@@ -203,6 +188,44 @@ impl<'a> Space<'a> {
             }
         }
         Ok(found)
+    }
+
+    /// Those of [`Self::candidates`] of which one fits wherever any does. An update on the device that was not asked for
+    /// needs more memory than one on the host; without any, more state there needs more of the device's.
+    pub(super) fn smallest_candidates(&self) -> Result<Vec<Candidate>> {
+        let states = self.states();
+        let mut found = Vec::new();
+        for &state in &states {
+            let base = self.base(state, self.asked_device_updates())?;
+            if base.device > self.request.budget.device && self.asked_device_updates() == 0 {
+                break;
+            }
+            self.add_undecided(&mut found, state, &states, &base);
+        }
+        Ok(found)
+    }
+
+    /// Numbers of units with state on the device.
+    fn states(&self) -> Vec<usize> {
+        match self.request.requests.state_on_device {
+            Some(Count::Units(count)) => vec![count as usize],
+            None | Some(Count::Auto(Auto::Auto)) if self.places_state() => (0..=self.request.units.len()).collect(),
+            _ => vec![0],
+        }
+    }
+
+    /// Whether one of these numbers is compared with every other choice: of embed and head it always pays to know; of
+    /// layers, evenly spaced numbers are enough.
+    fn is_compared(&self, state: usize, states: &[usize]) -> bool {
+        states.len() <= VALUES || state < 2 || spaced(2, self.request.units.len()).any(|count| count == state)
+    }
+
+    /// The points with no other updates on the device than were asked for.
+    fn add_undecided(&self, found: &mut Vec<Candidate>, state: usize, states: &[usize], base: &Base) {
+        self.add_leanest(found, state, base);
+        if self.is_compared(state, states) {
+            self.add_all(found, state, self.asked_device_updates(), base, None);
+        }
     }
 
     fn asked_device_updates(&self) -> u32 {

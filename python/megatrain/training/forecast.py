@@ -52,7 +52,8 @@ class Forecast:
     decoder: "Decoder"
     run_plan: RunPlan
     timed: RunPlan
-    """The plan of the step that is timed: `run_plan`, except where rows are not packed; then one of full rows."""
+    """The plan of the step that is timed: `run_plan`, except where rows are not packed, then one of full rows, and
+    where an epoch has fewer rows than a step may take, then one of those."""
     numerics: dict[str, Any]
     disk: dict[str, int | None]
     """Bytes: `checkpoint`, `checkpoints` (all that exist at one time), `export`, `cache` (tokenized data; None when
@@ -61,6 +62,9 @@ class Forecast:
     """Optimizer steps of the run; None when they follow from data that was not read."""
     flops_per_token: float
     step_tokens: int
+    """Of a full step; fewer than asked for where an epoch of the data that were read has no more."""
+    micro_batches: int
+    """Most micro-batches of a step of the data that were read, or of any data where none were."""
     free_clipping_tokens: int | None
     estimate: dict[str, Any]
     """Of a step in steady state: step_s, bound, lanes; a lower bound of the time."""
@@ -218,8 +222,14 @@ def forecast(
 ) -> Forecast:
     """What to expect of a planned run."""
     config, decoder, machine, count = model_setup.config, model_setup.decoder, run_plan.machine, model_setup.count
-    rows, timed = planner.nominal_rows(config), run_plan
-    if -(-rows // run_plan.micro_batch[0]) != run_plan.micro_batches:  # planned for steps of many short rows
+    rows, timed, train = planner.nominal_rows(config), run_plan, data[0] if data else None
+    size, most = run_plan.micro_batch[0], run_plan.micro_batches
+    if train is not None:
+        rows = min(rows, _full_rows(config, train))
+        most = min(most, -(-sum(train.epoch_sequences) // size))
+    if -(-rows // size) != run_plan.micro_batches:  # planned for steps of many short rows, or of more than there are
+        if config.plan.micro_batch is None:
+            saved = {**(saved or {}), "micro_batch": run_plan.micro_batch}
         timed = planner.plan_run(config, decoder, device=run_plan.device, machine=machine, rows=rows, saved=saved)
     needed = planner.disk_needed(config, decoder, run_plan.precision)
     place, free = config.output.dir, machine.disk_free
@@ -235,9 +245,19 @@ def forecast(
         total_steps=total_steps if total_steps is not None else config.train.steps,
         flops_per_token=count.flops_per_token(config.data.seq_len),
         step_tokens=rows * config.data.seq_len,
+        micro_batches=most,
         free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
         estimate=_estimate(timed),
     )
+
+
+def _full_rows(config: Config, train: "Dataset") -> int:
+    """Rows of an epoch, where a step takes rows; where it takes tokens of rows of any length, as many full rows as
+    have these tokens."""
+    count = sum(train.epoch_sequences)
+    if config.data.packing or config.train.batch_size is not None:
+        return count
+    return max(1, math.ceil(count * train.num_tokens / train.num_sequences / config.data.seq_len))
 
 
 BYTES_PER_TOKEN = 4

@@ -3,7 +3,6 @@
 `megatrain plan`, the dry run and the start of a run all report it from here.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, Duration
-from megatrain.config.data_files import ROWS, find
-from megatrain.errors import ConfigError
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.planning import alternatives, calibrate, planner
 from megatrain.planning.alternatives import Alternative
 from megatrain.planning.planner import RunPlan
@@ -258,27 +256,6 @@ def _full_rows(config: Config, train: "Dataset") -> int:
     if config.data.packing or config.train.batch_size is not None:
         return count
     return max(1, math.ceil(count * train.num_tokens / train.num_sequences / config.data.seq_len))
-
-
-BYTES_PER_TOKEN = 4
-"""Of English text under a vocabulary of 32,000 tokens or more; only for data that was not tokenized yet."""
-
-
-def data_bytes(config: Config) -> int | None:
-    """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
-    total = 0.0
-    for source in config.data.train:
-        if source.path.startswith(("python:", ROWS)):
-            return None
-        with contextlib.suppress(ConfigError):
-            files = find(source).files
-            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
-                return None
-            part = source.split if isinstance(source.split, float) else 1.0
-            total += sum(Path(file).stat().st_size for file in files) * part * source.weight
-            continue
-        return None
-    return round(total) or None
 
 
 PROBE_MARGIN = 1.25

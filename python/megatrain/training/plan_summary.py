@@ -4,9 +4,9 @@ change. `megatrain plan` prints them, and a run logs them when it starts."""
 import math
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.planning import calibrate, planner
 from megatrain.system.hardware import format_bytes
-from megatrain.training.forecast import BYTES_PER_TOKEN, data_bytes
 from megatrain.training.metrics import duration
 
 if TYPE_CHECKING:

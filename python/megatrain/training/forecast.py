@@ -30,6 +30,10 @@ GIVEN_UP_BY_IMMEDIATE = (
 """What `train.update: immediate` costs."""
 
 
+FEW_STEPS = 10
+"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateOnDisk:
     """What a step does with optimizer state whose home is a disk."""

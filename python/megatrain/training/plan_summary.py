@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.planning import calibrate, planner
 from megatrain.system.hardware import format_bytes
+from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.metrics import duration
 
 if TYPE_CHECKING:
@@ -206,7 +207,17 @@ def _advice(report: "Forecast") -> list[str]:
         advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")
     if report.numerics["attention"] == "sdpa: math":
         advice.append("train.deterministic makes attention slow in fp32: turn it off, or use train.precision: bf16")
-    if report.step_tokens == planner.nominal_rows(config) * config.data.seq_len:  # else the data have no more
+    if (
+        report.total_steps is None
+        and report.run_tokens is not None
+        and report.run_tokens < FEW_STEPS * report.step_tokens
+    ):
+        steps = math.ceil(report.run_tokens / report.step_tokens)
+        advice.append(
+            f"fewer tokens per step (train.batch_tokens): by the size of its data the run has only about {steps} "
+            f"step{'s' * (steps != 1)}"
+        )
+    elif report.step_tokens == planner.nominal_rows(config) * config.data.seq_len:  # else the data have no more
         advice += _larger_steps(report)
     recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])
     if recomputed and config.memory.gpu != "auto":

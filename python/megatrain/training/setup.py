@@ -34,6 +34,7 @@ from megatrain.planning import planner
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
+from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.run_dir import read_correction
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
@@ -248,13 +249,9 @@ def prepare_run(
     return planned
 
 
-_FEW_STEPS = 10
-"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
-
-
 def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
     steps, train = planned.total_steps, planned.train
-    if steps >= _FEW_STEPS:
+    if steps >= FEW_STEPS:
         return
     longest = max(int(part.tokens.lengths.max()) for part in train.parts)
     windows = "windows" if config.data.packing else "rows"

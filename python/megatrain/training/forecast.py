@@ -247,9 +247,9 @@ def forecast(
         total_steps=total_steps if total_steps is not None else config.train.steps,
         flops_per_token=count.flops_per_token(config.data.seq_len),
         step_tokens=rows * config.data.seq_len,
-        micro_batches=most,
         free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
         estimate=_estimate(timed),
+        micro_batches=most,
     )
 
 

@@ -39,7 +39,7 @@ class WeightGradients:
         as their weight is one of `parameters`. Subclasses and layers with a forward of their own stay as they are."""
         number = next(_NUMBERS)
         self._handle = torch.tensor([number])
-        self._targets: Sequence[Tensor | None] = ()
+        self._targets: Sequence[Tensor] = ()
         self._in_fp32 = False
         self._first = False
         self._values: dict[int, Tensor] = {}
@@ -60,7 +60,7 @@ class WeightGradients:
         if self.indices:
             _operation()
 
-    def begin(self, targets: Sequence[Tensor | None], *, first: bool, in_fp32: bool) -> None:
+    def begin(self, targets: Sequence[Tensor], *, first: bool, in_fp32: bool) -> None:
         """Before a backward. `targets`, per parameter, are where gradients are summed; `first` starts the sums. With
         `in_fp32` the targets are fp32 and matmuls add to them; otherwise each gradient is rounded to its weight's dtype
         before it is added."""
@@ -74,9 +74,7 @@ class WeightGradients:
             value = grad.t() @ rows
             self._values[index] = self._values[index] + value if index in self._values else value
             return
-        target = self._targets[index]
-        assert target is not None
-        add_matmul(target, grad, rows, first=self._first and index not in self._written)
+        add_matmul(self._targets[index], grad, rows, first=self._first and index not in self._written)
         self._written.add(index)
 
     def finish(self, grads: Sequence[Tensor | None]) -> set[int]:
@@ -89,7 +87,6 @@ class WeightGradients:
         over: list[Tensor] = []
         new: list[Tensor] = []
         for index, (target, grad) in enumerate(zip(self._targets, grads, strict=True)):
-            assert target is not None
             own = self._values.pop(index, None)
             if own is not None:
                 grad = own if grad is None else own + grad

@@ -72,6 +72,7 @@ def chats(count: int, words: int) -> list[dict[str, Any]]:
         ("chats.json", json.dumps(chats(80, 40), indent=2), 256, 256, 29),
         ("chats.jsonl", "".join(json.dumps(row) + "\n" for row in chats(1000, 300)), 1024, 8192, 49),
         ("long.jsonl", json.dumps(chats(1, 9000)[0]) + "\n", 4096, 4096, 3),
+        ("outlier.jsonl", "".join(json.dumps(row) + "\n" for row in [*chats(300, 40), *chats(1, 16000)]), 256, 512, 43),
         ("text.txt", "word " * 20_000, 512, 512, 49),
         ("rows.csv", "text,source\n" + f"{'word ' * 200},here\n" * 100, 512, 512, 50),
     ],

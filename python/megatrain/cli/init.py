@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.cli.json_schema import descriptions
 from megatrain.config import Config, paths, yaml12
-from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes, longest_row
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes, row_bytes
 from megatrain.config.parsing import hints, plain
 from megatrain.errors import ConfigError
 from megatrain.system.atomic import write_whole
@@ -91,25 +91,30 @@ def _sizes(config: Config) -> _Sizes | None:
     size, default = data_bytes(config), config.train.batch_tokens
     if size is None or default is None or size >= _STEPS * default * BYTES_PER_TOKEN:
         return None
-    row = longest_row(config)
-    if row is None:
+    rows = row_bytes(config)
+    if rows is None:
         return None
-    tokens, longest = max(1, size // BYTES_PER_TOKEN), -(-row // BYTES_PER_TOKEN)
-    # Twice the longest row, for scripts that take more tokens; documents may be cut anywhere.
-    window = _power_of_two(2 * longest) if row else _power_of_two(tokens // _STEPS) // 2
+    # All rows but one in a hundred, which may be a mistake and would decide alone.
+    rows.sort()
+    counted = (len(rows) * 99 + 99) // 100
+    longest = -(-rows[counted - 1] // BYTES_PER_TOKEN) if rows else 0
+    tokens = max(1, size // BYTES_PER_TOKEN)
+    # Twice that, for scripts that take more tokens; documents may be cut anywhere.
+    window = _power_of_two(2 * longest) if rows else _power_of_two(tokens // _STEPS) // 2
     seq_len = min(config.data.seq_len, max(_SHORTEST, window))
+    longer = [row for row in rows[counted:] if row > seq_len * BYTES_PER_TOKEN]
+    tokens -= sum(row // BYTES_PER_TOKEN - seq_len for row in longer)  # which are cut
     step = seq_len * max(1, _power_of_two(tokens // (_STEPS * seq_len) + 1) // 2)
     steps = -(-tokens // step)
-    why = f"the longest row has about {longest:,} tokens" if row else "the text is short"
+    others = f", and {len(longer)} of {len(rows):,} more" if longer else ""
+    why = f"rows have up to about {longest:,} tokens{others}" if rows else "the text is short"
     more = f"; with the default of {default:,}, {-(-tokens // default)}" + "; raise epochs for more" * (
         2 * steps < _STEPS
     )
-    counted = (
-        f"an epoch of about {tokens:,} tokens (by the size of the data) has {steps} step{'s' * (steps != 1)}{more}"
-    )
+    epoch = f"an epoch of about {tokens:,} tokens (by the size of the data) has {steps} step{'s' * (steps != 1)}{more}"
     return _Sizes(
         values={"data.seq_len": seq_len, "train.batch_tokens": step},
-        reasons={"data.seq_len": f"{seq_len:,} here: {why}.", "train.batch_tokens": f"With {step:,}, {counted}."},
+        reasons={"data.seq_len": f"{seq_len:,} here: {why}.", "train.batch_tokens": f"With {step:,}, {epoch}."},
         suggested={"eval.every": str(max(1, steps // 4)), "plan.micro_batch": str(min(4, step // seq_len))},
     )
 

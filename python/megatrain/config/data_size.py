@@ -30,10 +30,10 @@ def data_bytes(config: "Config") -> int | None:
     return round(total) or None
 
 
-def longest_row(config: "Config") -> int | None:
-    """Bytes of the longest row of `data.train`, of which all files are read; 0 where they are documents, which may be
-    cut anywhere. None where `data_bytes` is, and where a file cannot be read."""
-    longest = 0
+def row_bytes(config: "Config") -> list[int] | None:
+    """Bytes of each row of `data.train`, of which all files are read; empty where they are documents, which may be cut
+    anywhere. None where `data_bytes` is, and where a file cannot be read."""
+    sizes: list[int] = []
     for source in config.data.train:
         files = _plain_files(source)
         if files is None:
@@ -41,10 +41,10 @@ def longest_row(config: "Config") -> int | None:
         for file in files:
             if not is_document(file):
                 try:
-                    longest = max(longest, *_row_bytes(Path(file)))
+                    sizes += _row_bytes(Path(file))
                 except (OSError, ValueError, csv.Error):
                     return None  # what is wrong with it is said when the data are read
-    return longest
+    return sizes
 
 
 def _plain_files(source: SourceConfig) -> tuple[str, ...] | None:
@@ -59,8 +59,7 @@ def _plain_files(source: SourceConfig) -> tuple[str, ...] | None:
 
 
 def _row_bytes(file: Path) -> Iterable[int]:
-    """Bytes of each row of a file, and a 0."""
-    yield 0
+    """Bytes of each row of a file."""
     kind = suffix_of(str(file))
     if kind == ".json":
         held = json.loads(file.read_bytes())

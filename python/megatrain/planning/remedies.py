@@ -370,7 +370,7 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
 
 def _advice(ways: list[Way]) -> Iterator[str]:
     if ways:
-        yield "Each of these changes alone would fit:"
+        yield "Each of these lines would fit by itself:"
         yield from (f"  {way}" for way in ways)
     else:
         yield (

@@ -165,6 +165,11 @@ def _run(report: "Forecast") -> list[str]:
     if size is None or report.run_s is None:
         counted = "`megatrain train --dry-run` counts those of your data"
         return [f"run: about {_hours(1e9 / report.expected_tokens_per_s)} per billion tokens ({counted})"]
+    if report.run_tokens is not None and report.run_tokens < report.step_tokens:
+        held = f"about {report.run_tokens:,} of its {report.step_tokens:,} tokens"
+        return [
+            f"run: less than one step: {format_bytes(size)} of data have {held}, at {BYTES_PER_TOKEN} bytes per token"
+        ]
     passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of {format_bytes(size)} of data"
     counted = "`megatrain train --dry-run` counts the tokens"
     return [f"run: roughly {_hours(report.run_s)} for {passes} at {BYTES_PER_TOKEN} bytes per token ({counted})"]

@@ -253,7 +253,7 @@ def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
     steps, train = planned.total_steps, planned.train
     if steps >= FEW_STEPS:
         return
-    longest = max(int(part.tokens.lengths.max()) for part in train.parts)
+    longest = int(np.percentile(np.concatenate([part.tokens.lengths for part in train.parts]), 95, method="lower"))
     windows = "windows" if config.data.packing else "rows"
     size, key = (
         (f"{config.train.batch_tokens:,} tokens", "train.batch_tokens")
@@ -261,7 +261,7 @@ def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
         else (f"{config.train.batch_size:,} {windows}", "train.batch_size")
     )
     multiple = (
-        f" (a multiple of data.seq_len, {config.data.seq_len:,}; the longest row has {longest:,} tokens)"
+        f" (a multiple of data.seq_len, {config.data.seq_len:,}; 95 % of the rows have at most {longest:,} tokens)"
         if key == "train.batch_tokens" and config.data.packing
         else ""
     )

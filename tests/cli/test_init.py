@@ -99,6 +99,13 @@ def test_rows_that_are_not_read_leave_the_defaults(here: Path) -> None:
         assert (config.data.seq_len, config.train.batch_tokens) == (4096, 65536)
 
 
+def test_an_export_gives_the_name_of_its_run(here: Path) -> None:
+    (here / "runs" / "shop").mkdir(parents=True)
+    (here / "small").rename(here / "runs" / "shop" / "export")
+    assert main(["init", "runs/shop/export", "data"]) == 0
+    assert Config.load(here / "train.yaml").output.dir == str(here / "runs/shop-2"), "not the folder of the run itself"
+
+
 @pytest.mark.parametrize("name", ["1e5", "null", "a: b", "it's"])
 def test_a_path_that_yaml_would_read_as_something_else_is_quoted(here: Path, name: str) -> None:
     (here / f"{name}.jsonl").write_text('{"text": "a row"}\n')

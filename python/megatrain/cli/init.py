@@ -66,7 +66,9 @@ def write_configuration(model: str, data: str, out: Path) -> Path:
     paths.check_writable(out, "--out")
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name another file, or remove it first")
-    run = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name or model) or "run"
+    path = Path(model)
+    name = f"{path.parent.name}-2" if path.name == "export" else path.name  # an export is named after its run
+    run = re.sub(r"[^A-Za-z0-9_.-]+", "-", name or model) or "run"
     settings: dict[str, Any] = {
         "model": model,
         "data": {"train": data},

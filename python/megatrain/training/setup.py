@@ -387,9 +387,7 @@ def keep_threads(model_setup: ModelSetup, numerics: dict[str, Any] | None) -> No
 
 def _files(config: Config, plan_only: bool) -> ModelFiles | None:
     path = config.model.path
-    if path is None or (plan_only and not path.startswith("python:") and not Path(path).exists()):
-        return None
-    return resolve(path, config.model.revision)
+    return None if path is None else resolve(path, config.model.revision, configuration_only=plan_only)
 
 
 def _hf_config(config: Config, files: ModelFiles | None, tokenizer: "PreTrainedTokenizerBase | None") -> Any:

@@ -15,6 +15,15 @@ _SMALLEST_NORMAL = 2.0**-126
 _EPS_MARGIN = 256
 
 
+_SMALLEST_MEMORY = 1 << 16
+
+
+def check_memory(size: int, key: str) -> None:
+    """Raises ConfigError for a limit of a memory that has lost its unit."""
+    if 0 < size < _SMALLEST_MEMORY:
+        raise ConfigError(f"{key} is {size} bytes; write a unit, such as {size}GiB")
+
+
 def choose_precision(
     asked: str,
     device: str,  # cuda or cpu

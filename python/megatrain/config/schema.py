@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from megatrain.config.constraints import check_eps, check_matmul
+from megatrain.config.constraints import check_eps, check_matmul, check_memory
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -423,6 +423,7 @@ class MemoryConfig:
         for name in ("gpu", "host"):
             if getattr(self, name) != "auto":
                 _at_least("memory", self, **{name: 1})
+                check_memory(getattr(self, name), f"memory.{name}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ class WeightGradients:
         `SummedLinear`, stay as they are."""
         number = next(_NUMBERS)
         self._handle = torch.tensor([number])
-        self._targets: Sequence[Tensor | None] = ()
+        self._targets: Sequence[Tensor] = ()
         self._in_fp32 = False
         self._first = False
         self._values: dict[int, Tensor] = {}
@@ -63,7 +63,7 @@ class WeightGradients:
         if self.indices:
             _operation()
 
-    def begin(self, targets: Sequence[Tensor | None], *, first: bool, in_fp32: bool) -> None:
+    def begin(self, targets: Sequence[Tensor], *, first: bool, in_fp32: bool) -> None:
         """Before a backward. `targets`, per parameter, are where gradients are summed; `first` starts the sums. With
         `in_fp32` the targets are fp32 and matmuls add to them; otherwise each gradient is rounded to its weight's dtype
         before it is added."""
@@ -74,7 +74,6 @@ class WeightGradients:
     def add(self, index: int, grad: Tensor, rows: Tensor) -> None:
         """The gradient (O, I) of one use of a weight: grad (N, O)ᵀ @ rows (N, I)."""
         target = self._targets[index]
-        assert target is not None
         first = self._first and index not in self._written
         if self._in_fp32 or (first and target.dtype == grad.dtype):
             add_matmul(target, grad, rows, first=first)
@@ -93,7 +92,6 @@ class WeightGradients:
         over: list[Tensor] = []
         new: list[Tensor] = []
         for index, (target, grad) in enumerate(zip(self._targets, grads, strict=True)):
-            assert target is not None
             own = self._values.pop(index, None)
             if own is not None:
                 grad = own if grad is None else own + grad

@@ -365,6 +365,8 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
         )
     else:
         yield f"host memory: {format_bytes(budget['host'])} (memory.host)"
+    if device == "cpu" and config.device == "auto" and not machine.described:
+        yield "no card is usable here, so the CPU is planned for; for a card that you do not have: --machine rtx4090"
     if config.memory.gpu != "auto":
         yield f"device memory: {format_bytes(budget['device'])} (memory.gpu)"
     elif device == "cuda" and machine.gpu is not None:
@@ -376,7 +378,7 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
 
 def _advice(ways: list[Way]) -> Iterator[str]:
     if ways:
-        yield "Each of these changes alone would fit:"
+        yield "Each of these lines alone would fit:"
         yield from (f"  {way}" for way in ways)
     else:
         yield (

@@ -279,32 +279,6 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
-def float8_share(rates: Mapping[str, float], device: str) -> float:
-    """Time that a float8 linear layer takes, as a share of a bf16 one's: forward and the input's gradient multiply
-    float8, the weight's gradient bf16. The core takes one number for all three."""
-    if device == "cpu":
-        return 1.0
-    usual = rates.get("matmul_tflops", 1.0)
-    return (1 + 2 * usual / rates.get("float8_tflops", _FLOAT8 * usual)) / 3
-
-
-_FLOAT8 = 2.0
-"""How many times as fast as bf16 matrices a card multiplies float8 ones where that was not measured; of data sheets."""
-_CONVERTED = 3
-"""Bytes that are moved to convert a bf16 number to float8."""
-
-
-def _in_float8(asked: dict[str, Any], unit: Unit, work: Measured, tokens: int, share: float) -> dict[str, float]:
-    """What of a unit's request is otherwise where linear layers multiply in float8: `flops` are those of bf16 that take
-    as long."""
-    flops = round(work.flops - (1 - share) * work.float8_flops)
-    spared = min(round(share * asked["spared_flops"]), flops - work.attention_flops)
-    # every matrix, and as many activations as it has columns
-    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
-    converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
-    return {"flops": flops, "spared_flops": spared, "moved_bytes": asked["moved_bytes"] + converted}
-
-
 def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
@@ -329,6 +303,32 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
         + (asked["input_bytes"] if planned["input"] == "host" else 0)
         for asked, planned in zip(request["units"], plan["units"], strict=True)
     ]
+
+
+def float8_share(rates: Mapping[str, float], device: str) -> float:
+    """Time that a float8 linear layer takes, as a share of a bf16 one's: forward and the input's gradient multiply
+    float8, the weight's gradient bf16. The core takes one number for all three."""
+    if device == "cpu":
+        return 1.0
+    usual = rates.get("matmul_tflops", 1.0)
+    return (1 + 2 * usual / rates.get("float8_tflops", _FLOAT8 * usual)) / 3
+
+
+_FLOAT8 = 2.0
+"""How many times as fast as bf16 matrices a card multiplies float8 ones where that was not measured; of data sheets."""
+_CONVERTED = 3
+"""Bytes that are moved to convert a bf16 number to float8."""
+
+
+def _in_float8(asked: dict[str, Any], unit: Unit, work: Measured, tokens: int, share: float) -> dict[str, float]:
+    """What of a unit's request is otherwise where linear layers multiply in float8: `flops` are those of bf16 that take
+    as long."""
+    flops = round(work.flops - (1 - share) * work.float8_flops)
+    spared = min(round(share * asked["spared_flops"]), flops - work.attention_flops)
+    # every matrix, and as many activations as it has columns
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
+    return {"flops": flops, "spared_flops": spared, "moved_bytes": asked["moved_bytes"] + converted}
 
 
 def core_groups(

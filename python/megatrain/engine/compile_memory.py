@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatrain.engine import float8
+
 _ALIGN = 512
 """Bytes to which torch's allocator rounds."""
 
@@ -39,6 +41,7 @@ def cut(
     shape: tuple[int, int, int],  # of the hidden states: batch, seq, width
     dtype: torch.dtype,
     tuple_output: bool,
+    matmul: str = "bf16",  # in what its linear layers multiply, which are converted to that
 ) -> Cut:
     """Traces and cuts a layer. Raises whatever tracing raises for a layer that cannot be traced without data."""
     from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -46,6 +49,7 @@ def cut(
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    float8.convert(module, matmul)
     flat, spec = tree_flatten((args, kwargs))
     places = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
     state = dict(module.named_parameters()) | dict(module.named_buffers())

@@ -94,7 +94,8 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
         return known[structure, rows, seq]
     first = decoder.structures[structure]
-    module = _trained_layer(decoder, first)
+    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
+    float8.convert(module, decoder.matmul)
     args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
@@ -132,13 +133,6 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
     return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
 
 
-def _trained_layer(decoder: Decoder, layer: int) -> nn.Module:
-    """A layer on meta as it is trained, whatever mode the caller's model is in."""
-    module = on_meta(decoder.layers[layer]).train()
-    float8.convert(module, decoder.matmul)
-    return module
-
-
 _RECORDED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -166,12 +160,13 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     args, kwargs = _arguments(decoder, first, rows, seq)
     try:
         found = compile_memory.cut(
-            _trained_layer(decoder, first),
+            on_meta(decoder.layers[first]).train(),
             args,
             kwargs,
             (rows, seq, decoder.hidden_size),
             decoder.dtype,
             decoder.recorder.tuple_output,
+            decoder.matmul,
         )
     except Exception as error:
         # whatever tracing may raise for a layer whose work depends on values, the count of the plain layer is an answer
@@ -231,7 +226,6 @@ def plan_request(
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
-    faster = 1 - float8_share(rates or {}, device)
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
@@ -256,13 +250,16 @@ def plan_request(
                 ],
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
-                "flops": head_flops if unit.role == "head" else round(work.flops - faster * work.float8_flops),
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device, faster),
+                "flops": head_flops if unit.role == "head" else work.flops,
+                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device),
             }
         )
+        if work.float8_flops and device != "cpu":
+            units[-1] |= _in_float8(units[-1], unit, work, tokens, float8_share(rates or {}, device))
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
     workspace = _workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn)
     more = (requests or {}).get("more_workspace") or 0  # measured, where the bounds were exceeded
+    more += max((m.converting_bytes for m in measured), default=0)
     return {
         "units": units,
         "tied": decoder.tied,
@@ -297,6 +294,32 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
+def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
+    """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
+    if device == "cpu" or unit.role == "embed":
+        return {}
+    if unit.role == "head":
+        return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
+    return {
+        "attention_flops": work.attention_flops,
+        "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
+        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
+        "launch_s": _LAUNCH_S,
+    }
+
+
+def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
+    """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
+    least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
+    return [
+        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
+        + (asked["input_bytes"] if planned["input"] == "host" else 0)
+        for asked, planned in zip(request["units"], plan["units"], strict=True)
+    ]
+
+
 def float8_share(rates: Mapping[str, float], device: str) -> float:
     """Time that a float8 linear layer takes, as a share of a bf16 one's: forward and the input's gradient multiply
     float8, the weight's gradient bf16. The core takes one number for all three."""
@@ -312,38 +335,15 @@ _CONVERTED = 3
 """Bytes that are moved to convert a bf16 number to float8."""
 
 
-def _beside_matmuls(
-    unit: Unit, work: Measured, tokens: int, vocab: int, device: str, faster: float
-) -> dict[str, float]:
-    """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything.
-    `faster`: by what share of their time float8 linear layers are faster."""
-    if device == "cpu" or unit.role == "embed":
-        return {}
-    if unit.role == "head":
-        return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
+def _in_float8(asked: dict[str, Any], unit: Unit, work: Measured, tokens: int, share: float) -> dict[str, float]:
+    """What of a unit's request is otherwise where linear layers multiply in float8: `flops` are those of bf16 that take
+    as long."""
+    flops = round(work.flops - (1 - share) * work.float8_flops)
+    spared = min(round(share * asked["spared_flops"]), flops - work.attention_flops)
+    # every matrix, and as many activations as it has columns
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
-    last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
-    converted = 0.0
-    if work.float8_flops:
-        last = round(last * (1 - faster))
-        # every matrix, and as many activations as it has columns
-        converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
-    return {
-        "attention_flops": work.attention_flops,
-        "spared_flops": min(last, max(0, round(work.flops - faster * work.float8_flops) - work.attention_flops)),
-        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes + converted,
-        "launch_s": _LAUNCH_S,
-    }
-
-
-def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
-    """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
-    least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
-    return [
-        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
-        + (asked["input_bytes"] if planned["input"] == "host" else 0)
-        for asked, planned in zip(request["units"], plan["units"], strict=True)
-    ]
+    converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
+    return {"flops": flops, "spared_flops": spared, "moved_bytes": asked["moved_bytes"] + converted}
 
 
 def core_groups(
@@ -431,9 +431,7 @@ def _workspace(
     )
     # a layer's activations, its gradients, and a few tensors of its widest part
     running = [
-        m.kept_bytes * 5 // 4 + weights + 4 * hidden + m.converting_bytes
-        if m.running_bytes is None
-        else m.running_bytes + 2 * hidden
+        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
         for m in measured
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))

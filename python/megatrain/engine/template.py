@@ -225,10 +225,10 @@ class LayerTemplate:
         compiled: bool = False,
     ) -> None:
         self.module: nn.Module = copy_without(decoder.layers[first])
-        float8.convert(self.module, decoder.matmul)
         self.bound: BoundTensors = BoundTensors(
             places_of(self.module, decoder.local_names(first + 1)), layout, region, casts
         )
+        float8.convert(self.module, decoder.matmul)
         self.layout = layout
         self.compiled = compiled
         self.draws: bool | None = None

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatrain.engine import float8
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
@@ -224,6 +225,7 @@ class LayerTemplate:
         compiled: bool = False,
     ) -> None:
         self.module: nn.Module = copy_without(decoder.layers[first])
+        float8.convert(self.module, decoder.matmul)
         self.bound: BoundTensors = BoundTensors(
             places_of(self.module, decoder.local_names(first + 1)), layout, region, casts
         )

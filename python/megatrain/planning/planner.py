@@ -103,6 +103,14 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
     )
 
 
+def choose_matmul(config: Config, precision: str, device: str, machine: Machine) -> str:
+    """`train.matmul` on this device. Raises ConfigError where the card, or the precision, does not go with fp8."""
+    constraints.check_matmul(config.train.matmul, precision, "train.")
+    if config.train.matmul == "fp8" and device == "cuda" and machine.gpu is not None:
+        constraints.refuse_float8(machine.gpu.capability, machine.gpu.name, "train.")
+    return config.train.matmul
+
+
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
     """Bytes that a run may use: device, host, and disk where `memory.nvme` names one. Raises ConfigError when that is
     no folder that can be written."""

@@ -315,7 +315,8 @@ def cuda_status() -> str:
     """JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver."""
 
 def probe_host(bytes: int, threads: int) -> str:
-    """JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`."""
+    """JSON rates of this host: `touch_gbs`, `copy_gbs`, and of the optimizer `adamw_params_per_s` over fp32 moments,
+    `adamw_bf16_params_per_s` and `adamw_8bit_params_per_s`."""
 
 def probe_device(device: Device, bytes: int) -> str:
     """JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`."""

@@ -53,6 +53,7 @@ class RunPlan:
     budget: dict[str, int]
     """Bytes: device, host, and disk where `memory.nvme` names one."""
     rates: dict[str, float]
+    """`adamw_gparams` is that of the host's AdamW over the moments of this run."""
     measured: bool
     """Whether the rates were measured; else they are those of usual machines."""
     request: dict[str, Any]
@@ -234,7 +235,7 @@ def plan_run(
         micro_batch=(size, config.data.seq_len),
         micro_batches=-(-rows // size),
         budget=planner.budget,
-        rates=rates,
+        rates=planner.rates,
         measured=measured,
         request=request,
         plan=plan,
@@ -461,7 +462,7 @@ class SplitPlanner:
         self.config: Config = config
         self.decoder: Decoder = decoder
         self.device: str = device
-        self.rates: dict[str, float] = rates
+        self.rates: dict[str, float] = calibrate.of_state(rates, config.train.moments)
         self.options: dict[str, Any] = options
         self.budget: dict[str, int] = budgets(config, device, machine)
         self.card_bytes: int | None = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None

@@ -293,7 +293,8 @@ def lower_bound_rates(run_plan: RunPlan) -> dict[str, float]:
     the CPU a probe shares the processors with whatever else runs."""
     if run_plan.measured and run_plan.device == "cuda":
         return {name: rate * PROBE_MARGIN for name, rate in run_plan.rates.items()}
-    return run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
+    rates = run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
+    return calibrate.of_state(rates, run_plan.request["state"]["moments"])
 
 
 def _estimate(run_plan: RunPlan) -> dict[str, Any]:

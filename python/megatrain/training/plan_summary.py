@@ -143,7 +143,13 @@ def _layers(report: "Forecast") -> str:
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
+    if on_device < len(units):
+        updates += f" ({report.run_plan.rates['adamw_gparams']:.2g}e9 parameters/s, {_moments(report)} moments)"
     return f"layers: {len(activations)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}; {updates}"
+
+
+def _moments(report: "Forecast") -> str:
+    return {"8bit": "8-bit"}.get(report.config.train.moments, report.config.train.moments)
 
 
 def _step(report: "Forecast") -> str:

@@ -269,6 +269,9 @@ class Engine:
 def plan(request: str) -> str:
     """JSON in, JSON out: see `plan.rs`. Allocates nothing. Raises DoesNotFit with the sum."""
 
+def fits(request: str) -> bool:
+    """Whether `plan` finds a plan for this request, without simulating any."""
+
 def simulate(request: str, plan: str, rates: str) -> str:
     """Runs the schedule of one steady step on a virtual clock: `{step_s, lanes: {…: busy_s}, bound, spans: […]}`."""
 

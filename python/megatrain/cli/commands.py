@@ -329,6 +329,7 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
             "update": args.update,
             "max_grad_norm": args.max_grad_norm,
             "precision": args.precision,
+            "matmul": args.matmul,
             "lr": args.lr,
             "seed": args.seed,
         },

@@ -229,6 +229,9 @@ def _bench(bench: argparse.ArgumentParser) -> None:
     )
     bench.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     bench.add_argument(
+        "--matmul", choices=("bf16", "fp8"), default="bf16", help="in what linear layers multiply (default %(default)s)"
+    )
+    bench.add_argument(
         "--keep",
         type=int,
         default=None,

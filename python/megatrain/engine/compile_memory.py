@@ -69,7 +69,9 @@ def cut(
                 layer, (hidden, *weights, *shared), trace_joint=True, decompositions=select_decomp_table()
             )
         with mode:
-            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+            forward, backward = min_cut_rematerialization_partition(
+                joint, None, num_fwd_outputs=1, static_lifetime_input_indices=list(range(1, 1 + len(names)))
+            )
     output, *saved = _results(forward)
     inputs = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
     kept = {_storage(node): _bytes(node.meta["val"]) for node in saved if isinstance(node.meta.get("val"), Tensor)}
@@ -109,7 +111,8 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
     from torch._functorch.partitioners import get_default_op_list
 
     kinds, results = get_default_op_list(), set(results)
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    asserts = torch.ops.aten._assert_tensor_metadata.default
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not asserts]
     time = {node: at for at, node in enumerate(nodes)}
 
     def passes(node: fx.Node) -> bool:
@@ -123,7 +126,8 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
         """Whether anything reads the value from memory, rather than within the kernel that makes it."""
         if node in results:
             return True
-        users = [user for user in node.users if user.op == "call_function"]
+        # tracing puts an assertion before each conversion, which no compiled graph has
+        users = [user for user in node.users if user.op == "call_function" and user.target is not asserts]
         return any(is_read(u) if passes(u) else not (kinds.is_fusible(u) or reduces(u)) for u in users)
 
     reads: dict[fx.Node, set[fx.Node]] = {}  # the memory that a node's value is read from

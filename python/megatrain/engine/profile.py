@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain.engine import compile_memory
+from megatrain.engine import compile_memory, float8
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
@@ -43,6 +43,10 @@ class Measured:
     """Of the forward's matmuls, attention counted causally."""
     attention_flops: int = 0
     """Those of `flops` that attention takes."""
+    float8_flops: int = 0
+    """Those of `flops` that are multiplied in float8."""
+    converting_bytes: int = 0
+    """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
     running_bytes: int | None = None
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
 
@@ -90,10 +94,8 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
             known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
         return known[structure, rows, seq]
     first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
-
-    args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
+    module = _trained_layer(decoder, first)
+    args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
     gates = decoder.gates[first]
@@ -121,7 +123,37 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
     kept = turn.staged_bytes
     if first in decoder.mixing_layers:
         kept = per_document.kept_bytes(kept, hidden.numel() * hidden.element_size())
-    return Measured(kept, matmuls.get_total_flops() + attention.flops, attention.flops)
+    in_float8 = sum(
+        count
+        for operation, count in matmuls.get_flop_counts().get("Global", {}).items()
+        if str(operation) == float8.PRODUCT
+    )
+    flops = matmuls.get_total_flops() + attention.flops
+    return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
+
+
+def _trained_layer(decoder: Decoder, layer: int) -> nn.Module:
+    """A layer on meta as it is trained, whatever mode the caller's model is in."""
+    module = on_meta(decoder.layers[layer]).train()
+    float8.convert(module, decoder.matmul)
+    return module
+
+
+_RECORDED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer is called with for a micro-batch of `rows` by `seq` tokens beside the hidden states, on meta.
+    Recorded once for each shape: for a million tokens that takes seconds."""
+    known = _RECORDED.setdefault(decoder, {})
+    if (rows, seq) not in known:
+        record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+        known[rows, seq] = [
+            (to_meta(record.args[first]), to_meta(record.kwargs[first])) for first in decoder.structures
+        ]
+    return known[rows, seq][decoder.structures.index(layer)]
 
 
 _COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()
@@ -131,12 +163,12 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
     """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
     eager = measure(decoder, structure, rows, seq, device)
     first = decoder.structures[structure]
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+    args, kwargs = _arguments(decoder, first, rows, seq)
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]).train(),
-            record.args[first],
-            record.kwargs[first],
+            _trained_layer(decoder, first),
+            args,
+            kwargs,
             (rows, seq, decoder.hidden_size),
             decoder.dtype,
             decoder.recorder.tuple_output,
@@ -149,7 +181,13 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         return eager
     router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
     running = max(found.forward, found.kept + found.backward)
-    return Measured(found.kept + router, eager.flops, eager.attention_flops, running)
+    return Measured(
+        kept_bytes=found.kept + router,
+        flops=eager.flops,
+        attention_flops=eager.attention_flops,
+        float8_flops=eager.float8_flops,
+        running_bytes=running,
+    )
 
 
 def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
@@ -193,6 +231,7 @@ def plan_request(
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
+    faster = 1 - float8_share(rates or {}, device)
     measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
@@ -217,8 +256,8 @@ def plan_request(
                 ],
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
-                "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device),
+                "flops": head_flops if unit.role == "head" else round(work.flops - faster * work.float8_flops),
+                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device, faster),
             }
         )
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
@@ -258,18 +297,41 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
-def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
-    """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
+def float8_share(rates: Mapping[str, float], device: str) -> float:
+    """Time that a float8 linear layer takes, as a share of a bf16 one's: forward and the input's gradient multiply
+    float8, the weight's gradient bf16. The core takes one number for all three."""
+    if device == "cpu":
+        return 1.0
+    usual = rates.get("matmul_tflops", 1.0)
+    return (1 + 2 * usual / rates.get("float8_tflops", _FLOAT8 * usual)) / 3
+
+
+_FLOAT8 = 2.0
+"""How many times as fast as bf16 matrices a card multiplies float8 ones where that was not measured; of data sheets."""
+_CONVERTED = 3
+"""Bytes that are moved to convert a bf16 number to float8."""
+
+
+def _beside_matmuls(
+    unit: Unit, work: Measured, tokens: int, vocab: int, device: str, faster: float
+) -> dict[str, float]:
+    """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything.
+    `faster`: by what share of their time float8 linear layers are faster."""
     if device == "cpu" or unit.role == "embed":
         return {}
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
     last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
+    converted = 0.0
+    if work.float8_flops:
+        last = round(last * (1 - faster))
+        # every matrix, and as many activations as it has columns
+        converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
     return {
         "attention_flops": work.attention_flops,
-        "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
-        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
+        "spared_flops": min(last, max(0, round(work.flops - faster * work.float8_flops) - work.attention_flops)),
+        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes + converted,
         "launch_s": _LAUNCH_S,
     }
 
@@ -369,7 +431,9 @@ def _workspace(
     )
     # a layer's activations, its gradients, and a few tensors of its widest part
     running = [
-        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
+        m.kept_bytes * 5 // 4 + weights + 4 * hidden + m.converting_bytes
+        if m.running_bytes is None
+        else m.running_bytes + 2 * hidden
         for m in measured
     ]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))

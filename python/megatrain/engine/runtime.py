@@ -478,6 +478,14 @@ def choose_precision(precision: str, device: torch.device) -> str:
     )
 
 
+def choose_matmul(matmul: Any, precision: str, device: torch.device) -> str:
+    """In what linear layers multiply on a device, by the rules that the configuration has too."""
+    constraints.check_matmul(matmul, precision)
+    if matmul == "fp8" and device.type == "cuda":
+        constraints.refuse_float8(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    return str(matmul)
+
+
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
     """The core's device and torch's; `cuda` without a number is torch's current device, which stays the current one.
     Raises ConfigError for a device that is not there, or is of another kind."""

@@ -7,6 +7,7 @@ The rates feed the planner. Where nothing was measured it takes those of a usual
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import constraints
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
 from megatrain.system.atomic import write_whole
@@ -233,6 +235,12 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds, spread = _repeat(lambda: torch.mm(left, right), device)
     found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
+    if device == "cuda" and torch.cuda.get_device_capability() >= constraints.FLOAT8_CAPABILITY:
+        from megatrain.engine import float8
+
+        numbers, scale = left.to(torch.float8_e4m3fn), torch.ones(size, 1, device=device)
+        product = functools.partial(float8.multiply, numbers, scale, numbers, scale)
+        found["float8_tflops"] = 2 * size**3 / _repeat(product, device)[0] / 1e12
     if device == "cuda":
         source = torch.empty(GIB, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

@@ -102,6 +102,14 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
     )
 
 
+def choose_matmul(config: Config, precision: str, device: str, machine: Machine) -> str:
+    """`train.matmul` on this device. Raises ConfigError where the card, or the precision, does not go with fp8."""
+    constraints.check_matmul(config.train.matmul, precision, "train.")
+    if config.train.matmul == "fp8" and device == "cuda" and machine.gpu is not None:
+        constraints.refuse_float8(machine.gpu.capability, machine.gpu.name, "train.")
+    return config.train.matmul
+
+
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
     """Bytes that a run may use: device, host, and disk where `memory.nvme` names one. Raises ConfigError when that is
     no folder that can be written."""
@@ -263,7 +271,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
 
 
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:
-    """Whether `_planned` finds a plan; of most requests it takes one plan to know that."""
+    """Whether `_planned` finds a plan."""
     rows, machine = nominal_rows(config), _unasked(machine)
     planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
     if config.plan.micro_batch is not None:
@@ -288,10 +296,7 @@ def _planned(
         idle, nominal = machine.idle(), calibrate.nominal(machine, device)
         first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
         size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
-    try:
-        return SplitPlanner(config, decoder, device, machine, rates, options).fit(size, -(-rows // size))[1]
-    except DoesNotFit:
-        return None
+    return SplitPlanner(config, decoder, device, machine, rates, options).plan(size, -(-rows // size))
 
 
 def _unasked(machine: Machine) -> Machine:
@@ -331,10 +336,7 @@ def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:
-        with contextlib.suppress(DoesNotFit):
-            planner.fit(rows, 1)
-            return True
-        return False
+        return planner.fits(rows, 1)
 
     low = run_plan.micro_batch[0] if fits(run_plan.micro_batch[0]) else 1
     high = low * 2
@@ -468,18 +470,14 @@ class SplitPlanner:
 
     def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
         """The plan; None where there is none that fits."""
-        try:
-            return self.fit(rows, micro_batches)[1]
-        except DoesNotFit:
-            return None
+        return self.fit(rows, micro_batches)[1] if self.fits(rows, micro_batches) else None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
-        """Whether `fit` finds a plan."""
-        try:
-            self.fit(rows, micro_batches)
-        except DoesNotFit:
-            return False
-        return True
+        """Whether `fit` finds a plan: far sooner known than the plan itself."""
+        from megatrain import _core
+
+        with _asked_for():
+            return _core.fits(json.dumps(self._request(rows, micro_batches)))
 
     def refusal(self, rows: int, micro_batches: int, **options: Any) -> DoesNotFit | None:
         """Why a plan with these numbers asked for besides does not fit; None where it does."""
@@ -495,12 +493,19 @@ class SplitPlanner:
     def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """(request, plan). Raises DoesNotFit."""
         from megatrain import _core
+
+        request = self._request(rows, micro_batches)
+        with _asked_for():
+            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+        return request, plan
+
+    def _request(self, rows: int, micro_batches: int) -> dict[str, Any]:
         from megatrain.engine.profile import plan_request
         from megatrain.weights.state_format import StateFormat
 
         state_format = StateFormat(self.config.train.moments, self.config.train.master)
         state_format.check_precision(self.decoder.precision)
-        request = plan_request(
+        return plan_request(
             self.decoder,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
@@ -514,11 +519,16 @@ class SplitPlanner:
             rates=self.rates,
             loss_chunk=self.options.get("loss_chunk"),
         )
-        try:
-            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
-        except ValueError as error:  # numbers that were asked for and contradict each other or the model
-            raise ConfigError(str(error)) from None
-        return request, plan
+
+
+@contextlib.contextmanager
+def _asked_for() -> Iterator[None]:
+    """Turns what the core says of numbers that were asked for, and contradict each other or the model, into
+    ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:

@@ -19,6 +19,7 @@ UNITS = {
     "pin_gbs": "GB/s of host memory registered with the card",
     "hbm_gbs": "GB/s, device memory read and written",
     "matmul_tflops": "TFLOP/s, large matrix product in the training precision",
+    "float8_tflops": "TFLOP/s, large product of float8 matrices with a scale for each row (train.matmul: fp8)",
     "adamw_gparams": "10⁹ parameters/s, host AdamW",
     "touch_gbs": "GB/s, host memory mapped and touched for the first time",
     "copy_gbs": "GB/s, host memory copied",

@@ -79,7 +79,12 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Lower bound of a step's seconds: the busiest lane's time, and at least the arithmetic at the matmul rate."""
-        arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.timed)["matmul_tflops"] * 1e12)
+        rates = lower_bound_rates(self.timed)
+        arithmetic = self.flops_per_token * self.step_tokens / (rates["matmul_tflops"] * 1e12)
+        if self.decoder.matmul == "fp8":
+            from megatrain.engine.profile import float8_share
+
+            arithmetic *= float8_share(rates, self.run_plan.device)
         return max(float(self.estimate["step_s"]), arithmetic)
 
     @property

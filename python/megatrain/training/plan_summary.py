@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
+from megatrain.names import format_names
 from megatrain.planning import calibrate, planner
 from megatrain.system.hardware import format_bytes
 from megatrain.training.forecast import FEW_STEPS
@@ -41,6 +42,7 @@ def lines(report: "Forecast", *, why: bool = False) -> list[str]:
         _time(report),
         *_run(report),
         *(_why(report) if why else []),
+        *_matmul(report),
         *_given_up(report),
         *_checks(report),
         *(f"to change: {advice}" for advice in _advice(report)),
@@ -183,6 +185,28 @@ def _why(report: "Forecast") -> list[str]:
     chosen = report.timed.plan["estimate"]["expected_step_s"]
     shown = [f"{one.change} {(one.expected_step_s or 0) / chosen - 1:+.0%}" for one in others[:_MOST_RUNNERS_UP]]
     return [f"why this plan: other choices change the step's time: {', '.join(shown)} (--verbose has all)"]
+
+
+def _matmul(report: "Forecast") -> list[str]:
+    """With `train.matmul: fp8`, which linear layers are multiplied in what."""
+    decoder = report.decoder
+    if decoder.matmul != "fp8":
+        return []
+    from megatrain.engine import float8
+
+    choices = [float8.choose(layer) for layer in decoder.layers]
+    chosen = sum(len(choice.chosen) for choice in choices)
+    left: dict[str, list[str]] = {}
+    for choice in choices:
+        for name, reason in choice.left.items():
+            left.setdefault(reason, []).append(name)
+    others = "; ".join(f"{format_names(sorted(set(names)))} ({reason})" for reason, names in left.items())
+    bf16 = f"; in bf16 {others}" if others else ""
+    text = (
+        f"train.matmul: fp8 in {chosen} linear layers (e4m3, a scale for each token and output channel), gradients of "
+        f"weights, head and embedding in bf16{bf16}"
+    )
+    return [text]
 
 
 def _given_up(report: "Forecast") -> list[str]:

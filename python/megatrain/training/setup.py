@@ -131,7 +131,8 @@ def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
 
 
 def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
-    planner.choose_precision(config, planner.choose_device(config, machine), machine)
+    device = planner.choose_device(config, machine)
+    planner.choose_matmul(config, planner.choose_precision(config, device, machine), device, machine)
     files = _files(config, plan_only=False)
     source = None
     if resume is None and _is_pretrained(config, files) and files is not None:
@@ -165,6 +166,7 @@ def _model_setup(
     decoder = Decoder.from_config(
         hf_config,
         precision=precision,
+        matmul=planner.choose_matmul(config, precision, device, machine),
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,

@@ -36,7 +36,9 @@ def test_the_configuration_that_is_written_is_what_a_run_accepts(
     (here / "data" / "rows.jsonl").write_text(json.dumps({"text": "a row" * 400}) + "\n")
     (here / "data" / "more.jsonl").write_text((json.dumps({"text": "a row" * 400}) + "\n") * 3400)
     assert main(["init", "small", "data/*.jsonl"]) == 0
-    assert "train.yaml" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "train.yaml" in said.out
+    assert not said.err
     config = Config.load(here / "train.yaml")
     assert config.model.path == str(here / "small")
     assert [source.path for source in config.data.train] == [str(here / "data/*.jsonl")]
@@ -47,8 +49,9 @@ def test_the_configuration_that_is_written_is_what_a_run_accepts(
     assert (config.train, config.eval, config.plan) == (given.train, given.eval, given.plan), "the rest are defaults"
 
 
-def test_what_is_suggested_in_comments_is_accepted_too(here: Path) -> None:
+def test_what_is_suggested_in_comments_is_accepted_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "OWNER/NAME", "data/rows.jsonl", "--out", "mine.yaml"]) == 0
+    assert "OWNER/NAME is no folder here, so it will be looked for on the hub" in capsys.readouterr().err
     text = (here / "mine.yaml").read_text()
     suggested = re.sub(r"^(\s*)# ((?:  )*(?:#  ?)?)([a-z_]+:)", r"\1\2\3", text, flags=re.MULTILINE)
     (here / "all.yaml").write_text(suggested)

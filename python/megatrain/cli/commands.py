@@ -480,6 +480,8 @@ def _init(args: argparse.Namespace) -> int:
 
     out = write_configuration(args.model, args.data, Path(args.out))
     json_line({"config": str(out)}) if args.json else line(f"{out}: look at it, then megatrain train {out} --dry-run")
+    if not args.model.startswith("python:") and not Path(args.model).expanduser().exists():
+        _say(f"{args.model} is no folder here, so it will be looked for on the hub")
     return DONE
 
 

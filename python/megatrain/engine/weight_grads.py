@@ -73,8 +73,7 @@ class WeightGradients:
 
     def add(self, index: int, grad: Tensor, rows: Tensor) -> None:
         """The gradient (O, I) of one use of a weight: grad (N, O)ᵀ @ rows (N, I)."""
-        target = self._targets[index]
-        first = self._first and index not in self._written
+        target, first = self._targets[index], self._first and index not in self._written
         if self._in_fp32 or (first and target.dtype == grad.dtype):
             add_matmul(target, grad, rows, first=first)
             self._written.add(index)

@@ -269,6 +269,9 @@ class Engine:
 def plan(request: str) -> str:
     """JSON in, JSON out: see `plan.rs`. Allocates nothing. Raises DoesNotFit with the sum."""
 
+def fits(request: str) -> bool:
+    """Whether `plan` finds a plan for this request, without simulating any."""
+
 def simulate(request: str, plan: str, rates: str) -> str:
     """Runs the schedule of one steady step on a virtual clock: `{step_s, lanes: {…: busy_s}, bound, spans: […]}`."""
 
@@ -312,7 +315,8 @@ def cuda_status() -> str:
     """JSON `{available, reason, driver, devices: [...]}`; never raises, with or without a driver."""
 
 def probe_host(bytes: int, threads: int) -> str:
-    """JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`."""
+    """JSON rates of this host: `touch_gbs`, `copy_gbs`, and of the optimizer `adamw_params_per_s` over fp32 moments,
+    `adamw_bf16_params_per_s` and `adamw_8bit_params_per_s`."""
 
 def probe_device(device: Device, bytes: int) -> str:
     """JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`."""

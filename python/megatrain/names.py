@@ -10,11 +10,17 @@ from megatrain.errors import ConfigError
 _MOST_KNOWN = 8
 """Most names that `suggest` lists."""
 
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "gradient_clipping": "max_grad_norm"}
+"""What arguments are called elsewhere."""
+
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `known` that is most like `name`; None where none is (`difflib`: 1 is equal, 0 has nothing in
     common)."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    known = list(known)
+    if (ours := _OTHER_NAMES.get(str(name))) in known:
+        return ours
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -25,6 +25,7 @@ def architecture(tmp_path: Path) -> str:
         ["--micro-batch", "2", "--max-grad-norm", "1.0"],
         ["--update", "immediate", "--keep", "0", "--slots", "2"],
         ["--set", "loss_chunk=16", "--host-memory", "1GiB"],
+        ["--precision", "bf16", "--matmul", "fp8"],
         ["--micro-batch", "2", "--set", "group=1", "--set", "activation=offload", "--set", "inputs=host"],
     ],
 )
@@ -42,6 +43,7 @@ def test_the_answer_is_one_line_that_adds_up(
     assert found["bound"] in found["lanes_s"], "on the CPU nothing is launched"
     assert found["plan"]["totals"]["host"] > 0
     assert sum(found["plan"]["activations"].values()) == MODEL["num_hidden_layers"] + 2
+    assert found["matmul"] == ("fp8" if "--matmul" in more else "bf16")
     assert found["micro_batch"] == (2 if "--micro-batch" in more else 4)
 
 

@@ -246,3 +246,20 @@ def test_outputs_that_are_closed_get_nothing() -> None:
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         command = f"exec {sys.executable} -c '{program}' plan tiny {closed}"
         assert subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode == 0, closed
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trian", "x.yaml"], "train"),
+        (["train", "x.yaml", "--dryrun"], "--dry-run"),
+        (["bench", "--sequence=3"], "--seq"),
+    ],
+)
+def test_a_typo_in_a_verb_or_an_option_names_the_nearest(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`megatrain init` and `megatrain schema`: quick, without torch, and true to what the loader accepts."""
 
+import gzip
 import json
 import re
 import subprocess
@@ -32,26 +33,80 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_configuration_that_is_written_is_what_a_run_accepts(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (here / "data" / "rows.jsonl").write_text(json.dumps({"text": "a row" * 400}) + "\n")
+    (here / "data" / "more.jsonl").write_text((json.dumps({"text": "a row" * 400}) + "\n") * 3400)
     assert main(["init", "small", "data/*.jsonl"]) == 0
-    assert "train.yaml" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "train.yaml" in said.out
+    assert not said.err
     config = Config.load(here / "train.yaml")
     assert config.model.path == str(here / "small")
     assert [source.path for source in config.data.train] == [str(here / "data/*.jsonl")]
     assert config.data.seq_len == 512, "the model has no more positions"
+    assert config.train.batch_tokens == 65536, "the default, of which these data make enough steps"
     assert config.output.dir == str(here / "runs/small")
     given = Config.from_dict({"model": "small", "data": "data/*.jsonl"})
     assert (config.train, config.eval, config.plan) == (given.train, given.eval, given.plan), "the rest are defaults"
 
 
-def test_what_is_suggested_in_comments_is_accepted_too(here: Path) -> None:
+def test_what_is_suggested_in_comments_is_accepted_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "OWNER/NAME", "data/rows.jsonl", "--out", "mine.yaml"]) == 0
+    assert "OWNER/NAME is no folder here, so it will be looked for on the hub" in capsys.readouterr().err
     text = (here / "mine.yaml").read_text()
     suggested = re.sub(r"^(\s*)# ((?:  )*(?:#  ?)?)([a-z_]+:)", r"\1\2\3", text, flags=re.MULTILINE)
     (here / "all.yaml").write_text(suggested)
     config = Config.load(here / "all.yaml")
-    assert (config.model.path, config.eval.every, config.plan.micro_batch) == ("OWNER/NAME", 200, 4)
+    assert (config.model.path, config.eval.every, config.plan.micro_batch) == ("OWNER/NAME", 1, 1)
     assert len(config.data.eval) == 1
     assert config.memory.gpu == 20 << 30
+
+
+def chats(count: int, words: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "word " * words}]}
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "seq_len", "batch_tokens", "steps"),
+    [
+        ("chats.jsonl", "".join(json.dumps(row) + "\n" for row in chats(80, 40)), 256, 256, 23),
+        ("chats.json", json.dumps(chats(80, 40), indent=2), 256, 256, 29),
+        ("chats.jsonl", "".join(json.dumps(row) + "\n" for row in chats(1000, 300)), 1024, 8192, 49),
+        ("long.jsonl", json.dumps(chats(1, 9000)[0]) + "\n", 4096, 4096, 3),
+        ("outlier.jsonl", "".join(json.dumps(row) + "\n" for row in [*chats(300, 40), *chats(1, 16000)]), 256, 512, 43),
+        ("text.txt", "word " * 20_000, 512, 512, 49),
+        ("rows.csv", "text,source\n" + f"{'word ' * 200},here\n" * 100, 512, 512, 50),
+    ],
+)
+def test_few_rows_are_given_windows_and_steps_of_their_size(
+    here: Path, name: str, text: str, seq_len: int, batch_tokens: int, steps: int
+) -> None:
+    (here / name).write_text(text)
+    assert main(["init", "OWNER/NAME", name]) == 0
+    written = (here / "train.yaml").read_text()
+    config = Config.load(here / "train.yaml")
+    assert (config.data.seq_len, config.train.batch_tokens) == (seq_len, batch_tokens)
+    assert f"# With {batch_tokens:,}, an epoch of about" in written
+    assert f"(by the size of the data) has {steps} steps; with the default of 65,536, " in written
+    assert f"# {seq_len:,} here: " in written
+
+
+def test_rows_that_are_not_read_leave_the_defaults(here: Path) -> None:
+    (here / "broken.json").write_text('{"text": ')
+    (here / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a row"}\n'))
+    for data in ("broken.json", "rows.jsonl.gz", "python:stdlib"):
+        assert main(["init", "OWNER/NAME", data, "--out", f"{data[:6]}.yaml"]) == 0
+        config = Config.load(here / f"{data[:6]}.yaml")
+        assert (config.data.seq_len, config.train.batch_tokens) == (4096, 65536)
+
+
+def test_an_export_gives_the_name_of_its_run(here: Path) -> None:
+    (here / "runs" / "shop").mkdir(parents=True)
+    (here / "small").rename(here / "runs" / "shop" / "export")
+    assert main(["init", "runs/shop/export", "data"]) == 0
+    assert Config.load(here / "train.yaml").output.dir == str(here / "runs/shop-2"), "not the folder of the run itself"
 
 
 @pytest.mark.parametrize("name", ["1e5", "null", "a: b", "it's"])

@@ -82,6 +82,22 @@ def test_a_run_counted_in_epochs_is_timed_by_the_size_of_its_data_or_by_tokens(
     assert " per billion tokens" in printed(capsys, *words)
 
 
+def test_a_plan_says_where_a_step_is_too_large_for_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"text": "a" * 1000}) + "\n") * 70)  # about 17,800 tokens
+    words = (
+        "tiny",
+        "device=cpu",
+        "data.seq_len=128",
+        f"data.train={rows}",
+        "model.tokenizer={train: bpe, vocab_size: 300}",
+    )
+    said = printed(capsys, *words)
+    assert "fewer tokens per step (train.batch_tokens): by the size of its data the run has only about 1 step" in said
+    assert "more tokens per step" not in said
+    assert "fewer tokens per step" not in printed(capsys, *words, "train.batch_tokens=1024")
+
+
 def test_verbose_names_every_item_the_lanes_and_the_numerics_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

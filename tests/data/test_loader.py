@@ -168,6 +168,18 @@ def test_the_end_token_is_learnt_although_it_pads(tmp_path):
     ]
 
 
+def test_characters_of_several_tokens_are_shown_as_they_are(tmp_path):
+    text = "a friend 🚲 in 東京, to Łódź: é"
+    (train, _), _ = dataset(tmp_path, [{"text": text}])
+    (row,) = inspection.rows(train, tiny_tokenizer())
+    assert len(row.tokens) > len(text), "bytes are tokens here"
+    assert "".join(token.text for token in row.tokens).startswith(text)
+    spell = inspection._Speller(tiny_tokenizer())
+    ids = tiny_tokenizer().encode("🚲a")
+    assert spell(ids[1:])[-len(ids[4:]) :] == spell(ids[4:])
+    assert "\ufffd" not in "".join(spell(ids[1:])), "bytes that make no character"
+
+
 def test_weights_say_how_often_an_epoch_takes_a_source(tmp_path):
     for name, letter in (("a.jsonl", "a"), ("b.jsonl", "b")):
         (tmp_path / name).write_text("".join(json.dumps({"text": f"{letter} {n}"}) + "\n" for n in range(10)))

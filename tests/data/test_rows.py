@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatrain.config import SourceConfig
+from megatrain.data import remarks
 from megatrain.data.readers import Source
 from megatrain.data.tokenization import Encoder
 from megatrain.errors import ConfigError
@@ -325,3 +326,46 @@ def test_a_folder_skips_cards_and_hidden_files_and_wants_one_split_named(tmp_pat
     with pytest.raises(ConfigError, match="holds the splits train, test; name one"):
         Source(SourceConfig(path=str(tmp_path)))
     assert len(Source(SourceConfig(path=str(tmp_path), split="train")).files) == 1
+
+
+def test_turns_without_text_are_named(tmp_path):
+    empty = {"role": "assistant", "content": " "}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    rows = read(
+        tmp_path / "a.jsonl",
+        {"messages": [ASK, empty, {"role": "user", "content": ""}, ANSWER]},
+        {"messages": [ASK, {**empty, "train": False}, ASK, called, ASK, ANSWER]},
+        {"messages": [{"role": "system", "content": ""}, ASK, ANSWER]},
+    )
+    assert [[what for what in row.remarks if what[0] == "empty"] for row in rows] == [
+        [("empty", "assistant"), ("empty", "user")],
+        [],
+        [],
+    ]
+    said = [remarks.describe(what, 1, 3, "a.jsonl:1") for what in rows[0].remarks if what[0] == "empty"]
+    assert said[0].startswith("assistant turns without any text teach the model to answer nothing (1 of 3 rows")
+    assert said[1].startswith("messages of role 'user' have no text")
+
+
+def test_several_rows_that_cannot_be_read_are_named_at_once(tmp_path):
+    good = json.dumps({"messages": [ASK, ANSWER]})
+    lines = [good, '{"messages": []}', good, '{"messages": [{"content": "no role"}]}', '{"mesages": [', good]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    rows = Source(SourceConfig(path=str(path))).rows()
+    next(rows)
+    with pytest.raises(ConfigError) as raised:
+        next(rows)
+    first, count, *others = str(raised.value).splitlines()
+    assert first.startswith(f"{path}:2: messages is list []; expected a list of messages")
+    assert count == "2 more rows of this file cannot be read:"
+    assert others[0].startswith(f"  {path}:4: messages[0] has the keys content; expected role and content")
+    assert others[1].startswith(f"  {path}:5 is not JSON: ")
+    path.write_text('{"messages": []}\n' * 30)
+    with pytest.raises(ConfigError) as raised:
+        next(Source(SourceConfig(path=str(path))).rows())
+    assert str(raised.value).count("messages is") == 10, "enough to see what is wrong"
+    csv = tmp_path / "a.csv"
+    csv.write_text("text\none\ntwo,2\nthree\nfour,4\n")
+    with pytest.raises(ConfigError, match=r"a\.csv:3 has 2 cells(.|\n)*\n1 more row of this file(.|\n)*a\.csv:5 has 2"):
+        list(Source(SourceConfig(path=str(csv))).rows())

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.engine.profile import cuts, plan_request
+from megatrain.engine.profile import Cut, cuts, first_that_fits, plan_request
 from megatrain.errors import ConfigError
 from megatrain.models.token_wise import TOKENS, why_not_token_wise
+from megatrain.weights.state_format import StateFormat
 from support.families import CASES, build
 from support.reference import batches, check_training, engine
 from support.resume import batches as rows
@@ -89,6 +90,7 @@ def test_tiles_are_counted_in_the_plan() -> None:
         "micro_batch": (1, 4096),
         "micro_batches": 1,
         "grad_precision": "bf16",
+        "state_format": StateFormat(),
         "update": "just_in_time",
         "budget": {"device": 1 << 40, "host": 1 << 40},
         "device": "cpu",
@@ -114,7 +116,27 @@ def test_whole_layers_are_tried_first_then_halves_then_tiles() -> None:
     assert tried(8192, fragments="whole") == [(True, 1)]
     assert tried(8192, fragments="halves", mlp_tiles=1) == [(False, 1)]
     assert tried(8192, mlp_tiles=5) == [(False, 5)]
-    assert [cut.tiles for cut in cuts(decoder, {}, 8192, may_tile=False)] == [1, 1]
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 8, 32, 64])
+def test_few_numbers_of_tiles_are_tried_for_the_first_that_fits(least: int) -> None:
+    decoder = megatrain.Decoder(build("llama3"))
+    found = cuts(decoder, {}, 64 << 10)
+    tried: list[Cut] = []
+
+    def fits(cut: Cut) -> bool:
+        tried.append(cut)
+        return cut.decoder is not decoder and cut.tiles >= least
+
+    cut = first_that_fits(found, fits)
+    assert len(tried) <= 6
+    if least > 32:
+        assert cut is not None
+        assert cut.tiles == 64
+    else:
+        assert cut == Cut(decoder.halves, least if least & (least - 1) == 0 else 4)
+    assert first_that_fits(found, lambda _: False) is None
+    assert first_that_fits(found, lambda _: True) == found[0]
 
 
 @pytest.mark.parametrize(

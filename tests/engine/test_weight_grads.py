@@ -75,11 +75,11 @@ def trained_dtype(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def summed(module: nn.Module, run: Any, *, in_fp32: bool = True) -> list[Tensor]:
+def summed(module: nn.Module, run: Any, *, in_fp32: bool = True, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The same with sums in fp32, through `WeightGradients`. `run` is the module, or the module compiled."""
     trained = [p for p in module.parameters() if p.requires_grad]
     collector = WeightGradients(module, trained)
-    targets = [torch.full_like(p, torch.nan, dtype=torch.float32) for p in trained]
+    targets = [torch.full_like(p, torch.nan, dtype=dtype) for p in trained]
     for number, (x, grad) in enumerate(rows()):
         collector.begin(targets, first=number == 0, in_fp32=in_fp32)
         leaf = x.to(BF16).requires_grad_()
@@ -142,6 +142,28 @@ def test_gradients_of_one_micro_batch_are_rounded_as_ever() -> None:
     found = summed(ours, ours, in_fp32=False)
     for name, a, b in zip(names(ours), found, total(mixed(BF16), torch.float32), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_bf16_sums_are_those_of_autograds_gradients() -> None:
+    """A matmul writes the first gradient of a weight to its place; every later use is added with the same rounding."""
+    ours = mixed(BF16)
+    found = summed(ours, ours, in_fp32=False, dtype=BF16)
+    for name, a, b in zip(names(ours), found, total(mixed(BF16), BF16), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_first_gradient_is_written_by_its_matmul() -> None:
+    """And copied nowhere: what is left to copy is the gradient of the bias."""
+    layer = nn.Linear(16, 24).to(BF16)
+    collector = WeightGradients(layer, [layer.weight, layer.bias])
+    targets = [torch.full_like(p, torch.nan) for p in layer.parameters()]
+    collector.begin(targets, first=True, in_fp32=False)
+    x = torch.randn(8, 16, dtype=BF16, requires_grad=True)
+    _, *rest = torch.autograd.grad(layer(x).sum(), (x, layer.weight, layer.bias), allow_unused=True)
+    assert torch.equal(targets[0], torch.ones(24, 8, dtype=BF16) @ x)
+    assert targets[1].isnan().all()
+    collector.finish(rest)
+    assert torch.equal(targets[1], torch.full((24,), 8.0, dtype=BF16))
 
 
 def test_only_trained_bf16_linear_layers_take_part() -> None:

@@ -13,8 +13,10 @@ import torch
 from torch.utils.data import Subset
 
 import megatrain
+from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.integrations import TrainerMixin
+from megatrain.weights.state_format import StateFormat
 from support.reference import build
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate: pip install 'megatrain[trl]'")
@@ -240,6 +242,25 @@ def test_a_model_on_disk_is_trained_as_options_of_the_engine_say(tmp_path: Path)
     assert len(moved) == len(before) - 1
 
 
+def test_smaller_states_are_options_of_the_engine_and_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+    def run(name: str, seed: int = 0, **given: Any) -> Any:
+        states = {"engine_options": {"moments": "8bit", "master": "24bit", "precision": "bf16", **given}}
+        changes = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+        return trainer(OnEngine, build(seed=seed), tmp_path / name, given=states, **changes)
+
+    whole = run("whole")
+    whole.train()
+    assert Checkpoint.open(tmp_path / "whole/checkpoint-3").state_format() == StateFormat("8bit", "24bit")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts/checkpoint-6")
+    parts = run("parts", seed=1)
+    parts.train(resume_from_checkpoint=True)
+    assert logged(parts, "loss") == logged(whole, "loss")
+    assert all(torch.equal(weight, trained(whole)[name]) for name, weight in trained(parts).items())
+    with pytest.raises(CheckpointError, match="moments: 8bit"):
+        run("parts", moments="fp32").train(resume_from_checkpoint=True)
+
+
 def test_an_engine_is_trained_with_the_arguments_of_the_trainer_and_immediate_updates_too(tmp_path: Path) -> None:
     model = build()
     engine = megatrain.Engine(copy.deepcopy(model), device="cpu", update="immediate", max_grad_norm=None)
@@ -259,6 +280,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_compile": True}, "torch_compile is True"),
     ({"optim": "adafactor"}, "optim is .*adafactor"),
     ({"optim": "sgd"}, "the engine's optimizer is AdamW"),
+    ({"optim": "paged_adamw_8bit"}, "engine_options={'moments': '8bit'} for 8-bit moments"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
     (

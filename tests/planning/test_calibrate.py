@@ -95,3 +95,45 @@ def test_unmeasured_rates_are_those_of_the_card(card: str, tflops: float, link: 
     assert rates["h2d_gbs"] == link
     unknown = dataclasses.replace(machine, gpus=(dataclasses.replace(machine.gpus[0], name="GPU"),))
     assert calibrate.rates(unknown, "cuda")[0]["matmul_tflops"] < rates["matmul_tflops"]
+
+
+def described(cpus: int, **rates: float) -> hardware.Machine:
+    words = [f"host.cpus={cpus}", *(f"rates.{name}={rate}" for name, rate in rates.items())]
+    return descriptions.from_words(
+        ["gpu.name=RTX 4090", "gpu.memory=24GiB", "host.memory=64GiB", *words], None, "words"
+    )
+
+
+def test_the_hosts_update_has_a_rate_for_each_format_of_moments() -> None:
+    few, _ = calibrate.rates(described(4), "cuda")
+    # Of few processors memory bounds what is wide and arithmetic what is packed; of many memory bounds everything.
+    assert few["adamw_gparams"] == pytest.approx(1.6)
+    assert few["adamw_bf16_gparams"] == pytest.approx(1.6 * 26 / 18)
+    assert few["adamw_8bit_gparams"] == pytest.approx(1.2)
+    many, _ = calibrate.rates(described(64), "cuda")
+    assert many["adamw_bf16_gparams"] == pytest.approx(4.0 * 26 / 18)
+    assert many["adamw_8bit_gparams"] == pytest.approx(4.0 * 26 / 14.1)
+
+
+def test_what_was_measured_stands_and_one_measured_format_scales_the_others() -> None:
+    known, _ = calibrate.rates(described(4, adamw_gparams=3.2), "cuda")
+    assert known["adamw_gparams"] == 3.2
+    assert known["adamw_8bit_gparams"] == pytest.approx(2.4)
+    known, _ = calibrate.rates(described(4, adamw_gparams=3.2, adamw_8bit_gparams=0.9), "cuda")
+    assert (known["adamw_gparams"], known["adamw_8bit_gparams"]) == (3.2, 0.9)
+    assert known["adamw_bf16_gparams"] == pytest.approx(3.2 * 26 / 18)
+
+
+@pytest.mark.parametrize(("moments", "rate"), [("fp32", "2"), ("bf16", "3"), ("8bit", "0.5")])
+def test_a_plan_is_made_with_the_rate_of_its_moments_and_says_it(
+    moments: str, rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = "rates.adamw_gparams=2,rates.adamw_bf16_gparams=3,rates.adamw_8bit_gparams=0.5"
+    machine = f"rtx4090,gpu.memory=8GiB,host.memory=64GiB,{rates}"
+    asked = ["plan", "tiny", "--machine", machine, f"train.moments={moments}"]
+    asked += ["plan.state_on_device=0", "plan.updates_on_device=0"]
+    assert main([*asked, "train.batch_size=2", "data.seq_len=256"]) == 0
+    name = {"8bit": "8-bit"}.get(moments, moments)
+    assert f"6 units updated on the host ({rate}e9 parameters/s, {name} moments)" in capsys.readouterr().out
+    assert main([*asked, "train.batch_size=2", "data.seq_len=256", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rates"]["adamw_gparams"] == float(rate)

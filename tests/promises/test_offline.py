@@ -7,6 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from megatrain.cli import main
 from megatrain.config import Config
 from support.hangs import HANG_SECONDS
 from support.reference import build
@@ -77,3 +80,19 @@ def test_a_run_of_a_local_model_and_local_rows_attempts_no_network_call(tmp_path
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {"status": [0] * len(verbs), "attempts": [], "recorder works": True}, done.stderr
+
+
+def test_a_plan_of_a_model_on_the_hub_fetches_its_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched = []
+
+    def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        fetched.append((name, revision, allow_patterns))
+        (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 300}))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert main(["plan", "OWNER/NAME", "model.revision=older", "device=cpu", "data.seq_len=32"]) == 0
+    assert fetched == [("OWNER/NAME", "older", ["config.json", "*.py"])]
+    assert "fits: 28," in capsys.readouterr().out

@@ -103,7 +103,9 @@ def test_a_request_for_another_run_is_refused_with_the_list_and_a_new_course_is_
     stop = Stop()
     fit(config, stop=stop, display=At(2, lambda: stop.request("SIGINT")))
     other = settings(tmp_path, data={"seq_len": 16}, train={"steps": 6, "batch_size": 4, "lr": 1e-2, "seed": 7})
-    with pytest.raises(ConfigError, match=r"data\.seq_len: 32 → 16.*train\.seed: 0 → 7"):
+    with pytest.raises(
+        ConfigError, match=r"data\.seq_len: 32 → 16.*train\.seed: 0 → 7.* model: OUT after megatrain exp"
+    ):
         fit(other)
     slower = settings(tmp_path, train={"steps": 8, "batch_size": 4, "lr": 1e-3, "schedule": {"name": "constant"}})
     with caplog.at_level(logging.INFO, "megatrain"):

@@ -12,7 +12,7 @@
 //! 6. [`plan`]: a request (model, batch, machine), a plan, and the placement of every byte under it: data only.
 //! 7. [`schedule`]: the order of one pass as a list of operations, derived from what each reads and writes, and checked.
 //! 8. [`estimate`]: the same order on a virtual clock: how long a step takes and what bounds it.
-//! 9. [`planner`]: chooses the plan; [`plan::plan`] is its one function.
+//! 9. [`planner`]: chooses the plan ([`plan::plan`]), or says whether there is one ([`plan::fits`]).
 //! 10. [`optimizer`]: AdamW over whole units of the store, divided over threads.
 //! 11. [`stream`]: the engine, which runs schedules on lanes and lends each unit's weights to whoever computes.
 //!
@@ -61,7 +61,7 @@ pub mod plan {
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,
     };
-    pub use crate::planner::plan;
+    pub use crate::planner::{fits, plan};
 }
 
 pub use error::{Error, Item, Result, Tier};

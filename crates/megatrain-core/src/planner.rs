@@ -57,6 +57,15 @@ pub fn plan(request: &Request) -> Result<Plan> {
     Ok(plan)
 }
 
+/// Whether [`plan`] finds a plan: adds up memory, and simulates nothing.
+///
+/// # Errors
+/// As for [`plan`], except that what does not fit is an answer.
+pub fn fits(request: &Request) -> Result<bool> {
+    request.check()?;
+    groups::any_fits(request)
+}
+
 /// The plan with its resident layers captured, where that was allowed and fits beside everything else.
 fn with_graphs(request: &Request, plan: Plan) -> Result<Plan> {
     let layers = &plan.units[1..plan.units.len() - 1];

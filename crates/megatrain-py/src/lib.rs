@@ -23,6 +23,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<op::Outcome>()?;
     module.add_class::<engine::Engine>()?;
     module.add_function(wrap_pyfunction!(plan::make_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::fits, module)?)?;
     module.add_function(wrap_pyfunction!(plan::simulate, module)?)?;
     module.add_function(wrap_pyfunction!(plan::schedule, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::adamw, module)?)?;

@@ -30,6 +30,12 @@ pub(crate) fn make_plan(py: Python<'_>, request: &str) -> PyResult<String> {
     detached(py, || write("the plan", &plan::plan(&Request::from_json(request)?)?))
 }
 
+/// Whether `plan` finds a plan for a request, without simulating any.
+#[pyfunction]
+pub(crate) fn fits(py: Python<'_>, request: &str) -> PyResult<bool> {
+    detached(py, || plan::fits(&Request::from_json(request)?))
+}
+
 /// Runs the schedule of one steady step on a virtual clock.
 #[pyfunction]
 pub(crate) fn simulate(py: Python<'_>, request: &str, plan: &str, rates: &str) -> PyResult<String> {

@@ -7,7 +7,7 @@ use megatrain_core::adamw::Isa;
 use megatrain_core::device::{Stream, conformance};
 use megatrain_core::host::HostSpan;
 use megatrain_core::host::{Affinity, Pool};
-use megatrain_core::layout::StateFormat;
+use megatrain_core::layout::{Moments, StateFormat};
 use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
 use megatrain_core::store::arena::{Arena, ArenaOptions};
@@ -60,7 +60,8 @@ pub(crate) fn run_conformance(py: Python<'_>, device: &Device) -> PyResult<()> {
     interruptible(py, "megatrain-conformance", move || conformance::conformance(device.as_ref()))
 }
 
-/// JSON rates of this host: `touch_gbs`, `adamw_params_per_s`, `copy_gbs`.
+/// JSON rates of this host: `touch_gbs`, `copy_gbs`, and of the optimizer `adamw_params_per_s` over fp32 moments,
+/// `adamw_bf16_params_per_s` and `adamw_8bit_params_per_s`.
 #[pyfunction]
 pub(crate) fn probe_host(py: Python<'_>, bytes: u64, threads: usize) -> PyResult<String> {
     interruptible(py, "megatrain-probe", move || {
@@ -69,12 +70,14 @@ pub(crate) fn probe_host(py: Python<'_>, bytes: u64, threads: usize) -> PyResult
         let (touch_s, arena) = timed(|| Arena::new(bytes, ArenaOptions { huge_pages: true, pool: Some(&pool) }))?;
         let copy_s = fastest(|| copy(&pool, arena.span()))?;
         drop(arena);
-        let (numel, adamw_s) = adamw(&pool, bytes / STATE_BYTES)?;
+        let numel = bytes / STATE_BYTES;
         let rates = json!({
             "touch_gbs": bytes as f64 / touch_s / 1e9,
             // Read and written: each byte of a half is counted once, as for a link.
             "copy_gbs": (bytes / 2) as f64 / copy_s / 1e9,
-            "adamw_params_per_s": numel as f64 / adamw_s,
+            "adamw_params_per_s": numel as f64 / adamw_s(&pool, numel, Moments::Fp32)?,
+            "adamw_bf16_params_per_s": numel as f64 / adamw_s(&pool, numel, Moments::Bf16)?,
+            "adamw_8bit_params_per_s": numel as f64 / adamw_s(&pool, numel, Moments::Bits8)?,
         });
         Ok(rates.to_string())
     })
@@ -158,9 +161,9 @@ fn copy(pool: &Pool, span: &HostSpan) -> Result<()> {
     })
 }
 
-/// Seconds of an update of about `numel` elements of split masters with bf16 gradients, and how many it was.
-fn adamw(pool: &Pool, numel: u64) -> Result<(u64, f64)> {
-    let update = sample(pool, numel, 0, StateFormat::default())?;
+/// Seconds of an update of `numel` elements of split masters with bf16 gradients.
+fn adamw_s(pool: &Pool, numel: u64, moments: Moments) -> Result<f64> {
+    let update = sample(pool, numel, 0, StateFormat { moments, ..StateFormat::default() })?;
     let adamw = Adamw::new(Isa::select(None)?);
-    Ok((numel, fastest(|| adamw.update(pool, std::slice::from_ref(&update)))?))
+    fastest(|| adamw.update(pool, std::slice::from_ref(&update)))
 }

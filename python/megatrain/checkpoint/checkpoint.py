@@ -139,8 +139,7 @@ class Checkpoint:
                 moment.dtype if moment is not None else None, residual.dtype if residual is not None else None
             )
         except KeyError as error:
-            found = moment if moment is not None and error.args[0] == moment.dtype else residual
-            assert found is not None
+            found = {entry.dtype: entry for entry in (residual, moment) if entry is not None}[error.args[0]]
             shape = list(found.shape)
             raise self._damaged(f"its optimizer state of {found.name} is {found.dtype} of shape {shape}") from None
 

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     # argparse takes all positional arguments at once: settings that follow an option are left over.
     for word in rest:
         if word.startswith("-") or "=" not in word or not hasattr(args, "settings"):
-            parser.error(f"unknown argument {word!r}")
+            parser.of_verb(args.verb).error(f"unknown argument {word!r}")
         args.settings = [*args.settings, word]
     if args.version:
         from importlib.metadata import PackageNotFoundError, version

@@ -168,6 +168,7 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         "model": request.model,
         "device": run_plan.machine.gpu.name if run_plan.device == "cuda" and run_plan.machine.gpu else "cpu",
         "precision": run_plan.precision,
+        "matmul": config.train.matmul,
         "update": config.train.update,
         "max_grad_norm": config.train.max_grad_norm,
         "batch": request.batch,

@@ -329,6 +329,7 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
             "update": args.update,
             "max_grad_norm": args.max_grad_norm,
             "precision": args.precision,
+            "matmul": args.matmul,
             "lr": args.lr,
             "seed": args.seed,
         },
@@ -479,6 +480,8 @@ def _init(args: argparse.Namespace) -> int:
 
     out = write_configuration(args.model, args.data, Path(args.out))
     json_line({"config": str(out)}) if args.json else line(f"{out}: look at it, then megatrain train {out} --dry-run")
+    if not args.model.startswith("python:") and not Path(args.model).expanduser().exists():
+        _say(f"{args.model} is no folder here, so it will be looked for on the hub")
     return DONE
 
 

@@ -1,6 +1,7 @@
 """`megatrain init MODEL DATA`: a commented configuration to start from. Loads no torch and reads no weights."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatrain.cli.json_schema import descriptions
 from megatrain.config import Config, paths, yaml12
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes, row_bytes
 from megatrain.config.parsing import hints, plain
 from megatrain.errors import ConfigError
 from megatrain.system.atomic import write_whole
@@ -40,6 +42,23 @@ _SUGGESTED = {
 
 _SAVE_EVERY = "30min"
 
+_STEPS = 25
+"""Steps that an epoch should have: answers begin to change after a few dozen."""
+
+_SHORTEST = 256
+"""The shortest windows that are written."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What suits the data in place of the defaults, by key."""
+
+    values: dict[str, int]
+    reasons: dict[str, str]
+    """A sentence for each of the values."""
+    suggested: dict[str, str]
+    """In place of those of `_SUGGESTED`."""
+
 
 def write_configuration(model: str, data: str, out: Path) -> Path:
     """Writes a configuration that trains `model` on `data` to the new file `out`. Raises ConfigError when one of them
@@ -47,7 +66,9 @@ def write_configuration(model: str, data: str, out: Path) -> Path:
     paths.check_writable(out, "--out")
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name another file, or remove it first")
-    run = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name or model) or "run"
+    path = Path(model)
+    name = f"{path.parent.name}-2" if path.name == "export" else path.name  # an export is named after its run
+    run = re.sub(r"[^A-Za-z0-9_.-]+", "-", name or model) or "run"
     settings: dict[str, Any] = {
         "model": model,
         "data": {"train": data},
@@ -57,19 +78,64 @@ def write_configuration(model: str, data: str, out: Path) -> Path:
     paths.check(config)
     tree = config.to_dict()
     tree["output"]["dir"] = settings["output"]["dir"]
-    write_whole(out, _text(tree, out, model, data))
+    sizes = _sizes(config) or _Sizes({}, {}, {})
+    for key, value in sizes.values.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    write_whole(out, _text(tree, out, model, data, sizes))
     Config.load(out)  # what was written is what a run accepts
     return out
 
 
-def _text(tree: dict[str, Any], out: Path, model: str, data: str) -> str:
+def _sizes(config: Config) -> _Sizes | None:
+    """Sizes for data of which the defaults would make hardly a step. None where the defaults do, and where the size of
+    the data is not known."""
+    size, default = data_bytes(config), config.train.batch_tokens
+    if size is None or default is None or size >= _STEPS * default * BYTES_PER_TOKEN:
+        return None
+    rows = row_bytes(config)
+    if rows is None:
+        return None
+    # All rows but one in a hundred, which may be a mistake and would decide alone.
+    rows.sort()
+    counted = (len(rows) * 99 + 99) // 100
+    longest = -(-rows[counted - 1] // BYTES_PER_TOKEN) if rows else 0
+    tokens = max(1, size // BYTES_PER_TOKEN)
+    # Twice that, for scripts that take more tokens; documents may be cut anywhere.
+    window = _power_of_two(2 * longest) if rows else _power_of_two(tokens // _STEPS) // 2
+    seq_len = min(config.data.seq_len, max(_SHORTEST, window))
+    longer = [row for row in rows[counted:] if row > seq_len * BYTES_PER_TOKEN]
+    tokens -= sum(row // BYTES_PER_TOKEN - seq_len for row in longer)  # which are cut
+    step = seq_len * max(1, _power_of_two(tokens // (_STEPS * seq_len) + 1) // 2)
+    steps = -(-tokens // step)
+    others = f", and {len(longer)} of {len(rows):,} more" if longer else ""
+    why = f"rows have up to about {longest:,} tokens{others}" if rows else "the text is short"
+    more = f"; with the default of {default:,}, {-(-tokens // default)}" + "; raise epochs for more" * (
+        2 * steps < _STEPS
+    )
+    epoch = f"an epoch of about {tokens:,} tokens (by the size of the data) has {steps} step{'s' * (steps != 1)}{more}"
+    return _Sizes(
+        values={"data.seq_len": seq_len, "train.batch_tokens": step},
+        reasons={"data.seq_len": f"{seq_len:,} here: {why}.", "train.batch_tokens": f"With {step:,}, {epoch}."},
+        suggested={"eval.every": str(max(1, steps // 4)), "plan.micro_batch": str(min(4, step // seq_len))},
+    )
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _text(tree: dict[str, Any], out: Path, model: str, data: str, sizes: _Sizes) -> str:
     lines = [_HEAD.format(out=out.name), *_setting(Config, "model", _scalar(_seen_from(out, model))), ""]
     for section in ("data", "train", "eval", "memory", "plan", "output"):
         kind = hints(Config)[section]
         inner = _setting(kind, "train", _scalar(_seen_from(out, data))) if section == "data" else []
         for key in _SHOWN.get(section, ()):
-            inner += _setting(kind, key, _value(tree[section][key]))
-        for name, value in _SUGGESTED.items():
+            sentence, line = _setting(kind, key, _value(tree[section][key]))
+            reason = sizes.reasons.get(f"{section}.{key}")
+            inner += [sentence, *([f"# {reason}"] if reason else []), line]
+        for name, value in (_SUGGESTED | sizes.suggested).items():
             if name.startswith(f"{section}."):
                 setting = _setting(kind, name.partition(".")[2], value)
                 inner += [f"# {line}" for line in setting] if section in _SHOWN else setting

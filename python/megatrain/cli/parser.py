@@ -1,8 +1,10 @@
 """The verbs and their arguments. Only argparse is imported: help and wrong usage answer at once."""
 
 import argparse
+import re
 
 from megatrain.cli import exit_codes
+from megatrain.names import nearest
 from megatrain.system import descriptions
 
 
@@ -10,10 +12,27 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong usage in one paragraph with exit code 2, like any other wrong request."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(exit_codes.REFUSED, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(exit_codes.REFUSED, f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help\n")
+
+    def _meant(self, message: str) -> str:
+        """The verb or option that is most like the one refused in `message`."""
+        refused = re.search(r"(?:invalid choice:|unknown argument) '([^'=]*)", message)
+        known = [*self._option_string_actions]
+        for action in self._actions:
+            known += action.choices if isinstance(action, argparse._SubParsersAction) else ()
+        meant = nearest(refused[1], known) if refused else None
+        return f"; did you mean {meant}?" if meant else ""
+
+    def of_verb(self, verb: str | None) -> "_Parser":
+        """The parser of a verb's own arguments; this one for none."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and verb in action.choices:
+                found: _Parser = action.choices[verb]
+                return found
+        return self
 
 
-def build() -> argparse.ArgumentParser:
+def build() -> _Parser:
     """The whole command line."""
     parser = _Parser(
         prog="megatrain",
@@ -209,6 +228,9 @@ def _bench(bench: argparse.ArgumentParser) -> None:
         help="clip by global norm (default: no clipping here, while train and Engine clip at 1.0)",
     )
     bench.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
+    bench.add_argument(
+        "--matmul", choices=("bf16", "fp8"), default="bf16", help="in what linear layers multiply (default %(default)s)"
+    )
     bench.add_argument(
         "--keep",
         type=int,

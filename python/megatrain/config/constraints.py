@@ -15,6 +15,15 @@ _SMALLEST_NORMAL = 2.0**-126
 _EPS_MARGIN = 256
 
 
+_SMALLEST_MEMORY = 1 << 16
+
+
+def check_memory(size: int, key: str) -> None:
+    """Raises ConfigError for a limit of a memory that has lost its unit."""
+    if 0 < size < _SMALLEST_MEMORY:
+        raise ConfigError(f"{key} is {size} bytes; write a unit, such as {size}GiB")
+
+
 def choose_precision(
     asked: str,
     device: str,  # cuda or cpu
@@ -34,6 +43,38 @@ def choose_precision(
             "device: cpu"
         )
     return "bf16" if precision == "bf16" else "fp32"
+
+
+MATMULS = ("bf16", "fp8")
+"""In what the linear layers within decoder layers may multiply."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability of the first cards that multiply in float8."""
+
+
+def check_matmul(matmul: Any, precision: str, section: str = "") -> None:
+    """Raises ConfigError for another word than `MATMULS`, and for fp8 with a compute precision other than bf16, where
+    that is known. `section`: what goes before the keys in the message."""
+    if matmul not in MATMULS:
+        raise ConfigError(f"{section}matmul must be bf16 or fp8, not {matmul!r}")
+    if matmul == "fp8" and precision == "fp32":
+        raise ConfigError(
+            f"{section}matmul: fp8 is for bf16 compute, and here weights and activations are fp32; write "
+            f"{section}precision: bf16, or leave {section}matmul out"
+        )
+
+
+def refuse_float8(
+    capability: tuple[int, int],  # the card's compute capability
+    card: str,  # its name
+    section: str = "",  # what goes before the key in the message
+) -> None:
+    """Raises ConfigError for a card that does not multiply in float8: compute capability below 8.9."""
+    if capability < FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"{section}matmul is fp8, and {card} (compute capability {capability[0]}.{capability[1]}) does not "
+            f"multiply in float8, which begins with 8.9 (RTX 40, L40, H100); write {section}matmul: bf16, or leave it "
+            "out"
+        )
 
 
 def refuse_clipped_immediate(update: str, max_grad_norm: float | None, section: str = "") -> None:

@@ -19,6 +19,7 @@ _KINDS = {
     "train.batch_size": "identity",
     "train.precision": "identity",
     "train.grad_precision": "identity",
+    "train.matmul": "identity",
     "train.moments": "identity",
     "train.master": "identity",
     "train.seed": "identity",

@@ -4,6 +4,7 @@ and line, its key, its value and what was expected."""
 import dataclasses
 import difflib
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -320,8 +321,7 @@ def describe(hint: Any) -> str:
 
 def _show(value: Any) -> str:
     kind = {bool: "", type(None): "", str: "the string ", dict: "the mapping ", list: "the list "}.get(type(value), "")
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else repr(value)
-    assert text is not None
+    text = json.dumps(value) if isinstance(value, bool | None) else repr(value)
     return kind + (text if len(text) <= 80 else text[:77] + "...")
 
 

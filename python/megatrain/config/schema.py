@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from megatrain.config.constraints import check_eps
+from megatrain.config.constraints import check_eps, check_matmul, check_memory
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -277,6 +277,10 @@ class TrainConfig:
     """Weight of the squared log-partition function in the loss."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Of weights and activations in compute. `auto`: bf16 on CUDA with native bf16, fp32 on the CPU."""
+    matmul: Literal["bf16", "fp8"] = "bf16"
+    """In what the linear layers within decoder layers multiply where compute is bf16. `fp8`: e4m3 numbers with a scale
+    for each token and each output channel, in forward and for the gradient of activations; gradients of weights, the
+    embedding, the head, norms, routers and experts stay in bf16. Needs a card of compute capability 8.9."""
     grad_precision: Literal["bf16", "fp32"] | None = None
     """In which gradients leave for the host. Default: bf16, or fp32 where compute is fp32; a run's `config.yaml` says
     which."""
@@ -328,6 +332,7 @@ class TrainConfig:
             raise ConfigError(
                 "train.precision: fp32 sends fp32 gradients, which train.grad_precision: bf16 contradicts; remove it"
             )
+        check_matmul(self.matmul, self.precision, "train.")
         if self.precision == "fp32" and self.master == "24bit":
             raise ConfigError(
                 "train.precision: fp32 keeps fp32 weights, which train.master: 24bit contradicts; remove one of the two"
@@ -418,6 +423,7 @@ class MemoryConfig:
         for name in ("gpu", "host"):
             if getattr(self, name) != "auto":
                 _at_least("memory", self, **{name: 1})
+                check_memory(getattr(self, name), f"memory.{name}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,6 +70,11 @@ class Dataset:
         return sum(len(part.sequences) for part in self.parts)
 
     @property
+    def epoch_sequences(self) -> list[int]:
+        """Sequences of each part that an epoch takes: its weight times as many as it has, and at least one."""
+        return [max(1, round(len(part.sequences) * part.source.config.weight)) for part in self.parts]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that are given to the model in one pass, padding excluded."""
         return sum(int(part.pieces.length.sum()) for part in self.parts)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megatrain.data.file_formats import OVERLAP
+from megatrain.data.file_formats import OVERLAP, Piece
 from megatrain.data.rows import Remark, Row
 
 
@@ -23,24 +23,38 @@ class Encoded:
     """Assistant turns that the template ends with no token."""
     remarks: tuple[Remark, ...] = ()
     """What should be said about the row."""
-    starts: np.ndarray | None = None
-    """(tokens,) int64, of a piece of a long text: the character that each token begins with, in the whole text."""
     goes_on: bool = False
     """Whether the row's tokens go on in the next one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPiece(Encoded):
+    """A piece of a long text as tokens."""
+
+    piece: Piece
+    starts: np.ndarray
+    """(tokens,) int64: the character that each token begins with, in the whole text."""
+
+    def sliced(self, start: int, stop: int, *, goes_on: bool) -> "EncodedPiece":
+        """Some of its tokens; `goes_on`: more of the row follow."""
+        return dataclasses.replace(
+            self,
+            ids=self.ids[start:stop],
+            supervised=self.supervised[start:stop],
+            starts=self.starts[start:stop],
+            goes_on=goes_on,
+        )
 
 
 _AGREEING = 8
 """Tokens to each side of a place where two pieces of a text are joined that both tokenize alike."""
 
 
-def agreement(before: Encoded, after: Encoded) -> tuple[int, int] | None:
+def agreement(before: EncodedPiece, after: EncodedPiece) -> tuple[int, int] | None:
     """Where two overlapping pieces may be joined: (tokens of the first, first token of the second), at a place as near
     as possible to the middle of what they share, around which they have the same tokens. None where there is none."""
-    assert before.starts is not None
-    assert after.starts is not None
-    assert after.row.piece is not None
-    middle = after.row.piece.start + OVERLAP // 2
-    shared = np.intersect1d(before.starts[before.starts >= after.row.piece.start], after.starts)
+    middle = after.piece.start + OVERLAP // 2
+    shared = np.intersect1d(before.starts[before.starts >= after.piece.start], after.starts)
     for place in shared[np.argsort(np.abs(shared - middle), kind="stable")].tolist():
         one = int(np.searchsorted(before.starts, place))
         other = int(np.searchsorted(after.starts, place))
@@ -48,15 +62,3 @@ def agreement(before: Encoded, after: Encoded) -> tuple[int, int] | None:
         if min(one, other) >= _AGREEING and np.array_equal(before.ids[span[0]], after.ids[span[1]]):
             return one, other
     return None
-
-
-def sliced(encoded: Encoded, start: int, stop: int, *, goes_on: bool) -> Encoded:
-    """Some of its tokens; `goes_on`: more of the row follow."""
-    assert encoded.starts is not None
-    return dataclasses.replace(
-        encoded,
-        ids=encoded.ids[start:stop],
-        supervised=encoded.supervised[start:stop],
-        starts=encoded.starts[start:stop],
-        goes_on=goes_on,
-    )

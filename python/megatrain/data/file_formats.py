@@ -13,7 +13,7 @@ import importlib
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from megatrain.compat import numbers
@@ -45,19 +45,28 @@ class Piece:
     last: bool
 
 
-def read_values(file: str) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each row; the number is the line, or the position of a file without lines, from 1.
+OnFault = Callable[[ConfigError], None]
+"""Called with what is wrong with one line of a file."""
+
+
+def _raised(error: ConfigError) -> None:
+    raise error
+
+
+def read_values(file: str, on_fault: OnFault = _raised) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each row; the number is the line, or the position of a file without lines, from 1. Where
+    `on_fault` returns, the line that it was called about is left out.
 
     Raises ConfigError for a file that is not what its suffix says, or whose package is not installed.
     """
     suffix = suffix_of(file)
     try:
         if suffix in (".jsonl", ".ndjson"):
-            yield from _json_lines(file)
+            yield from _json_lines(file, on_fault)
         elif suffix == ".json":
             yield from _json(file)
         elif suffix in (".csv", ".tsv"):
-            yield from _csv(file, "," if suffix == ".csv" else "\t")
+            yield from _csv(file, "," if suffix == ".csv" else "\t", on_fault)
         elif suffix == ".parquet":
             yield from _parquet(file)
         else:
@@ -160,23 +169,33 @@ def _package(name: str, file: str, what: str) -> Any:
     return package
 
 
-def _json_lines(file: str) -> Iterator[tuple[int, Any]]:
+def _json_lines(file: str, on_fault: OnFault = _raised) -> Iterator[tuple[int, Any]]:
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if line.isspace():
                 continue
             try:
-                # Without the line break, lest a column of a message is that of the next line.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(f"{file}:{number}", error) from None
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{file}:{number} is not JSON: {error.msg} at column {error.colno}") from None
-            except RecursionError as error:
-                raise ConfigError(f"{file}:{number} is not JSON: {error}") from None
-            yield number, value
+                value = _json_line(f"{file}:{number}", line, "utf-8-sig" if number == 1 else "utf-8")
+            except ConfigError as error:
+                on_fault(error)
+            else:
+                yield number, value
+
+
+def _json_line(where: str, line: bytes, encoding: str) -> Any:
+    try:
+        # Without the line break, lest a column of a message is that of the next line.
+        return json.loads(line.decode(encoding).rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from None
+    except json.JSONDecodeError as error:
+        raise _not_json(where, error.msg, error.colno) from None
+    except RecursionError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+
+
+def _not_json(where: str, why: str, column: int) -> ConfigError:
+    return ConfigError(f"{where} is not JSON: {why.removesuffix(' at')} at column {column}")
 
 
 def _json(file: str) -> Iterator[tuple[int, Any]]:
@@ -204,7 +223,7 @@ def _no_list(file: str) -> ConfigError:
     try:
         value = json.loads("".join(_characters(file)))
     except json.JSONDecodeError as error:
-        return ConfigError(f"{file}:{error.lineno} is not JSON: {error.msg} at column {error.colno}")
+        return _not_json(f"{file}:{error.lineno}", error.msg, error.colno)
     return ConfigError(f"{file} holds a JSON {type(value).__name__}; expected a list of rows")
 
 
@@ -248,7 +267,7 @@ def _json_list(file: str, held: str, blocks: Iterator[str]) -> Iterator[Any]:
                 wanted = 2 * max(len(held) - at, 1)  # the row may go on in the next block
                 continue
             line, position = _moved(lines, column, held[at : error.pos])
-            raise ConfigError(f"{file}:{line} is not JSON: {error.msg} at column {position + 1}") from None
+            raise _not_json(f"{file}:{line}", error.msg, position + 1) from None
         if stop == len(held) and not ended:  # a number may go on
             wanted = len(held) - at + 1
             continue
@@ -263,7 +282,7 @@ def _moved(line: int, column: int, text: str) -> tuple[int, int]:
     return line + breaks, len(text) - text.rfind("\n") - 1 if breaks else column + len(text)
 
 
-def _csv(file: str, separator: str) -> Iterator[tuple[int, Any]]:
+def _csv(file: str, separator: str, on_fault: OnFault) -> Iterator[tuple[int, Any]]:
     """Rows by the names of the first line; every cell is a string."""
     csv.field_size_limit(sys.maxsize)
     lines = _lines(file)
@@ -286,12 +305,15 @@ def _csv(file: str, separator: str) -> Iterator[tuple[int, Any]]:
             number, before = before + 1, reader.line_num
             if not cells:
                 continue
-            if len(cells) != len(names):
-                raise ConfigError(
+            if len(cells) == len(names):
+                yield number, dict(zip(names, cells, strict=True))
+                continue
+            on_fault(
+                ConfigError(
                     f"{file}:{number} has {len(cells)} cells, and the first line names {len(names)} columns; put "
                     'cells with separators or line breaks in "quotes"'
                 )
-            yield number, dict(zip(names, cells, strict=True))
+            )
     except csv.Error as error:
         raise ConfigError(f"{file}:{reader.line_num} is not CSV: {error}") from None
 

@@ -22,7 +22,8 @@ class TokenView:
 
     id: int
     text: str
-    """What it stands for; the vocabulary's own spelling where it is a part of a character."""
+    """What it stands for. Of tokens that make a character together the last one has all of the text, and the others
+    none; bytes that make no character are in the vocabulary's own spelling."""
     supervised: bool
 
 
@@ -169,8 +170,8 @@ def _pieces(dataset: Dataset, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
                 ids = part.tokens.tokens[first:last].tolist()
                 learnt = part.tokens.supervised[first:last].tolist()
                 tokens = tuple(
-                    TokenView(token, spell(token), bool(flag) and at > 0)
-                    for at, (token, flag) in enumerate(zip(ids, learnt, strict=True))
+                    TokenView(token, text, bool(flag) and at > 0)
+                    for at, (token, text, flag) in enumerate(zip(ids, spell(ids), learnt, strict=True))
                 )
                 yield RowView(
                     row=part.first_row + row,
@@ -196,8 +197,8 @@ def batch(step: StepBatch, tokenizer: "PreTrainedTokenizerBase") -> list[list[To
         real = [_real(line, positions) for line, positions in zip(ids, first["position_ids"].tolist(), strict=True)]
     return [
         [
-            TokenView(token, spell(token), label != IGNORED)
-            for token, label, keep in zip(ids[line], labels[line], real[line], strict=True)
+            TokenView(token, text, label != IGNORED)
+            for token, text, label, keep in zip(ids[line], spell(ids[line]), labels[line], real[line], strict=True)
             if keep
         ]
         for line in range(len(ids))
@@ -211,20 +212,49 @@ def _real(ids: list[int], positions: list[int]) -> list[int]:
     return [1] * last + [0 if padding else 1] * (len(ids) - last)
 
 
+_MOST_TOGETHER = 8
+"""Most tokens that are tried as the bytes of one character, or of a few."""
+_NO_CHARACTER = "\ufffd"
+"""What decoders write for bytes that make no character."""
+
+
 class _Speller:
-    """Token ids as text, one at a time."""
+    """Token ids as text, a text for each."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
-    def __call__(self, token: int) -> str:
+    def __call__(self, ids: list[int]) -> list[str]:
+        """The text of each token, which joined are the text of all."""
+        texts: list[str] = []
+        while len(texts) < len(ids):
+            at = len(texts)
+            together = self._character(ids[at : at + _MOST_TOGETHER])
+            texts += [self._alone(ids[at])] if together is None else together
+        return texts
+
+    def _character(self, ids: list[int]) -> list[str] | None:
+        """The texts of the first tokens, where these make characters together and not alone; else None."""
+        if _NO_CHARACTER not in self._decoded(ids[:1]):
+            return None
+        for count in range(2, len(ids) + 1):
+            text = self._decoded(ids[:count])
+            if _NO_CHARACTER not in text:
+                return [""] * (count - 1) + [text]
+        return None
+
+    def _decoded(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text if isinstance(text, str) else ""
+
+    def _alone(self, token: int) -> str:
         if token not in self._known:
             raw = self._tokenizer.convert_ids_to_tokens(token)
-            text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text = self._decoded([token])
             if not isinstance(raw, str):
                 text = f"<{token}>"
-            elif not isinstance(text, str) or not text or "\ufffd" in text:
+            elif not text or _NO_CHARACTER in text:
                 text = raw
             elif raw.startswith("▁") and not text.startswith(" "):
                 text = f" {text}"

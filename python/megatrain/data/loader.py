@@ -169,8 +169,7 @@ class Loader:
     def _chosen(self, part: Part, index: int, epoch: int) -> np.ndarray:
         """A source's sequences in an epoch: the next `weight` times its number of sequences from an endless series of
         shuffled passes, so that over time each occurs equally often."""
-        count = len(part.sequences)
-        wanted = max(1, round(count * part.source.config.weight))
+        count, wanted = len(part.sequences), self._dataset.epoch_sequences[index]
         chosen: list[np.ndarray] = []
         at, stop = epoch * wanted, (epoch + 1) * wanted
         while at < stop:
@@ -200,8 +199,7 @@ class Loader:
 
     def _num_epoch_steps(self, epoch: int) -> int:
         if self._per_step is not None:
-            weights = [max(1, round(len(part.sequences) * part.source.config.weight)) for part in self._dataset.parts]
-            return -(-sum(weights) // self._per_step)
+            return -(-sum(self._dataset.epoch_sequences) // self._per_step)
         return len(self._epoch(epoch)[1]) - 1
 
     def _steps_before(self, epoch: int) -> int:

@@ -19,6 +19,11 @@ from megatrain.data.hub import hub_files
 from megatrain.data.rows import Row, RowParser
 from megatrain.errors import ConfigError
 
+_MOST_FAULTS = 10
+"""Rows that a refusal names."""
+_LOOKED_THROUGH = 100_000
+"""Rows after the first that cannot be read among which others are looked for."""
+
 
 class Source:
     """The files behind one entry of `data.train` or `data.eval`, found and not yet read."""
@@ -132,10 +137,10 @@ class Source:
                 else:
                     yield Row(kind="chat", file=index, number=0, messages=tuple(value))
             return
-        parser = RowParser(self._settings)
+        parser, faults = RowParser(self._settings), _Faults()
         if self._given is not None:
-            for number, value in self._given.values():
-                yield parser.row(value, 0, number, self.where(0, number), columnar=self._given.columnar)
+            yield from self._parsed(parser, faults, self._given.values(), 0, self._given.columnar)
+            faults.check()
             return
         for index, name in enumerate(self.files):
             if is_document(name):
@@ -145,9 +150,56 @@ class Source:
                     yield first
                     yield from rows
                 continue
-            columnar = is_columnar(name)
-            for number, value in read_values(name):
-                yield parser.row(value, index, number, self.where(index, number), columnar=columnar)
+            yield from self._parsed(parser, faults, read_values(name, faults.add), index, is_columnar(name))
+            faults.check()
+
+    def _parsed(
+        self, parser: RowParser, faults: "_Faults", values: Iterator[tuple[int, Any]], file: int, columnar: bool
+    ) -> Iterator[Row]:
+        """The rows of a file up to the first that cannot be read; what follows it is only looked through."""
+        for number, value in values:
+            try:
+                row = parser.row(value, file, number, self.where(file, number), columnar=columnar)
+            except ConfigError as error:
+                faults.add(error)
+                continue
+            if not faults:
+                yield row
+            else:
+                faults.passed()
+
+
+class _Faults:
+    """What is wrong with rows of one file, so that several can be mended at once."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+        self._passed = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, error: ConfigError) -> None:
+        """Notes one; raises ConfigError with all where that is enough of them."""
+        self._found.append(error)
+        if len(self._found) == _MOST_FAULTS:
+            self.check()
+
+    def passed(self) -> None:
+        """Notes a row in order; raises ConfigError where enough were looked at."""
+        self._passed += 1
+        if self._passed == _LOOKED_THROUGH:
+            self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError with everything that was found."""
+        if not self._found:
+            return
+        first, *others = map(str, self._found)
+        if others:
+            count = f"{len(others)} more row{'s' * (len(others) > 1)}"
+            first += f"\n{count} of this file cannot be read:" + "".join(f"\n  {other}" for other in others)
+        raise ConfigError(first) from self._found[0]
 
 
 def _document_rows(file: int, pieces: Iterator[Piece]) -> Iterator[Row]:

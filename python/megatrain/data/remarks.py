@@ -40,6 +40,10 @@ def describe(remark: Remark, count: int, rows: int, example: str) -> str:
             f"the role {name!r} is not one of system, developer, user, assistant and tool, and goes to the chat "
             f"template as it is ({of}); map it in the source's fields, such as fields: {{role.assistant: {name}}}"
         )
+    if kind == "empty" and name == "assistant":
+        return f"assistant turns without any text teach the model to answer nothing ({of})"
+    if kind == "empty":
+        return f"messages of role {name!r} have no text ({of})"
     if kind == "no turn":
         return f"assistant turns that the chat template does not render are not learnt ({of})"
     if kind == "no end":

@@ -274,6 +274,14 @@ class RowParser:
         )
 
 
+def _is_empty(message: Message) -> bool:
+    """Whether a turn of user or assistant says nothing at all."""
+    if message["role"] not in ("user", "assistant") or any(message.get(key) for key in ("tool_calls", *chat.REASONING)):
+        return False
+    content = message.get("content")
+    return not (content.strip() if isinstance(content, str) else content)
+
+
 class _Null(Exception):
     """A column that a row needs is null."""
 
@@ -361,6 +369,13 @@ class _Reader:
             self.used.add(system)
         self.remarks += [("marked", message["role"]) for message, mark in zip(turns, marks, strict=True)
                          if mark and message["role"] != "assistant"]  # fmt: skip
+        empty = [
+            ("empty", message["role"])
+            for index, (message, mark) in enumerate(zip(turns, marks, strict=True))
+            if _is_empty(message)
+            if message["role"] == "user" or (mark is not False and index >= prompt_turns)
+        ]
+        self.remarks += dict.fromkeys(empty)
         row = Row(
             kind="chat",
             file=file,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatrain.data.chat import assistant_turns, one_of
-from megatrain.data.encoded import Encoded, agreement, sliced
+from megatrain.data.encoded import Encoded, EncodedPiece, agreement
+from megatrain.data.file_formats import Piece
 from megatrain.data.messages import REASONING, Message
 from megatrain.data.readers import Source
 from megatrain.data.rows import Remark, Row
@@ -104,8 +105,8 @@ class Encoder:
         for index, encoding in zip(texts, self._plain([rows[index].text for index in texts]), strict=True):
             done[index] = self._text(rows[index], encoding)
         for index in rest:
-            if rows[index].piece is not None:
-                done[index] = self._piece(rows[index])
+            if (piece := rows[index].piece) is not None:
+                done[index] = self._piece(rows[index], piece)
         rendered = [self._rendered(rows[index], where[index]) for index in rest if rows[index].kind != "text"]
         chats = [index for index in rest if rows[index].kind != "text"]
         ours = [(index, found) for index, found in zip(chats, rendered, strict=True) if found is not None]
@@ -131,41 +132,39 @@ class Encoder:
     def _no_end(self) -> tuple[Remark, ...]:
         return () if self._suffix else (("no end", ""),)
 
-    def _piece(self, row: Row, skip: int = 0) -> Encoded:
+    def _piece(self, row: Row, piece: Piece, skip: int = 0) -> EncodedPiece:
         """A piece of a long text without start and end token; `skip` leaves out its first characters."""
-        assert row.piece is not None
         encoding = self._backend.encode(row.text[skip:], add_special_tokens=False)
-        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0] + row.piece.start + skip
+        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0] + piece.start + skip
         ids = np.array(encoding.ids, dtype=np.int32)
-        return Encoded(row, ids, np.ones(len(ids), dtype=np.uint8), starts=starts)
+        return EncodedPiece(row, ids, np.ones(len(ids), dtype=np.uint8), piece=piece, starts=starts)
 
     def _joined(self, rows: Iterator[Encoded]) -> Iterator[Encoded]:
         """Rows, with the pieces of long texts cut where each and the next are tokenized alike."""
-        held: Encoded | None = None
+        held: EncodedPiece | None = None
         for item in rows:
-            piece = item.row.piece
-            if piece is None:
+            if not isinstance(item, EncodedPiece):
                 yield item
                 continue
+            piece = item.piece
             if held is None or not piece.overlap:
                 item = self._beginning(item)
             else:
                 cut = agreement(held, item)
                 if cut is None:  # as in a long run of one character
-                    cut, item = (len(held.ids), 0), self._piece(item.row, piece.overlap)
-                yield sliced(held, 0, cut[0], goes_on=True)
-                item = sliced(item, cut[1], len(item.ids), goes_on=False)
+                    cut, item = (len(held.ids), 0), self._piece(item.row, piece, piece.overlap)
+                yield held.sliced(0, cut[0], goes_on=True)
+                item = item.sliced(cut[1], len(item.ids), goes_on=False)
             held = item
             if piece.last:
                 ids = self._closed(item.ids.tolist())
-                yield dataclasses.replace(
-                    item, ids=np.array(ids, dtype=np.int32), supervised=np.ones(len(ids), np.uint8), starts=None
+                yield Encoded(
+                    item.row, np.array(ids, dtype=np.int32), np.ones(len(ids), np.uint8), remarks=item.remarks
                 )
                 held = None
 
-    def _beginning(self, item: Encoded) -> Encoded:
+    def _beginning(self, item: EncodedPiece) -> EncodedPiece:
         """The first piece of a text, with the start token."""
-        assert item.starts is not None
         ids = self._opened(item.ids.tolist())
         added = np.full(len(ids) - len(item.ids), -1, dtype=np.int64)
         return dataclasses.replace(

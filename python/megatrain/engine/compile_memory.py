@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatrain.engine import float8
+
 _ALIGN = 512
 """Bytes to which torch's allocator rounds."""
 
@@ -39,6 +41,7 @@ def cut(
     shape: tuple[int, int, int],  # of the hidden states: batch, seq, width
     dtype: torch.dtype,
     tuple_output: bool,
+    matmul: str = "bf16",  # in what its linear layers multiply, which are converted to that
 ) -> Cut:
     """Traces and cuts a layer. Raises whatever tracing raises for a layer that cannot be traced without data."""
     from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -46,6 +49,7 @@ def cut(
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    float8.convert(module, matmul)
     flat, spec = tree_flatten((args, kwargs))
     places = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
     state = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -69,7 +73,9 @@ def cut(
                 layer, (hidden, *weights, *shared), trace_joint=True, decompositions=select_decomp_table()
             )
         with mode:
-            forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+            forward, backward = min_cut_rematerialization_partition(
+                joint, None, num_fwd_outputs=1, static_lifetime_input_indices=list(range(1, 1 + len(names)))
+            )
     output, *saved = _results(forward)
     inputs = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
     kept = {_storage(node): _bytes(node.meta["val"]) for node in saved if isinstance(node.meta.get("val"), Tensor)}
@@ -109,7 +115,8 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
     from torch._functorch.partitioners import get_default_op_list
 
     kinds, results = get_default_op_list(), set(results)
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    asserts = torch.ops.aten._assert_tensor_metadata.default
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not asserts]
     time = {node: at for at, node in enumerate(nodes)}
 
     def passes(node: fx.Node) -> bool:
@@ -123,7 +130,8 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
         """Whether anything reads the value from memory, rather than within the kernel that makes it."""
         if node in results:
             return True
-        users = [user for user in node.users if user.op == "call_function"]
+        # tracing puts an assertion before each conversion, which no compiled graph has
+        users = [user for user in node.users if user.op == "call_function" and user.target is not asserts]
         return any(is_read(u) if passes(u) else not (kinds.is_fusible(u) or reduces(u)) for u in users)
 
     reads: dict[fx.Node, set[fx.Node]] = {}  # the memory that a node's value is read from

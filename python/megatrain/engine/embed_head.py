@@ -317,7 +317,7 @@ class HeadTemplate:
         with torch.enable_grad():
             normed = self.tail(leaf)
         if options.loss_fn is not None:
-            loss, grad_normed = self._custom(normed.detach(), micro, options, sums, tied_sum, first)
+            loss, grad_normed = self._custom(options.loss_fn, normed.detach(), micro, options, sums, tied_sum, first)
         elif self.kind.plain:
             loss, grad_normed = self._plain(normed.detach(), micro, options, sums, tied_sum, first)
         else:
@@ -404,6 +404,7 @@ class HeadTemplate:
 
     def _custom(
         self,
+        loss_fn: LossFn,
         normed: Tensor,
         micro: "MicroBatch",
         options: LossOptions,
@@ -412,13 +413,12 @@ class HeadTemplate:
         first: bool,
     ) -> tuple[Tensor, Tensor]:
         """A loss of the caller's."""
-        assert options.loss_fn is not None
         parameters, totals = self._parameters(sums, tied_sum)
         chunk = options.chunk or default_chunk(self.kind.vocab, normed.device.type)
         plain = self._plain_head(chunk, totals, sums, tied_sum, first) if self.kind.plain else None
         leaf = normed.requires_grad_()
         with torch.enable_grad():
-            loss = options.loss_fn(leaf, LossHead(self.logits, plain, self.kind.vocab, chunk), micro.batch)
+            loss = loss_fn(leaf, LossHead(self.logits, plain, self.kind.vocab, chunk), micro.batch)
             _check_loss(loss, leaf.device)
             total = loss * options.scale
         if plain is not None:

@@ -27,7 +27,7 @@ from megatrain.engine.evaluation import Evaluation
 from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
-from megatrain.engine.runtime import Load, Runtime, choose_precision, open_device
+from megatrain.engine.runtime import Load, Runtime, choose_matmul, choose_precision, open_device
 from megatrain.engine.state_dict import StateDict, Stats
 from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import ConfigError
@@ -51,6 +51,7 @@ class Engine:
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = 1.0,
         precision: str = "auto",
+        matmul: str = "bf16",
         grad_precision: str = "bf16",
         moments: str = "fp32",
         master: str = "32bit",
@@ -82,6 +83,8 @@ class Engine:
         - `optimizer`: AdamW's settings; default: torch's.
         - `max_grad_norm`: gradients are scaled down to this global norm; None does not clip.
         - `precision`: of weights and activations in compute, bf16 or fp32; `auto` is bf16 on CUDA, fp32 on the CPU.
+        - `matmul`: in what the linear layers within decoder layers multiply where compute is bf16: bf16, or fp8 (e4m3
+          numbers with a scale for each token and each output channel), which needs a card of compute capability 8.9.
         - `grad_precision`: bf16 or fp32, in which gradients are sent to the host; with fp32 compute always fp32.
         - `moments`: how AdamW's moments are stored between updates, fp32, bf16 or 8bit; the last two are rounded
           stochastically.
@@ -123,11 +126,16 @@ class Engine:
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
-            if freeze:
-                raise ConfigError("freeze belongs to the Decoder when one is given")
+            if freeze or matmul != "bf16":
+                which = "freeze" if freeze else "matmul"
+                raise ConfigError(f"{which} belongs to the Decoder when one is given")
             decoder = model
+            choose_matmul(model.matmul, model.precision, torch_device)  # which this device may not have
         else:
-            decoder = Decoder(model, freeze=freeze, precision=choose_precision(precision, torch_device))
+            chosen = choose_precision(precision, torch_device)
+            decoder = Decoder(
+                model, freeze=freeze, precision=chosen, matmul=choose_matmul(matmul, chosen, torch_device)
+            )
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._preparer = InputPreprocessor(decoder, torch_device)
@@ -181,6 +189,7 @@ class Engine:
         *,
         revision: str | None = None,
         precision: str = "auto",
+        matmul: str = "bf16",
         freeze: Sequence[str] = (),
         attention: str = "auto",
         trust_remote_code: bool = False,
@@ -213,10 +222,12 @@ class Engine:
         the constructor, errors included.
         """
         core_device, torch_device = open_device(device)
+        chosen = choose_precision(precision, torch_device)
         decoder, load, folder = open_pretrained(
             arguments.model_path(path),
             revision,
-            precision=choose_precision(precision, torch_device),
+            precision=chosen,
+            matmul=choose_matmul(matmul, chosen, torch_device),
             freeze=freeze,
             attention=attention,
             trust_remote_code=trust_remote_code,

@@ -10,6 +10,7 @@ from megatrain.engine.embed_head import HeadTemplate
 from megatrain.engine.inputs import Batch, InputPreprocessor, check_list_of_batches, largest_shape
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.runtime import Runtime
+from megatrain.engine.step import sum_in_order
 from megatrain.engine.transactions import EvalOutput, Passes
 from megatrain.errors import ConfigError
 
@@ -22,14 +23,14 @@ class Evaluation:
 
     def metrics(self, batches: Sequence[Batch]) -> EvalOutput:
         """Means over the supervised tokens. Raises ConfigError where there is none."""
-        total, correct, tokens, weight, weighted = 0.0, 0, 0, 0.0, False
+        total, correct, tokens, weight, weighted = 0.0, 0.0, 0, 0.0, False
         check_list_of_batches(batches)
         if not batches:
             raise ConfigError("evaluate needs at least one batch")
         for prepared in self._preparer.in_groups(batches, self._runtime.micro_batches or 1):
             run = self._passes.evaluate(prepared, largest=largest_shape(batches))
-            total += sum(torch.stack([t for t in run.losses if t is not None]).tolist())
-            correct += sum(torch.stack([t for t in run.correct if t is not None]).tolist())
+            total += run.loss_sum
+            correct += sum_in_order(run.correct)
             tokens += prepared.num_tokens
             weight += prepared.total_weight
             weighted = weighted or prepared.weighted
@@ -53,16 +54,14 @@ class Evaluation:
         found: list[Tensor] = []
         for prepared in self._preparer.in_groups(labelled, self._runtime.micro_batches or 1, keep_empty=True):
             run = self._passes.evaluate(prepared, largest=largest_shape(labelled))
-            for micro, values in zip(prepared.micro_batches, run.logprobs, strict=True):
-                assert values is not None
-                found.append(values.view(micro.shape)[:, :-1].float().cpu())
+            for number, micro in enumerate(prepared.micro_batches):
+                found.append(run.logprobs[number].view(micro.shape)[:, :-1].float().cpu())
         return found
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits (1, V), fp32 on the CPU, of the token after `input_ids` (1, length)."""
         prepared = self._preparer.prepare([{"input_ids": input_ids}], need_labels=False, keep_empty=True)
         run = self._passes.evaluate(prepared, lambda head, hidden: head.logits(head.tail(hidden)[:, -1:])[:, 0])
-        assert run.collected[0] is not None
         return run.collected[0].float().cpu()
 
     def all_logits(self, batch: Batch) -> Tensor:
@@ -76,5 +75,4 @@ class Evaluation:
             return torch.cat(found).view(*hidden.shape[:2], -1)
 
         run = self._passes.evaluate(prepared, collect)
-        assert run.collected[0] is not None
         return run.collected[0]

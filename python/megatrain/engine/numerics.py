@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatrain.engine import float8
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.weight_grads import sums_in_fp32
 from megatrain.models.decoder import Decoder
@@ -41,6 +42,7 @@ def key(
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "precision": decoder.precision,
+        **({} if decoder.matmul == "bf16" else {"matmul": float8.NAME}),
         "grad_precision": grad_precision,
         **({} if state_format == StateFormat() else state_format.request()),
         "weight_gradients": "summed in fp32" if sums_in_fp32(decoder.precision) else None,

@@ -76,7 +76,7 @@ class AdamW:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             value = math.nan
         if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"lr must be finite and not negative, not {lr!r}")
+            raise ConfigError(f"lr must be a finite number and not negative, not {lr!r}")
         if self._base_lr == 0 and value != 0 and any(g.lr for g in self.groups[1:]):
             raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
         self._lr = value
@@ -114,6 +114,9 @@ def check_adamw(optimizer: Any) -> None:
 
 
 def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> Group:
+    for name in ("lr", "eps", "weight_decay"):
+        if isinstance(given[name], str):
+            raise ConfigError(f"{where}: {name} must be a number, not {given[name]!r}")
     try:
         lr, eps, decay = float(given["lr"]), float(given["eps"]), float(given["weight_decay"])
         beta1, beta2 = (float(b) for b in given["betas"])

@@ -97,6 +97,7 @@ def memory_limits(memory: Mapping[str, Any] | None) -> dict[str, int]:
         if key == "nvme" or given is None or given == "auto":
             continue
         limits[key] = _size(f"memory.{key}", given)
+        constraints.check_memory(limits[key], f"memory.{key}")
     return limits
 
 

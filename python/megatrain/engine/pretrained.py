@@ -20,6 +20,7 @@ def open_pretrained(
     revision: str | None,
     *,
     precision: str,  # bf16 or fp32
+    matmul: str,  # bf16 or fp8
     freeze: Sequence[str],
     attention: str,
     trust_remote_code: bool,
@@ -35,6 +36,7 @@ def open_pretrained(
     decoder = Decoder.from_config(
         load_config(files.folder, trust_remote_code, **files.arguments()),
         precision=precision,
+        matmul=matmul,
         freeze=freeze,
         attention=attention,
         trust_remote_code=trust_remote_code,

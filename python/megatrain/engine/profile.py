@@ -1,10 +1,11 @@
 """What a model asks of the planner: sizes and work of every unit, measured on the meta device. Allocates nothing."""
 
+import bisect
 import dataclasses
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain.engine import compile_memory
+from megatrain.engine import compile_memory, float8
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
@@ -27,6 +28,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
+from megatrain.models.recorder import Recorder
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
 from megatrain.units import is_count
@@ -45,6 +47,10 @@ class Measured:
     """Of the forward's matmuls, attention counted causally."""
     attention_flops: int = 0
     """Those of `flops` that attention takes."""
+    float8_flops: int = 0
+    """Those of `flops` that are multiplied in float8."""
+    converting_bytes: int = 0
+    """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
     running_bytes: int | None = None
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
 
@@ -95,9 +101,8 @@ def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, c
             known[key] = _measure_compiled(decoder, unit, rows, seq, device)
         return known[key]
     module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
-
-    args, kwargs = to_meta(record.args[first]), to_meta(record.kwargs[first])
+    float8.convert(module, decoder.matmul)
+    args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
     gates = decoder.gates_of(unit)
@@ -125,7 +130,30 @@ def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, c
     kept = turn.staged_bytes
     if first in decoder.mixing_layers:
         kept = per_document.kept_bytes(kept, hidden.numel() * hidden.element_size())
-    return Measured(kept, matmuls.get_total_flops() + attention.flops, attention.flops)
+    in_float8 = sum(
+        count
+        for operation, count in matmuls.get_flop_counts().get("Global", {}).items()
+        if str(operation) == float8.PRODUCT
+    )
+    flops = matmuls.get_total_flops() + attention.flops
+    return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
+
+
+_RECORDED: weakref.WeakKeyDictionary[Recorder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer is called with for a micro-batch of `rows` by `seq` tokens beside the hidden states, on meta.
+    Recorded once for each shape: for a million tokens that takes seconds."""
+    known = _RECORDED.setdefault(decoder.recorder, {})
+    if (rows, seq) not in known:
+        record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+        known[rows, seq] = [
+            (to_meta(record.args[first]), to_meta(record.kwargs[first])) for first in decoder.structures
+        ]
+    return known[rows, seq][decoder.structures.index(layer)]
 
 
 _COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int | str | None, ...], Measured]] = (
@@ -138,15 +166,16 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
     eager = measure(decoder, unit, rows, seq, device)
     first = unit.layer
     assert first is not None
-    record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
+    args, kwargs = _arguments(decoder, first, rows, seq)
     try:
         found = compile_memory.cut(
             on_meta(decoder.module_of(unit)).train(),
-            record.args[first],
-            record.kwargs[first],
+            args,
+            kwargs,
             (rows, seq, decoder.hidden_size),
             decoder.dtype,
             decoder.recorder.tuple_output,
+            decoder.matmul,
         )
     except Exception as error:
         # whatever tracing may raise for a layer whose work depends on values, the count of the plain layer is an answer
@@ -156,7 +185,13 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         return eager
     router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates_of(unit) else 0
     running = max(found.forward, found.kept + found.backward)
-    return Measured(found.kept + router, eager.flops, eager.attention_flops, running)
+    return Measured(
+        kept_bytes=found.kept + router,
+        flops=eager.flops,
+        attention_flops=eager.attention_flops,
+        float8_flops=eager.float8_flops,
+        running_bytes=running,
+    )
 
 
 def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device: str, compiled: bool) -> Measured:
@@ -167,7 +202,14 @@ def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device
     tile = measure(decoder, unit, 1, length, device, compiled=compiled)
     hidden = length * decoder.hidden_size * decoder.dtype.itemsize
     running = _running_bytes(tile, hidden, _weight_bytes(unit, decoder))
-    return Measured(0, tile.flops * tokens * 4 // (3 * length), 0, running)
+    times = tokens * 4 / (3 * length)
+    return Measured(
+        kept_bytes=0,
+        flops=round(tile.flops * times),
+        float8_flops=round(tile.float8_flops * times),
+        converting_bytes=tile.converting_bytes,
+        running_bytes=running,
+    )
 
 
 def _running_bytes(work: Measured, hidden: int, weights: int) -> int:
@@ -225,10 +267,10 @@ class Cut:
         return {number: self.tiles for number, unit in units if self.decoder.is_tiled(unit)}
 
 
-def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int, *, may_tile: bool = True) -> Iterator[Cut]:
+def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
     """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
-    else whole layers, then halves where there are any, then with `may_tile` more and more tiles of a micro-batch of
-    `tokens`. Raises ConfigError for halves or tiles of layers that have none."""
+    else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
+    ConfigError for halves or tiles of layers that have none."""
     fragments: Any = requests.get("fragments", "auto")
     tiles: Any = requests.get("mlp_tiles", "auto")
     if fragments not in FRAGMENTS:
@@ -248,24 +290,35 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int, *, may_tile
                 f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
                 f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
             )
-        yield Cut(decoder)
-        return
+        return [Cut(decoder)]
     if several and not any(map(halves.is_tiled, halves.units)):
         raise ConfigError(
             f"plan.mlp_tiles is {tiles}, but no MLP of {type(decoder.model).__name__} can be tiled: "
             f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
         )
     if several:
-        yield Cut(halves, tiles)
-        return
-    if fragments != "halves":
-        yield Cut(decoder)
-    if fragments != "whole":
-        yield Cut(halves)
-    more = fragments != "whole" and tiles == "auto" and may_tile
-    counts = [2**power for power in range(1, tokens.bit_length()) if more and tokens >> power >= _LEAST_TILE]
-    if counts and any(map(halves.is_tiled, halves.units)):
-        yield from (Cut(halves, count) for count in counts)
+        return [Cut(halves, tiles)]
+    if fragments == "whole":
+        return [Cut(decoder)]
+    counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
+    return [
+        *([Cut(decoder)] if fragments == "auto" else []),
+        Cut(halves),
+        *(Cut(halves, count) for count in counts if any(map(halves.is_tiled, halves.units))),
+    ]
+
+
+def first_that_fits(found: Sequence[Cut], fits: Callable[[Cut], bool]) -> Cut | None:
+    """The first of these `cuts` that fits; None where none does. The more tiles, the less memory, so that few numbers
+    of tiles are tried: each takes a measurement of its own."""
+    whole = [cut for cut in found if cut.tiles == 1]
+    tiled = found[len(whole) :]
+    for cut in whole:
+        if fits(cut):
+            return cut
+    if not tiled or not fits(tiled[-1]):
+        return None
+    return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=fits)]
 
 
 def _reasons(found: Iterable[Any]) -> list[str]:
@@ -338,9 +391,12 @@ def plan_request(
                 **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device, number in tiled),
             }
         )
+        if work.float8_flops and device != "cpu":
+            units[-1] |= _in_float8(units[-1], unit, work, tokens, float8_share(rates or {}, device))
     chunk = loss_chunk or default_chunk(decoder.vocab_size, device, card_bytes)
     workspace = _workspace(decoder, measured, tokens, micro_batches, chunk, device, loss_fn)
     more = (requests or {}).get("more_workspace") or 0  # measured, where the bounds were exceeded
+    more += max((m.converting_bytes for m in measured), default=0)
     return {
         "units": units,
         "tied": decoder.tied,
@@ -400,6 +456,32 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
         + (asked["input_bytes"] if planned["input"] == "host" else 0)
         for asked, planned in zip(request["units"], plan["units"], strict=True)
     ]
+
+
+def float8_share(rates: Mapping[str, float], device: str) -> float:
+    """Time that a float8 linear layer takes, as a share of a bf16 one's: forward and the input's gradient multiply
+    float8, the weight's gradient bf16. The core takes one number for all three."""
+    if device == "cpu":
+        return 1.0
+    usual = rates.get("matmul_tflops", 1.0)
+    return (1 + 2 * usual / rates.get("float8_tflops", _FLOAT8 * usual)) / 3
+
+
+_FLOAT8 = 2.0
+"""How many times as fast as bf16 matrices a card multiplies float8 ones where that was not measured; of data sheets."""
+_CONVERTED = 3
+"""Bytes that are moved to convert a bf16 number to float8."""
+
+
+def _in_float8(asked: dict[str, Any], unit: Unit, work: Measured, tokens: int, share: float) -> dict[str, float]:
+    """What of a unit's request is otherwise where linear layers multiply in float8: `flops` are those of bf16 that take
+    as long."""
+    flops = round(work.flops - (1 - share) * work.float8_flops)
+    spared = min(round(share * asked["spared_flops"]), flops - work.attention_flops)
+    # every matrix, and as many activations as it has columns
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    converted = _CONVERTED * sum(shape[0] * shape[1] + tokens * shape[1] for shape in matrices)
+    return {"flops": flops, "spared_flops": spared, "moved_bytes": asked["moved_bytes"] + converted}
 
 
 def core_groups(

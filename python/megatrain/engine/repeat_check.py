@@ -26,8 +26,8 @@ _ELEMENTS = 1 << 22
 class PassRecord:
     """What one gradient pass found."""
 
-    losses: tuple[float | None, ...]
-    """Sum of losses by micro-batch; None where a micro-batch has none."""
+    losses: tuple[float, ...]
+    """Sum of losses by micro-batch."""
     aux_loss: float | None
     gradients: dict[str, tuple[bytes, float]]
     """By trained tensor: a checksum of its gradient's bits, and its norm."""
@@ -48,7 +48,7 @@ def record(decoder: Decoder, core: "_core.Engine", run: "Pass", check: Callable[
             checksum.update(part.numpy().data)
             squares += float(part.double().square().sum())
         gradients[name] = checksum.digest(), math.sqrt(squares)
-    losses = tuple(None if loss is None else float(loss) for loss in run.losses)
+    losses = tuple(float(run.losses[number]) for number in sorted(run.losses))
     return PassRecord(losses, None if run.aux_loss is None else float(run.aux_loss), gradients)
 
 

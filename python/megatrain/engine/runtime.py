@@ -21,7 +21,7 @@ from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, Cut, core_groups, cuts, plan_request, staged_bytes
+from megatrain.engine.profile import REQUESTS, Cut, core_groups, cuts, first_that_fits, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
@@ -331,17 +331,20 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
     ) -> tuple[Cut, dict[str, Any], str]:
         """How the model is cut, the request and the plan: the first of `profile.cuts` that fits."""
-        refusal: DoesNotFit | None = None
-        for cut in cuts(self._whole, self.settings, math.prod(micro_batch)):
-            asked = self.request(cut, micro_batch, micro_batches, on_disk)
-            try:
-                return cut, asked, _core.plan(json.dumps(asked))
-            except DoesNotFit as error:
-                refusal = error
-            except ValueError as error:
-                raise ConfigError(f"this cannot be planned: {error}") from error
-        assert refusal is not None
-        raise refusal
+        found = cuts(self._whole, self.settings, math.prod(micro_batch))
+
+        def asked(cut: Cut) -> dict[str, Any]:
+            return self.request(cut, micro_batch, micro_batches, on_disk)
+
+        try:
+            cut = first_that_fits(found, lambda cut: _core.fits(json.dumps(asked(cut)))) if len(found) > 1 else found[0]
+            chosen = cut or found[-1]
+            request = asked(chosen)
+            return chosen, request, _core.plan(json.dumps(request))
+        except DoesNotFit:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"this cannot be planned: {error}") from error
 
     def _copy_state(self, cut: Decoder, source: _core.Engine, target: _core.Engine) -> None:
         """Moves every plane and count from a core with the units of `cut` to a new one, a tensor at a time."""
@@ -506,6 +509,14 @@ def choose_precision(precision: str, device: torch.device) -> str:
         card=torch.cuda.get_device_name(device) if card else "",
         key="precision",
     )
+
+
+def choose_matmul(matmul: Any, precision: str, device: torch.device) -> str:
+    """In what linear layers multiply on a device, by the rules that the configuration has too."""
+    constraints.check_matmul(matmul, precision)
+    if matmul == "fp8" and device.type == "cuda":
+        constraints.refuse_float8(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    return str(matmul)
 
 
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":

@@ -168,14 +168,14 @@ class Pass:
         """By unit: trained tensors that no micro-batch has given a gradient so far."""
         self.aux_loss: Tensor | None = None
         """The router's auxiliary loss over all tokens of the step (0-d, on the device), without its coefficient."""
-        self.losses: list[Tensor | None] = [None] * count
-        """Sum of losses of each micro-batch (0-d, on the device)."""
-        self.logprobs: list[Tensor | None] = [None] * count
-        """Without training: log-probabilities of each micro-batch's targets (batch * seq,)."""
-        self.correct: list[Tensor | None] = [None] * count
-        """Without training: how many targets of each micro-batch have the largest logit (0-d, on the device)."""
-        self.collected: list[Tensor | None] = [None] * count
-        """What `collect` made of each micro-batch."""
+        self.losses: dict[int, Tensor] = {}
+        """By micro-batch: sum of its losses (0-d, on the device)."""
+        self.logprobs: dict[int, Tensor] = {}
+        """Without training, by micro-batch: log-probabilities of its targets (batch * seq,)."""
+        self.correct: dict[int, Tensor] = {}
+        """Without training, by micro-batch: how many of its targets have the largest logit (0-d, on the device)."""
+        self.collected: dict[int, Tensor] = {}
+        """By micro-batch: what `collect` made of it."""
         self._phases: dict[Phase, Callable[[Any], None]] = {
             "embed": self._embed,
             "forward": self._forward,
@@ -183,6 +183,11 @@ class Pass:
             "backward": self._backward,
             "embed_backward": self._embed_backward,
         }
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the losses of all micro-batches, in their order."""
+        return sum_in_order(self.losses)
 
     def run(
         self, core: Engine, on_loss: Callable[[Tensor], None] | None = None, check: Callable[[], None] = lambda: None
@@ -206,9 +211,7 @@ class Pass:
                 if self._recording is not None:
                     self._recording.add(op, self._templates.weights.device)
                 if on_loss is not None and op.phase == "loss":
-                    loss = self.losses[op.micro_batch]
-                    assert loss is not None
-                    on_loss(loss)
+                    on_loss(self.losses[op.micro_batch])
                 core.finish(op)
 
     def _compute(self, op: ComputeOp) -> None:
@@ -499,3 +502,9 @@ def random_key(*numbers: int) -> int:
     for number in numbers:
         key = draw(key + number)
     return key >> 1
+
+
+def sum_in_order(parts: dict[int, Tensor]) -> float:
+    """Sum of 0-d tensors by their micro-batches' order, after one copy from the device."""
+    values: list[float] = torch.stack([parts[number] for number in sorted(parts)]).tolist()
+    return sum(values)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatrain.engine import float8
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
@@ -92,9 +93,10 @@ def cast_bytes(decoder: Decoder) -> int:
     """Bytes of the cast buffer: for the unit with most of them, its weights that are computed in another type than
     they are stored in, in the type they are computed in. The head's include a tied weight of the embedding."""
     most = 0
+    parameters = dict(decoder.model.named_parameters(remove_duplicate=False))
     for unit in decoder.units:
         refs = [ref for ref in unit.tensors if not ref.is_buffer]
-        wanted = [decoder.model.get_parameter(ref.name).dtype for ref in refs]
+        wanted = [parameters[ref.name].dtype for ref in refs]
         if unit.role == "head" and decoder.tied and decoder.head.weight is not None:
             refs.append(decoder.tensors[decoder.head.weight])
             wanted.append(decoder.dtype)
@@ -227,6 +229,7 @@ class LayerTemplate:
         self.bound: BoundTensors = BoundTensors(
             places_of(self.module, decoder.local_names(number)), layout, region, casts
         )
+        float8.convert(self.module, decoder.matmul)
         self.layout = layout
         self.compiled = compiled
         self.draws: bool | None = None

@@ -199,7 +199,7 @@ class Passes:
 
         def body() -> StepOutput | float:
             run = self._train_twice(core, prepared, options) if check else self._train(core, prepared, options)
-            loss = sum(torch.stack([t for t in run.losses if t is not None]).tolist()) / divisor
+            loss = run.loss_sum / divisor
             aux_loss = None
             if run.aux_loss is not None and self._router is not None:
                 aux_loss = float(run.aux_loss)

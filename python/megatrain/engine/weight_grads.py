@@ -36,10 +36,11 @@ class WeightGradients:
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """`module` has no child in common with another one: its bf16 `nn.Linear` layers are replaced in place, as far
-        as their weight is one of `parameters`. Subclasses and layers with a forward of their own stay as they are."""
+        as their weight is one of `parameters`. Layers with a forward of their own and subclasses, but for those of
+        `SummedLinear`, stay as they are."""
         number = next(_NUMBERS)
         self._handle = torch.tensor([number])
-        self._targets: Sequence[Tensor | None] = ()
+        self._targets: Sequence[Tensor] = ()
         self._in_fp32 = False
         self._first = False
         self._values: dict[int, Tensor] = {}
@@ -50,17 +51,19 @@ class WeightGradients:
         self.indices: set[int] = set()
         """Of the parameters whose gradient a matmul adds to its sum."""
         for child in module.modules():
-            if type(child) is not nn.Linear or "forward" in child.__dict__:
+            plain = type(child) is nn.Linear and "forward" not in child.__dict__
+            if not plain and not isinstance(child, SummedLinear):
                 continue
             if child.weight.dtype == torch.bfloat16 and id(child.weight) in index:
-                child.__class__ = SummedLinear
+                if plain:
+                    child.__class__ = SummedLinear
                 linear = cast("SummedLinear", child)
                 linear.sum_index, linear.sum_handle = index[id(child.weight)], self._handle
                 self.indices.add(index[id(child.weight)])
         if self.indices:
             _operation()
 
-    def begin(self, targets: Sequence[Tensor | None], *, first: bool, in_fp32: bool) -> None:
+    def begin(self, targets: Sequence[Tensor], *, first: bool, in_fp32: bool) -> None:
         """Before a backward. `targets`, per parameter, are where gradients are summed; `first` starts the sums. With
         `in_fp32` the targets are fp32 and matmuls add to them; otherwise each gradient is rounded to its weight's dtype
         before it is added."""
@@ -70,14 +73,13 @@ class WeightGradients:
 
     def add(self, index: int, grad: Tensor, rows: Tensor) -> None:
         """The gradient (O, I) of one use of a weight: grad (N, O)ᵀ @ rows (N, I)."""
-        if not self._in_fp32:
-            value = grad.t() @ rows
-            self._values[index] = self._values[index] + value if index in self._values else value
+        target, first = self._targets[index], self._first and index not in self._written
+        if self._in_fp32 or (first and target.dtype == grad.dtype):
+            add_matmul(target, grad, rows, first=first)
+            self._written.add(index)
             return
-        target = self._targets[index]
-        assert target is not None
-        add_matmul(target, grad, rows, first=self._first and index not in self._written)
-        self._written.add(index)
+        value = grad.t() @ rows
+        self._values[index] = self._values[index] + value if index in self._values else value
 
     def finish(self, grads: Sequence[Tensor | None]) -> set[int]:
         """After a backward. `grads`, per parameter, are what autograd returned: None where a matmul has already added
@@ -89,7 +91,6 @@ class WeightGradients:
         over: list[Tensor] = []
         new: list[Tensor] = []
         for index, (target, grad) in enumerate(zip(self._targets, grads, strict=True)):
-            assert target is not None
             own = self._values.pop(index, None)
             if own is not None:
                 grad = own if grad is None else own + grad
@@ -112,11 +113,16 @@ class WeightGradients:
         return without
 
 
+def add_gradient(handle: Tensor, index: int, grad: Tensor, rows: Tensor) -> None:
+    """`WeightGradients.add` of the one that made the handle."""
+    _OPEN[int(handle)].add(index, grad, rows)
+
+
 class SummedLinear(nn.Linear):
     """A linear layer whose weight's gradient is added to its sum by `WeightGradients`, and not returned."""
 
     sum_index: int
-    sum_handle: Tensor
+    sum_handle: Tensor | None
 
     def forward(self, rows: Tensor) -> Tensor:
         """(…, I) to (…, O)."""
@@ -154,7 +160,7 @@ def _operation() -> None:
     def compute(grad: Tensor, rows: Tensor, weight: Tensor, handle: Tensor, index: int) -> Tensor:
         grad = grad.reshape(-1, grad.shape[-1])
         of_rows = grad @ weight
-        _OPEN[int(handle)].add(index, grad, rows.reshape(-1, rows.shape[-1]))
+        add_gradient(handle, index, grad, rows.reshape(-1, rows.shape[-1]))
         return of_rows.view(rows.shape)
 
     def fake(_grad: Tensor, rows: Tensor, _weight: Tensor, _handle: Tensor, _index: int) -> Tensor:

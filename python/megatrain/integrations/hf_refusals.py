@@ -148,7 +148,10 @@ def check_arguments(args: Any) -> None:
         if value:
             raise ConfigError(f"{name} is {_short(value)}: {why}")
     if str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS:
-        raise ConfigError(f"optim is {str(args.optim)!r}: the engine's optimizer is AdamW; write optim='adamw_torch'")
+        smaller = ", and engine_options={'moments': '8bit'} for 8-bit moments" if "8bit" in str(args.optim) else ""
+        raise ConfigError(
+            f"optim is {str(args.optim)!r}: the engine's optimizer is AdamW; write optim='adamw_torch'{smaller}"
+        )
     if getattr(args, "loss_type", "nll") not in _LOSSES:
         raise ConfigError(f"loss_type is {args.loss_type!r}: the engine computes the loss of the next token, 'nll'")
     template = getattr(args, "chat_template_path", None)

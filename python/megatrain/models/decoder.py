@@ -43,6 +43,8 @@ class Decoder:
     """Its Hugging Face configuration."""
     precision: str
     """Compute precision: bf16 or fp32."""
+    matmul: str
+    """In what the linear layers within decoder layers multiply: fp8, or bf16 for the compute precision."""
     base_name: str
     """Name of the base within the model."""
     base: nn.Module
@@ -96,13 +98,14 @@ class Decoder:
         *,
         freeze: Sequence[str] = (),
         precision: str = "fp32",
+        matmul: str = "bf16",
         frozen_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> "Decoder":
         """Inspects `model` (see `inspect_model`)."""
         # inspect_model fills in a Decoder, so it is the one that imports this module
         from megatrain.models.inspect_model import inspect_model
 
-        return inspect_model(model, freeze=freeze, precision=precision, frozen_dtypes=frozen_dtypes)
+        return inspect_model(model, freeze=freeze, precision=precision, matmul=matmul, frozen_dtypes=frozen_dtypes)
 
     @classmethod
     def from_fields(cls, **fields: Any) -> "Decoder":
@@ -121,6 +124,7 @@ class Decoder:
         config: Any,
         *,
         precision: str = "fp32",
+        matmul: str = "bf16",
         freeze: Sequence[str] = (),
         attention: str = "auto",
         experts: str | None = None,
@@ -136,7 +140,7 @@ class Decoder:
         check(config)
         check_rope(config)
         model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
-        return cls(model, freeze=freeze, precision=precision, frozen_dtypes=frozen_dtypes)
+        return cls(model, freeze=freeze, precision=precision, matmul=matmul, frozen_dtypes=frozen_dtypes)
 
     @property
     def dtype(self) -> torch.dtype:

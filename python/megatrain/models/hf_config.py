@@ -52,7 +52,12 @@ def load_config(
         except Exception as error:  # the same, and whatever remote code raises
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
-            log.info("%s: its configuration has keys that %s does not know: %s", source, config.model_type, extra)
+            log.info(
+                "%s: its configuration has keys that %s does not know: %s; they have no effect",
+                source,
+                config.model_type,
+                extra,
+            )
         if overrides:
             config = _overridden(config, source, overrides, arguments)
         from megatrain.weights import dequantize  # which loads torch, as a refused request must not

@@ -11,6 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.constraints import check_matmul
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.halves import Split, find_splits
@@ -40,23 +41,25 @@ def inspect_model(
     *,
     freeze: Sequence[str] = (),
     precision: str = "fp32",
+    matmul: str = "bf16",
     frozen_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Decoder:
     """The map of a model that follows Hugging Face's layout of a causal language model: a base with one list of layers,
     and a head. Its parameters may be on meta or real; real ones are in `values` of the result until the engine has
     taken them.
 
-    `freeze` are patterns of names (`*`, `?`, `[…]`) that are not trained; `precision` is bf16 or fp32. `frozen_dtypes`
-    gives the exact dtype of frozen tensors by name where it differs from the model's (a checkpoint in another
-    precision).
+    `freeze` are patterns of names (`*`, `?`, `[…]`) that are not trained; `precision` is bf16 or fp32, `matmul` bf16 or
+    fp8 (with bf16 precision). `frozen_dtypes` gives the exact dtype of frozen tensors by name where it differs from the
+    model's (a checkpoint in another precision).
 
     Raises ConfigError, with the reason, for a model that cannot be streamed exactly; it is then left as it was.
     """
+    check_matmul(matmul, precision)
     parts = find_parts(model, PRECISIONS[precision])
     taken = TakenWeights(model)
     try:
         taken.take(parts.dtype)
-        return _inspect(parts, taken, precision, patterns("freeze", freeze), frozen_dtypes or {})
+        return _inspect(parts, taken, precision, matmul, patterns("freeze", freeze), frozen_dtypes or {})
     except BaseException:
         taken.give_back()
         raise
@@ -66,6 +69,7 @@ def _inspect(
     parts: ModelParts,
     taken: TakenWeights,
     precision: str,
+    matmul: str,
     freeze: tuple[str, ...],
     frozen_dtypes: Mapping[str, torch.dtype],
 ) -> Decoder:
@@ -93,6 +97,7 @@ def _inspect(
         model=parts.model,
         config=parts.config,
         precision=precision,
+        matmul=matmul,
         base_name=parts.base_name,
         base=parts.base,
         layers_name=parts.layers_name,

@@ -35,10 +35,8 @@ class Documents(NamedTuple):
     def to(self, device: torch.device) -> "Documents":
         """A copy on `device`, made asynchronously from pinned memory, with sizes rounded up."""
         rounded = self.rounded_up()
-        starts, hidden = (
-            t if t is None else t.pin_memory().to(device, non_blocking=True) for t in (rounded.starts, self.hidden)
-        )
-        assert starts is not None
+        starts = rounded.starts.pin_memory().to(device, non_blocking=True)
+        hidden = None if self.hidden is None else self.hidden.pin_memory().to(device, non_blocking=True)
         return mark_dynamic(rounded._replace(starts=starts, hidden=hidden))
 
     def rounded_up(self) -> "Documents":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.errors import ConfigError
 from megatrain.planning.planner import RunPlan, SplitPlanner
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def _planned(config: Config, decoder: "Decoder", run_plan: RunPlan, change: tupl
     options = run_plan.options | {key: value}
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
     try:
-        plan = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches).plan
-    except DoesNotFit:
-        return Alternative(change=f"plan.{key}={value}", expected_step_s=None, bound="")
+        plan = planner.plan(run_plan.micro_batch[0], run_plan.micro_batches)
     except ConfigError:  # the model does not allow it: a router's loss, for example, needs all micro-batches at once
         return None
+    if plan is None:
+        return Alternative(change=f"plan.{key}={value}", expected_step_s=None, bound="")
     if _decisions(plan) == _decisions(run_plan.plan):
         return None
     return Alternative(

@@ -7,6 +7,7 @@ The rates feed the planner. Where nothing was measured it takes those of a usual
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import constraints
 from megatrain.errors import StorageError
 from megatrain.system import hardware as facts
 from megatrain.system.atomic import write_whole
@@ -57,6 +59,14 @@ def _usual_cuda(machine: Machine) -> dict[str, float]:
 
 
 _USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
+_UPDATES = {
+    # rate: (bytes that an update of a parameter moves, most 10⁹ parameters/s that one processor computes)
+    "adamw_gparams": (26, 2.0),
+    "adamw_bf16_gparams": (18, 1.4),
+    "adamw_8bit_gparams": (14.1, 0.3),
+}
+"""The host's AdamW by the format of its moments, with masters of 32 bits. One core of an AVX-512 machine computes 3.7,
+2.3 and 0.6 without waiting for memory, and by 256-bit vectors 2.1, 1.4 and 0.37; two processors may share one core."""
 _USUAL_CPU_TFLOPS = 0.06
 _USUAL_STATE_DISK = {"state_read_gbs": 2.5, "state_write_gbs": 2.0}  # one PCIe 4 drive that reads and writes at once
 # Faster than any: for a step time that must stay a lower bound.
@@ -66,6 +76,8 @@ _FASTEST_CUDA = {
     "matmul_tflops": 2500.0,
     "hbm_gbs": 8000.0,
     "adamw_gparams": 20.0,
+    "adamw_bf16_gparams": 30.0,
+    "adamw_8bit_gparams": 40.0,
     "state_read_gbs": 120.0,  # eight PCIe 5 drives
     "state_write_gbs": 120.0,
 }
@@ -79,8 +91,23 @@ def nominal(machine: Machine, device: str) -> dict[str, float]:
     if device == "cpu":
         # Weights and gradients of a CPU run are copied within host memory.
         usual |= {"h2d_gbs": 10.0, "d2h_gbs": 10.0, "matmul_tflops": _USUAL_CPU_TFLOPS * machine.cpus}
-    usual["adamw_gparams"] = min(_USUAL_ADAMW, _USUAL_ADAMW_A_CPU * machine.cpus)
-    return usual
+    return usual | _update_rates(_USUAL_ADAMW, _USUAL_ADAMW_A_CPU, machine.cpus)
+
+
+def _update_rates(most: float, a_cpu: float, cpus: int) -> dict[str, float]:
+    """Rates of the host's AdamW by format, where those over fp32 moments are what memory carries: `most` for all
+    processors together, `a_cpu` for one."""
+    found = {}
+    for rate, (moved, computed) in _UPDATES.items():
+        more = _UPDATES["adamw_gparams"][0] / moved
+        found[rate] = min(most * more, min(a_cpu * more, computed) * cpus)
+    return found
+
+
+def of_state(rates: dict[str, float], moments: str) -> dict[str, float]:
+    """The rates with `adamw_gparams` that of AdamW over these moments: `fp32`, `bf16` or `8bit`."""
+    own = rates.get(f"adamw_{moments}_gparams")
+    return rates if own is None else rates | {"adamw_gparams": own}
 
 
 def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
@@ -89,6 +116,9 @@ def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
     known = dict(machine.rates)
     if not machine.described:
         known |= cached(machine, device)
+    if "adamw_gparams" in known:  # measured over fp32 moments alone: the others as usual machines relate them
+        share = known["adamw_gparams"] / usual["adamw_gparams"]
+        usual |= {rate: share * usual[rate] for rate in _UPDATES}
     return usual | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
 
 
@@ -153,8 +183,10 @@ def measure(
     say("host memory and optimizer")
     host = json.loads(_core.probe_host(size, max(1, machine.cpus)))
     found |= {key: float(host[key]) for key in ("touch_gbs", "copy_gbs") if key in host}
-    if "adamw_params_per_s" in host:
-        found["adamw_gparams"] = float(host["adamw_params_per_s"]) / 1e9
+    for rate in _UPDATES:
+        counted = rate.replace("gparams", "params_per_s")
+        if counted in host:
+            found[rate] = float(host[counted]) / 1e9
     if device == "cuda":
         say("link")
         link = json.loads(_core.probe_device(_core.Device.cuda(machine.card), size))
@@ -233,6 +265,12 @@ def _arithmetic(device: str) -> tuple[dict[str, float], float]:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds, spread = _repeat(lambda: torch.mm(left, right), device)
     found = {"matmul_tflops": 2 * size**3 / seconds / 1e12}
+    if device == "cuda" and torch.cuda.get_device_capability() >= constraints.FLOAT8_CAPABILITY:
+        from megatrain.engine import float8
+
+        numbers, scale = left.to(torch.float8_e4m3fn), torch.ones(size, 1, device=device)
+        product = functools.partial(float8.multiply, numbers, scale, numbers, scale)
+        found["float8_tflops"] = 2 * size**3 / _repeat(product, device)[0] / 1e12
     if device == "cuda":
         source = torch.empty(GIB, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -54,6 +55,7 @@ class RunPlan:
     budget: dict[str, int]
     """Bytes: device, host, and disk where `memory.nvme` names one."""
     rates: dict[str, float]
+    """`adamw_gparams` is that of the host's AdamW over the moments of this run."""
     measured: bool
     """Whether the rates were measured; else they are those of usual machines."""
     request: dict[str, Any]
@@ -101,6 +103,14 @@ def choose_precision(config: Config, device: str, machine: Machine) -> Literal["
         card=machine.gpu.name if machine.gpu else "the card",
         key="train.precision",
     )
+
+
+def choose_matmul(config: Config, precision: str, device: str, machine: Machine) -> str:
+    """`train.matmul` on this device. Raises ConfigError where the card, or the precision, does not go with fp8."""
+    constraints.check_matmul(config.train.matmul, precision, "train.")
+    if config.train.matmul == "fp8" and device == "cuda" and machine.gpu is not None:
+        constraints.refuse_float8(machine.gpu.capability, machine.gpu.name, "train.")
+    return config.train.matmul
 
 
 def budgets(config: Config, device: str, machine: Machine) -> dict[str, int]:
@@ -198,7 +208,10 @@ def plan_run(
     roomiest = SplitPlanner(config, decoder, device, machine.idle(), rates, options)
     first = _first_split(config, device, rows, saved, nominal)
     size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
-    planner = SplitPlanner(config, decoder, device, machine, rates, options)
+    # compiled halves and tiles change rounding too, so they do not depend on what is free now
+    cut = roomiest.cut(size, -(-rows // size))
+    pinned = {} if cut is None else {"fragments": "whole", "mlp_tiles": 1} | cut.options(decoder)
+    planner = SplitPlanner(config, decoder, device, machine, rates, options | pinned)
     try:
         request, plan, cut = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
@@ -228,7 +241,7 @@ def plan_run(
         micro_batch=(size, config.data.seq_len),
         micro_batches=-(-rows // size),
         budget=planner.budget,
-        rates=rates,
+        rates=planner.rates,
         measured=measured,
         request=request,
         plan=plan,
@@ -241,14 +254,26 @@ def plan_run(
 def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
     """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
     plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
-    of micro-batches, unless the configuration asks for others. The split of a step stays, and so does the numerics
-    key. None where no such plan needs less."""
+    of micro-batches, then layers in halves and tiles, unless the configuration asks for others. The split of a step
+    stays, and up to halves and tiles the numerics key does. None where no such plan needs less."""
     size, _ = run_plan.micro_batch
     more = run_plan.correction.get("more_workspace", 0) + shortfall
+    from megatrain.engine.profile import cuts
+
     planned = run_plan.plan["totals"]["device"] - run_plan.correction.get("more_workspace", 0)
     best: tuple[int, dict[str, Any]] = (0, {})
-    for change in ({}, {"activation": "recompute"}, {"activation": "recompute", "group": 1}, {"group": 1}):
-        if any(getattr(config.plan, key) is not None for key in change):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"activation": "recompute"},
+        {"activation": "recompute", "group": 1},
+        {"group": 1},
+    ]
+    if "mlp_tiles" not in run_plan.options:
+        asked = {"fragments": config.plan.fragments}
+        others = [cut.options(decoder) for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
+        changes += [options for options in others if options]
+    for change in changes:
+        if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue
         correction = run_plan.correction | {"more_workspace": more} | change
         planner = SplitPlanner(
@@ -265,7 +290,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
 
 
 def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rates: dict[str, float]) -> bool:
-    """Whether `_planned` finds a plan; of most requests it takes one plan to know that."""
+    """Whether `_planned` finds a plan."""
     rows, machine = nominal_rows(config), _unasked(machine)
     planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
     if config.plan.micro_batch is not None:
@@ -290,10 +315,7 @@ def _planned(
         idle, nominal = machine.idle(), calibrate.nominal(machine, device)
         first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
         size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
-    try:
-        return SplitPlanner(config, decoder, device, machine, rates, options).fit(size, -(-rows // size)).plan
-    except DoesNotFit:
-        return None
+    return SplitPlanner(config, decoder, device, machine, rates, options).plan(size, -(-rows // size))
 
 
 def _unasked(machine: Machine) -> Machine:
@@ -333,10 +355,7 @@ def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:
-        with contextlib.suppress(DoesNotFit):
-            planner.fit(rows, 1)
-            return True
-        return False
+        return planner.fits(rows, 1)
 
     low = run_plan.micro_batch[0] if fits(run_plan.micro_batch[0]) else 1
     high = low * 2
@@ -471,7 +490,7 @@ class SplitPlanner:
         self.config: Config = config
         self.decoder: Decoder = decoder
         self.device: str = device
-        self.rates: dict[str, float] = rates
+        self.rates: dict[str, float] = calibrate.of_state(rates, config.train.moments)
         self.options: dict[str, Any] = options
         self.budget: dict[str, int] = budgets(config, device, machine)
         self.card_bytes: int | None = machine.gpu.total_bytes if device == "cuda" and machine.gpu is not None else None
@@ -480,18 +499,11 @@ class SplitPlanner:
 
     def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
         """The plan; None where there is none that fits."""
-        try:
-            return self.fit(rows, micro_batches).plan
-        except DoesNotFit:
-            return None
+        return self.fit(rows, micro_batches).plan if self.fits(rows, micro_batches) else None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
-        """Whether `fit` finds a plan."""
-        try:
-            self.fit(rows, micro_batches)
-        except DoesNotFit:
-            return False
-        return True
+        """Whether `fit` finds a plan: far sooner known than the plan itself."""
+        return self.cut(rows, micro_batches) is not None
 
     def refusal(self, rows: int, micro_batches: int, **options: Any) -> DoesNotFit | None:
         """Why a plan with these numbers asked for besides does not fit; None where it does."""
@@ -506,26 +518,55 @@ class SplitPlanner:
 
     def fit(self, rows: int, micro_batches: int) -> Fitted:
         """The plan for the first way of cutting the model that fits. Raises DoesNotFit."""
+        from megatrain import _core
         from megatrain.engine.profile import cuts
 
-        refusal: DoesNotFit | None = None
-        may_tile = rows == 1 or self.config.plan.micro_batch is not None  # else a smaller micro-batch does as well
-        for cut in cuts(self.decoder, self.options, rows * self.config.data.seq_len, may_tile=may_tile):
+        found = cuts(self.decoder, self.options, rows * self.config.data.seq_len)
+        cut = self.cut(rows, micro_batches)
+        refusals = []
+        for chosen in [cut] if cut is not None else dict.fromkeys((found[0], found[-1])):
+            request = self._request(chosen, rows, micro_batches)
             try:
-                return self._planned(cut, rows, micro_batches)
+                with _asked_for():
+                    plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
+                return Fitted(request, plan, chosen)
             except DoesNotFit as error:
-                refusal = error
-        assert refusal is not None
-        raise refusal
+                refusals.append(error)
+        raise min(refusals, key=self._missing)
 
-    def _planned(self, cut: "Cut", rows: int, micro_batches: int) -> Fitted:
+    def _missing(self, error: DoesNotFit) -> int:
+        """By how many bytes what is needed exceeds the budget."""
+        needed = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in self.budget}
+        return sum(max(0, needed[tier] - allowed) for tier, allowed in self.budget.items())
+
+    def cut(self, rows: int, micro_batches: int) -> "Cut | None":
+        """The first way of cutting the model that fits; None where none does. Layers of several rows stay whole where
+        those of a single row fit so, since a smaller micro-batch does as well, and are not tiled."""
+        from megatrain.engine.profile import cuts, first_that_fits
+
+        found = cuts(self.decoder, self.options, rows * self.config.data.seq_len)
+        whole = found[0]
+        if self._cut_fits(whole, rows, micro_batches):
+            return whole
+        if rows > 1 and self.config.plan.micro_batch is None and len(found) > 1:
+            if self._cut_fits(whole, 1, rows * micro_batches):
+                return None
+            found = [cut for cut in found if cut.tiles == whole.tiles]
+        return first_that_fits(found[1:], lambda cut: self._cut_fits(cut, rows, micro_batches))
+
+    def _cut_fits(self, cut: "Cut", rows: int, micro_batches: int) -> bool:
         from megatrain import _core
+
+        with _asked_for():
+            return _core.fits(json.dumps(self._request(cut, rows, micro_batches)))
+
+    def _request(self, cut: "Cut", rows: int, micro_batches: int) -> dict[str, Any]:
         from megatrain.engine.profile import plan_request
         from megatrain.weights.state_format import StateFormat
 
         state_format = StateFormat(self.config.train.moments, self.config.train.master)
         state_format.check_precision(self.decoder.precision)
-        request = plan_request(
+        return plan_request(
             cut.decoder,
             tiles=cut.tiles,
             micro_batch=(rows, self.config.data.seq_len),
@@ -540,11 +581,16 @@ class SplitPlanner:
             rates=self.rates,
             loss_chunk=self.options.get("loss_chunk"),
         )
-        try:
-            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
-        except ValueError as error:  # numbers that were asked for and contradict each other or the model
-            raise ConfigError(str(error)) from None
-        return Fitted(request, plan, cut)
+
+
+@contextlib.contextmanager
+def _asked_for() -> Iterator[None]:
+    """Turns what the core says of numbers that were asked for, and contradict each other or the model, into
+    ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:

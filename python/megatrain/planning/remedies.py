@@ -1,5 +1,6 @@
 """The refusal of a plan that does not fit: its sum, where the budgets come from, and ways that would fit."""
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ def _remembered(fits: Fits) -> Fits:
 
 def _settings(start: _Tried, search: _Search) -> Iterator[_Tried]:
     """Changes of settings, by their cost."""
-    yield from _free(start, search.rows)
+    yield from _free(start, search)
     modes = list(_modes(start))
     yield from (mode for mode in modes if len(mode.kinds) == 1)
     for mode in [start, *modes]:
@@ -131,7 +132,7 @@ def _settings(start: _Tried, search: _Search) -> Iterator[_Tried]:
             yield from _smaller(mode, search)
 
 
-def _free(start: _Tried, rows: int) -> Iterator[_Tried]:
+def _free(start: _Tried, search: _Search) -> Iterator[_Tried]:
     """What costs neither time nor training: numbers that were asked for and could be derived, and the split."""
     plan = start.config.plan
     asked = [
@@ -147,10 +148,14 @@ def _free(start: _Tried, rows: int) -> Iterator[_Tried]:
         yield from changed
     # A step of one micro-batch needs no fp32 sums of gradients on the device; small ones need the least activations.
     # Where the size is derived, it follows from the idle card, so that smaller ones may fit beside what others hold.
-    for size in [rows, *(rows >> shift for shift in range(1, rows.bit_length()))]:
+    split = []
+    for size in (search.rows >> shift for shift in range(search.rows.bit_length())):
         if size != plan.micro_batch:
             smaller = dataclasses.replace(plan, micro_batch=size)
-            yield from _changed(start, "micro_batch", [f"plan.micro_batch={size}"], plan=smaller)
+            split += _changed(start, "micro_batch", [f"plan.micro_batch={size}"], plan=smaller)
+    yield from split[:1]
+    if split[1:] and search.fits(split[-1].config, split[-1].machine):
+        yield from split[1:]
 
 
 def _modes(start: _Tried) -> Iterator[_Tried]:
@@ -204,7 +209,7 @@ def _smaller(start: _Tried, search: _Search) -> Iterator[_Tried]:
     for sizes in (fewer, _lengths(start, rows), short_rows):
         if not sizes or not search.wanted(sizes[-1].kinds) or not search.fits(sizes[-1].config, sizes[-1].machine):
             continue
-        yield next((one for one in sizes[:-1] if search.fits(one.config, one.machine)), sizes[-1])
+        yield sizes[_first_that_fits(sizes, search)]
         if sizes is fewer:
             short_rows.clear()
 
@@ -272,12 +277,13 @@ def _least(mode: _Tried, kind: str, sizes: list[tuple[str, Machine]], search: _S
         if not search.fits(chosen.config, chosen.machine):
             continue
         on = [dataclasses.replace(chosen, machine=machine, hardware=(words,)) for words, machine in sizes]
-        low, high = 0, len(on) - 1
-        while low < high:  # the first that fits
-            middle = (low + high) // 2
-            low, high = (low, middle) if search.fits(on[middle].config, on[middle].machine) else (middle + 1, high)
-        return on[low]
+        return on[_first_that_fits(on, search)]
     return None
+
+
+def _first_that_fits(tried: list[_Tried], search: _Search) -> int:
+    """The index of the first that fits, of ever more room or ever less to fit into it, of which the last one fits."""
+    return bisect.bisect_left(tried, True, hi=len(tried) - 1, key=lambda one: search.fits(one.config, one.machine))
 
 
 def _with_host(machine: Machine, size: int) -> Machine:
@@ -359,6 +365,8 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
         )
     else:
         yield f"host memory: {format_bytes(budget['host'])} (memory.host)"
+    if device == "cpu" and config.device == "auto" and not machine.described:
+        yield "no card is usable here, so the CPU is planned for; for a card that you do not have: --machine rtx4090"
     if config.memory.gpu != "auto":
         yield f"device memory: {format_bytes(budget['device'])} (memory.gpu)"
     elif device == "cuda" and machine.gpu is not None:
@@ -370,7 +378,7 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
 
 def _advice(ways: list[Way]) -> Iterator[str]:
     if ways:
-        yield "Each of these changes alone would fit:"
+        yield "Each of these lines alone would fit:"
         yield from (f"  {way}" for way in ways)
     else:
         yield (

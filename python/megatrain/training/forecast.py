@@ -3,7 +3,6 @@
 `megatrain plan`, the dry run and the start of a run all report it from here.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, Duration
-from megatrain.config.data_files import ROWS, find
-from megatrain.errors import ConfigError
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.planning import alternatives, calibrate, planner
 from megatrain.planning.alternatives import Alternative
 from megatrain.planning.planner import RunPlan
@@ -30,6 +28,10 @@ GIVEN_UP_BY_IMMEDIATE = (
     "stops the run with exit code 4, naming the last checkpoint, and the second waits until the step is finished"
 )
 """What `train.update: immediate` costs."""
+
+
+FEW_STEPS = 10
+"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,8 @@ class Forecast:
     decoder: "Decoder"
     run_plan: RunPlan
     timed: RunPlan
-    """The plan of the step that is timed: `run_plan`, except where rows are not packed; then one of full rows."""
+    """The plan of the step that is timed: `run_plan`, except where rows are not packed, then one of full rows, and
+    where an epoch has fewer rows than a step may take, then one of those."""
     numerics: dict[str, Any]
     disk: dict[str, int | None]
     """Bytes: `checkpoint`, `checkpoints` (all that exist at one time), `export`, `cache` (tokenized data; None when
@@ -61,6 +64,9 @@ class Forecast:
     """Optimizer steps of the run; None when they follow from data that was not read."""
     flops_per_token: float
     step_tokens: int
+    """Of a full step; fewer than asked for where an epoch of the data that were read has no more."""
+    micro_batches: int
+    """Most micro-batches of a step of the data that were read, or of any data where none were."""
     free_clipping_tokens: int | None
     estimate: dict[str, Any]
     """Of a step in steady state: step_s, bound, lanes; a lower bound of the time."""
@@ -73,7 +79,12 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Lower bound of a step's seconds: the busiest lane's time, and at least the arithmetic at the matmul rate."""
-        arithmetic = self.flops_per_token * self.step_tokens / (lower_bound_rates(self.timed)["matmul_tflops"] * 1e12)
+        rates = lower_bound_rates(self.timed)
+        arithmetic = self.flops_per_token * self.step_tokens / (rates["matmul_tflops"] * 1e12)
+        if self.decoder.matmul == "fp8":
+            from megatrain.engine.profile import float8_share
+
+            arithmetic *= float8_share(rates, self.run_plan.device)
         return max(float(self.estimate["step_s"]), arithmetic)
 
     @property
@@ -218,8 +229,14 @@ def forecast(
 ) -> Forecast:
     """What to expect of a planned run."""
     config, decoder, machine, count = model_setup.config, model_setup.decoder, run_plan.machine, model_setup.count
-    rows, timed = planner.nominal_rows(config), run_plan
-    if -(-rows // run_plan.micro_batch[0]) != run_plan.micro_batches:  # planned for steps of many short rows
+    rows, timed, train = planner.nominal_rows(config), run_plan, data[0] if data else None
+    size, most = run_plan.micro_batch[0], run_plan.micro_batches
+    if train is not None:
+        rows = min(rows, _full_rows(config, train))
+        most = min(most, -(-sum(train.epoch_sequences) // size))
+    if -(-rows // size) != run_plan.micro_batches:  # planned for steps of many short rows, or of more than there are
+        if config.plan.micro_batch is None:
+            saved = {**(saved or {}), "micro_batch": run_plan.micro_batch}
         timed = planner.plan_run(config, decoder, device=run_plan.device, machine=machine, rows=rows, saved=saved)
     needed = planner.disk_needed(config, decoder, run_plan.precision)
     place, free = config.output.dir, machine.disk_free
@@ -237,28 +254,17 @@ def forecast(
         step_tokens=rows * config.data.seq_len,
         free_clipping_tokens=_clipping_is_free_from(timed, count),
         estimate=_estimate(timed),
+        micro_batches=most,
     )
 
 
-BYTES_PER_TOKEN = 4
-"""Of English text under a vocabulary of 32,000 tokens or more; only for data that was not tokenized yet."""
-
-
-def data_bytes(config: Config) -> int | None:
-    """Bytes of text in one epoch of `data.train`; None where files are missing, packed, or not files."""
-    total = 0.0
-    for source in config.data.train:
-        if source.path.startswith(("python:", ROWS)):
-            return None
-        with contextlib.suppress(ConfigError):
-            files = find(source).files
-            if any(file.endswith((".gz", ".zst", ".parquet", ".arrow")) for file in files):
-                return None
-            part = source.split if isinstance(source.split, float) else 1.0
-            total += sum(Path(file).stat().st_size for file in files) * part * source.weight
-            continue
-        return None
-    return round(total) or None
+def _full_rows(config: Config, train: "Dataset") -> int:
+    """Rows of an epoch, where a step takes rows; where it takes tokens of rows of any length, as many full rows as
+    have these tokens."""
+    count = sum(train.epoch_sequences)
+    if config.data.packing or config.train.batch_size is not None:
+        return count
+    return max(1, math.ceil(count * train.num_tokens / train.num_sequences / config.data.seq_len))
 
 
 PROBE_MARGIN = 1.25
@@ -286,7 +292,8 @@ def lower_bound_rates(run_plan: RunPlan) -> dict[str, float]:
     the CPU a probe shares the processors with whatever else runs."""
     if run_plan.measured and run_plan.device == "cuda":
         return {name: rate * PROBE_MARGIN for name, rate in run_plan.rates.items()}
-    return run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
+    rates = run_plan.rates | calibrate.fastest(run_plan.machine, run_plan.device)
+    return calibrate.of_state(rates, run_plan.request["state"]["moments"])
 
 
 def _estimate(run_plan: RunPlan) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class TrainingLoop:
     def _train(self) -> Result:
         position, watched = self.position, self._watched()
         if position.step >= self.total:
-            log.info("all %d steps are done already", self.total)
+            log.warning("all %d steps are done already", self.total)
         try:
             self._status("training")
             self._first_evaluation()

@@ -4,9 +4,11 @@ change. `megatrain plan` prints them, and a run logs them when it starts."""
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatrain.planning import calibrate
+from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
+from megatrain.names import format_names
+from megatrain.planning import calibrate, planner
 from megatrain.system.hardware import format_bytes
-from megatrain.training.forecast import BYTES_PER_TOKEN, data_bytes
+from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.metrics import duration
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def lines(report: "Forecast", *, why: bool = False) -> list[str]:
         _time(report),
         *_run(report),
         *(_why(report) if why else []),
+        *_matmul(report),
         *_given_up(report),
         *_checks(report),
         *(f"to change: {advice}" for advice in _advice(report)),
@@ -140,6 +143,8 @@ def _layers(report: "Forecast") -> str:
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
+    if on_device < len(units):
+        updates += f" ({report.run_plan.rates['adamw_gparams']:.2g}e9 parameters/s, {_moments(report)} moments)"
     sent = f"{_sent(report)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}"
     return f"layers: {sent}; {updates}"
 
@@ -159,9 +164,13 @@ def _sent(report: "Forecast") -> str:
     return f"{decoder.num_layers}, sent as {units} units, attention and MLP apart{stay}{tiled}"
 
 
+def _moments(report: "Forecast") -> str:
+    return {"8bit": "8-bit"}.get(report.config.train.moments, report.config.train.moments)
+
+
 def _step(report: "Forecast") -> str:
     rows, seq = report.run_plan.micro_batch
-    count = report.run_plan.micro_batches
+    count = report.micro_batches
     split = f"{count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
     return f"step: {report.step_tokens:,} tokens in {split}{_by_length(report)}"
 
@@ -194,6 +203,11 @@ def _run(report: "Forecast") -> list[str]:
     if size is None or report.run_s is None:
         counted = "`megatrain train --dry-run` counts those of your data"
         return [f"run: about {_hours(1e9 / report.expected_tokens_per_s)} per billion tokens ({counted})"]
+    if report.run_tokens is not None and report.run_tokens < report.step_tokens:
+        held = f"about {report.run_tokens:,} of its {report.step_tokens:,} tokens"
+        return [
+            f"run: less than one step: {format_bytes(size)} of data have {held}, at {BYTES_PER_TOKEN} bytes per token"
+        ]
     passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of {format_bytes(size)} of data"
     counted = "`megatrain train --dry-run` counts the tokens"
     return [f"run: roughly {_hours(report.run_s)} for {passes} at {BYTES_PER_TOKEN} bytes per token ({counted})"]
@@ -207,6 +221,28 @@ def _why(report: "Forecast") -> list[str]:
     chosen = report.timed.plan["estimate"]["expected_step_s"]
     shown = [f"{one.change} {(one.expected_step_s or 0) / chosen - 1:+.0%}" for one in others[:_MOST_RUNNERS_UP]]
     return [f"why this plan: other choices change the step's time: {', '.join(shown)} (--verbose has all)"]
+
+
+def _matmul(report: "Forecast") -> list[str]:
+    """With `train.matmul: fp8`, which linear layers are multiplied in what."""
+    decoder = report.decoder
+    if decoder.matmul != "fp8":
+        return []
+    from megatrain.engine import float8
+
+    choices = [float8.choose(layer) for layer in decoder.layers]
+    chosen = sum(len(choice.chosen) for choice in choices)
+    left: dict[str, list[str]] = {}
+    for choice in choices:
+        for name, reason in choice.left.items():
+            left.setdefault(reason, []).append(name)
+    others = "; ".join(f"{format_names(sorted(set(names)))} ({reason})" for reason, names in left.items())
+    bf16 = f"; in bf16 {others}" if others else ""
+    text = (
+        f"train.matmul: fp8 in {chosen} linear layers (e4m3, a scale for each token and output channel), gradients of "
+        f"weights, head and embedding in bf16{bf16}"
+    )
+    return [text]
 
 
 def _given_up(report: "Forecast") -> list[str]:
@@ -236,23 +272,36 @@ def _advice(report: "Forecast") -> list[str]:
         advice.append(f"the rates were measured on a busy machine ({busy}): run `megatrain probe` when it is idle")
     if report.numerics["attention"] == "sdpa: math":
         advice.append("train.deterministic makes attention slow in fp32: turn it off, or use train.precision: bf16")
-    free = report.free_clipping_tokens
-    hidden = free is None or report.step_tokens >= free or config.train.update == "immediate"
-    if report.bound in ("upload", "download"):
+    if (
+        report.total_steps is None
+        and report.run_tokens is not None
+        and report.run_tokens < FEW_STEPS * report.step_tokens
+    ):
+        steps = math.ceil(report.run_tokens / report.step_tokens)
         advice.append(
-            "more tokens per step (train.batch_tokens): weights cross the link once per step, whatever its size"
+            f"fewer tokens per step (train.batch_tokens): by the size of its data the run has only about {steps} "
+            f"step{'s' * (steps != 1)}"
         )
-    elif report.bound in ("state_read", "state_write"):
-        advice.append(
-            "more tokens per step (train.batch_tokens), or more drives (memory.nvme.path): state on disk is read and "
-            "written once per step, whatever its size"
-        )
-    elif report.bound == "host" and not hidden:
-        advice.append(f"from {free:,} tokens per step on (train.batch_tokens) the host's updates cost no time")
+    elif report.step_tokens == planner.nominal_rows(config) * config.data.seq_len:  # else the data have no more
+        advice += _larger_steps(report)
     recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])
     if recomputed and config.memory.gpu != "auto":
         advice.append(f"a larger memory.gpu lets more of the {recomputed} recomputed layers keep their activations")
     return advice[:2]
+
+
+def _larger_steps(report: "Forecast") -> list[str]:
+    """What more tokens in a step would help with, by the lane that a step waits for."""
+    free = report.free_clipping_tokens
+    hidden = free is None or report.step_tokens >= free or report.update == "immediate"
+    if report.bound in ("upload", "download"):
+        return ["more tokens per step (train.batch_tokens): weights cross the link once per step, whatever its size"]
+    if report.bound in ("state_read", "state_write"):
+        more = "more tokens per step (train.batch_tokens), or more drives (memory.nvme.path)"
+        return [f"{more}: state on disk is read and written once per step, whatever its size"]
+    if report.bound == "host" and not hidden:
+        return [f"from {free:,} tokens per step on (train.batch_tokens) the host's updates cost no time"]
+    return []
 
 
 def _seconds(seconds: float) -> str:

@@ -135,7 +135,9 @@ class Display:
     def step(self, record: StepRecord, left_s: float, every: int) -> None:
         """Shows a finished step; `left_s` is how long the remaining ones will take."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step, status=self._status(record, left_s))
+            self._progress.update(
+                self._task, completed=record.step, status=self._status(record, left_s, self._progress.console.width)
+            )
         elif self.mode == "notebook":
             self._line.show(self._bar(record, left_s), last=record.step == self._total)
         elif self.mode == "json":
@@ -157,11 +159,10 @@ class Display:
             if self._progress is not None and (record.step % some == 0 or ends):
                 self._write(numbers + skipped)
 
-    def _status(self, record: StepRecord, left_s: float) -> str:
-        """What stands beside the bar: as much of it as the terminal is wide."""
-        assert self._progress is not None
+    def _status(self, record: StepRecord, left_s: float, width: int) -> str:
+        """What is shown beside the bar: as much of it as fits into `width` characters."""
         shown = f"loss {record.loss:.4f}"
-        room = self._progress.console.width - len(f"step {record.step}/{self._total} ") - self._bar_width - 1
+        room = width - len(f"step {record.step}/{self._total} ") - self._bar_width - 1
         for part in (f"{record.tokens_per_s:,.0f} tok/s", f"{duration(left_s)} left", record.bound_by):
             if part and len(shown) + 2 + len(part) <= room:
                 shown += f"  {part}"

@@ -182,16 +182,16 @@ def _measures_otherwise(before: Config, config: Config, course: list[str]) -> bo
 
 def _refusal(found: "Checkpoint", config: Config, differences: list[str], elsewhere: bool) -> str:
     listed = "; ".join(differences)
-    if not elsewhere:
-        return (
-            f"{found.folder} belongs to another run, since these differ: {listed}. Put them back to go on with it, or "
-            "name another output.dir to start anew"
-        )
-    run = Path(config.output.resume)
+    run = Path(config.output.resume) if elsewhere else found.folder.parent.parent
     if (run / "export" / "config.json").is_file():
         model = f"model: {run / 'export'}"
     else:
         model = f"model: OUT after megatrain export {run} OUT"
+    if not elsewhere:
+        return (
+            f"{found.folder} belongs to another run, since these differ: {listed}. Put them back to go on with it, or "
+            f"name another output.dir to start anew, from its weights with {model}"
+        )
     return (
         f"output.resume is {str(run)!r}, and a branch keeps model, data, batch and seed, but these differ: {listed}. "
         f"Put them back to branch off, or start a new run from its weights: write {model}, and leave output.resume out"

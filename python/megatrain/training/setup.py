@@ -34,6 +34,7 @@ from megatrain.planning import planner
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
+from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.run_dir import read_correction
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
@@ -130,7 +131,8 @@ def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
 
 
 def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
-    planner.choose_precision(config, planner.choose_device(config, machine), machine)
+    device = planner.choose_device(config, machine)
+    planner.choose_matmul(config, planner.choose_precision(config, device, machine), device, machine)
     files = _files(config, plan_only=False)
     source = None
     if resume is None and _is_pretrained(config, files) and files is not None:
@@ -164,6 +166,7 @@ def _model_setup(
     decoder = Decoder.from_config(
         hf_config,
         precision=precision,
+        matmul=planner.choose_matmul(config, precision, device, machine),
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
@@ -248,15 +251,11 @@ def prepare_run(
     return planned
 
 
-_FEW_STEPS = 10
-"""A run of fewer steps, of which some are warm-up, hardly changes a model: the batch is too large for the data."""
-
-
 def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
     steps, train = planned.total_steps, planned.train
-    if steps >= _FEW_STEPS:
+    if steps >= FEW_STEPS:
         return
-    longest = max(int(part.tokens.lengths.max()) for part in train.parts)
+    longest = int(np.percentile(np.concatenate([part.tokens.lengths for part in train.parts]), 95, method="lower"))
     windows = "windows" if config.data.packing else "rows"
     size, key = (
         (f"{config.train.batch_tokens:,} tokens", "train.batch_tokens")
@@ -264,7 +263,7 @@ def _warn_of_few_steps(config: Config, planned: PlannedRun) -> None:
         else (f"{config.train.batch_size:,} {windows}", "train.batch_size")
     )
     multiple = (
-        f" (a multiple of data.seq_len, {config.data.seq_len:,}; the longest row has {longest:,} tokens)"
+        f" (a multiple of data.seq_len, {config.data.seq_len:,}; 95 % of the rows have at most {longest:,} tokens)"
         if key == "train.batch_tokens" and config.data.packing
         else ""
     )
@@ -390,9 +389,7 @@ def keep_threads(model_setup: ModelSetup, numerics: dict[str, Any] | None) -> No
 
 def _files(config: Config, plan_only: bool) -> ModelFiles | None:
     path = config.model.path
-    if path is None or (plan_only and not path.startswith("python:") and not Path(path).exists()):
-        return None
-    return resolve(path, config.model.revision)
+    return None if path is None else resolve(path, config.model.revision, configuration_only=plan_only)
 
 
 def _hf_config(config: Config, files: ModelFiles | None, tokenizer: "PreTrainedTokenizerBase | None") -> Any:

@@ -26,7 +26,8 @@ from megatrain.weights.types import Weights
 
 log: logging.Logger = logging.getLogger(__name__)
 
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_CONFIGURATION = ["config.json", "*.py"]  # code runs with `model.trust_remote_code` alone
+_HUB_PATTERNS = [*_CONFIGURATION, "*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _PACKAGE = "python:"
 
 
@@ -48,9 +49,10 @@ class ModelFiles:
 # ------------------------------------------------------------------------------------------------------- finding
 
 
-def resolve(path: str, revision: str | None = None) -> ModelFiles:
+def resolve(path: str, revision: str | None = None, *, configuration_only: bool = False) -> ModelFiles:
     """Finds a model: an existing folder or `.gguf` file, `python:PACKAGE` for one that an installed package brings, or
-    a hub id, which is fetched into Hugging Face's cache. A local path makes no network call. Raises ConfigError."""
+    a hub id, which is fetched into Hugging Face's cache (`configuration_only`: without weights and tokenizer). A local
+    path makes no network call. Raises ConfigError."""
     if path.startswith(_PACKAGE):
         return _in_folder(path, _package_folder(path.removeprefix(_PACKAGE)))
     local = Path(path).expanduser()
@@ -59,7 +61,7 @@ def resolve(path: str, revision: str | None = None) -> ModelFiles:
     check_model(path)
     if local.is_file():
         return ModelFiles(path, local.parent, local)
-    return ModelFiles(path, _fetch(path, revision))
+    return ModelFiles(path, _fetch(path, revision, _CONFIGURATION if configuration_only else _HUB_PATTERNS))
 
 
 def open_weights(files: ModelFiles) -> Weights:
@@ -121,7 +123,7 @@ def _package_folder(package: str) -> Path:
     return Path(places[0])
 
 
-def _fetch(name: str, revision: str | None) -> Path:
+def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -134,7 +136,7 @@ def _fetch(name: str, revision: str | None) -> Path:
 
     at = f"{name!r} at revision {revision!r}" if revision else repr(name)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         raise ConfigError(f"the hub's {at} asks for consent first: give it on its page, then `hf auth login`") from None
     except RepositoryNotFoundError:

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Activation, Place};
 use crate::error::{Error, Result};
-use crate::layout::{Master, Moments, Precision, Role, StateFormat, TensorSpec, UnitLayout};
+use crate::layout::{Master, Precision, Role, StateFormat, TensorSpec, UnitLayout};
 
 /// What a unit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,7 +190,7 @@ pub struct Rates {
     pub d2h_gbs: f64,
     /// Matmuls, 1e12 floating-point operations a second.
     pub matmul_tflops: f64,
-    /// The host optimizer, 1e9 parameters a second.
+    /// The host optimizer over state as the request stores it, 1e9 parameters a second.
     pub adamw_gparams: f64,
     /// Device memory, 1e9 bytes a second.
     pub hbm_gbs: f64,
@@ -240,10 +240,6 @@ const SUSTAINED_HBM: f64 = 0.8;
 const LINK_COST: f64 = 0.55;
 /// [`Rates::both_ways`] there: 65 GB/s where 0.9 times 55 are sustained one way.
 const BOTH_WAYS: f64 = 1.3;
-/// The host's optimizer over 8-bit moments, as a share of its rate over fp32 moments, which is the one that is measured: one
-/// core of an AVX-512 machine took 54.7 ms in place of 28.3 for 2^25 parameters, packing and unpacking. Where all cores together
-/// are bound by memory it is faster. Other smaller states are not slower (16.1 ms over bf16 moments).
-const SHORT_MOMENTS_RATE: f64 = 0.5;
 
 impl Rates {
     /// What a step gets of the measured rates, each of which was measured alone. `profiled`: units say what they do
@@ -421,9 +417,7 @@ impl Request {
     /// The rates that a whole step of this model sustains.
     #[must_use]
     pub fn sustained_rates(&self) -> Rates {
-        let rates = self.rates.sustained(self.units.iter().any(|unit| unit.moved_bytes > 0.0));
-        let share = if self.state.moments == Moments::Bits8 { SHORT_MOMENTS_RATE } else { 1.0 };
-        Rates { adamw_gparams: rates.adamw_gparams * share, ..rates }
+        self.rates.sustained(self.units.iter().any(|unit| unit.moved_bytes > 0.0))
     }
 
     /// The decoder layers: units 1 to this.

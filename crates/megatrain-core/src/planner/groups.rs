@@ -7,22 +7,21 @@
 use super::search;
 use crate::error::{Error, Result};
 use crate::estimate::expected_step_s;
-use crate::plan::{DeviceKind, Plan, Request, State, UnitPlan};
+use crate::plan::{Plan, Request, State, UnitPlan};
 
 /// Step times that differ by less than this factor are alike.
 const ALIKE: f64 = 1.0005;
 
 /// The fastest plan over the group sizes, of those that fit; fewer bytes of state on disk come before speed. Of plans that
-/// take as long, the one that leaves least to the host and the link, and then the one with the larger group.
+/// take as long, the one that leaves least to the host and the link. Of those, larger groups load fewer weights; with all
+/// state on the device nothing is loaded, and the smallest group has the fewest activations waiting.
 ///
 /// # Errors
 /// As for [`search::fastest`], of all micro-batches in one group.
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
     let mut refusal = None;
-    for group in sizes(request) {
-        let mut asked = request.clone();
-        asked.requests.group = group;
+    for asked in in_groups(request) {
         let plan = match search::fastest(&asked) {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
@@ -38,8 +37,33 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     found.retain(|(plan, _)| plan.totals.disk == fewest);
     let least = found.iter().map(|found| found.1).fold(f64::INFINITY, f64::min);
     found.retain(|found| found.1 < least * ALIKE);
-    let best = found.into_iter().map(|(plan, _)| plan).min_by_key(elsewhere);
+    let best = found.into_iter().map(|(plan, _)| plan).min_by_key(|plan| {
+        let (hosted, updated) = elsewhere(plan);
+        (hosted, updated, if hosted == 0 { plan.group } else { 0 })
+    });
     best.ok_or_else(|| refusal.expect("each size is planned or refused"))
+}
+
+/// Whether a plan fits with any of the group sizes.
+///
+/// # Errors
+/// As for [`search::fits`].
+pub(super) fn any_fits(request: &Request) -> Result<bool> {
+    for asked in in_groups(request) {
+        if search::fits(&asked)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The request with each of the group sizes that are compared asked for.
+fn in_groups(request: &Request) -> impl Iterator<Item = Request> + '_ {
+    sizes(request).into_iter().map(|group| {
+        let mut asked = request.clone();
+        asked.requests.group = group;
+        asked
+    })
 }
 
 /// Units whose state is not on the device, and those of them that are updated there.
@@ -49,10 +73,10 @@ fn elsewhere(plan: &Plan) -> (usize, usize) {
 }
 
 /// The sizes that are compared, as they are asked for. Sums over several passes, and a loss term over the whole step,
-/// need all micro-batches in one group; on the CPU the device's memory is the host's, so nothing is won.
+/// need all micro-batches in one group.
 fn sizes(request: &Request) -> Vec<Option<u32>> {
     let r = &request.requests;
-    if r.group.is_some() || r.accumulate || request.one_group || request.device == DeviceKind::Cpu {
+    if r.group.is_some() || r.accumulate || request.one_group {
         return vec![r.group];
     }
     let all = request.micro_batches;

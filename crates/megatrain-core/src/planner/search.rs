@@ -57,6 +57,23 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     Ok(best.expect("at least one candidate fits and is simulated").0)
 }
 
+/// Whether any candidate fits.
+///
+/// # Errors
+/// [`Error::TooFewUnitsForDisk`] where a number of units on disk was asked for that no candidate leaves.
+pub(super) fn fits(request: &Request) -> Result<bool> {
+    let space = Space::new(request)?;
+    let all = space.smallest_candidates()?;
+    if all.is_empty() {
+        return Ok(false);
+    }
+    if request.requests.state_on_disk.is_none() && !fitting_in_memory(request, &all).is_empty() {
+        return Ok(true);
+    }
+    let on_disk = OnDiskChoices::new(request, &space, &all)?;
+    Ok(!fitting_with_disk(request, &all, &on_disk).is_empty())
+}
+
 /// Points that fit with all state in memory, each with the least seconds of its step.
 fn fitting_in_memory(request: &Request, all: &[Candidate]) -> Vec<(Point, f64)> {
     let fits = |candidate: &Candidate| Some((fitted(candidate, &OnDisk::default(), request)?, candidate.least_s));

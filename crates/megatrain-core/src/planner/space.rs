@@ -106,6 +106,8 @@ struct Base {
     /// Parameters that the host updates, and that the device does.
     on_host: u64,
     on_device: u64,
+    /// Those of the embedding among the first.
+    embed_on_host: u64,
     /// Bytes of state that is fetched to be updated on the device, and written back.
     fetched: u64,
     written: u64,
@@ -171,27 +173,12 @@ impl<'a> Space<'a> {
 
     /// Every point that is compared.
     pub(super) fn candidates(&self) -> Result<Vec<Candidate>> {
-        let units = self.request.units.len();
-        let every = match self.request.requests.state_on_device {
-            Some(Count::Units(count)) => vec![count as usize],
-            None | Some(Count::Auto(Auto::Auto)) if self.places_state() => (0..=units).collect(),
-            _ => vec![0],
-        };
-        // Of embed and head it always pays to know; of layers, evenly spaced numbers are enough.
-        let compared: Vec<usize> = if every.len() > VALUES {
-            [0, 1, 2].into_iter().chain(spaced(2, units).skip(1)).collect()
-        } else {
-            every.clone()
-        };
+        let states = self.states();
         let mut found = Vec::new();
-        for &state in &every {
+        for &state in &states {
             let base = self.base(state, self.asked_device_updates())?;
-            self.add_leanest(&mut found, state, &base);
-            if !compared.contains(&state) {
-                continue;
-            }
-            self.add_all(&mut found, state, self.asked_device_updates(), &base, None);
-            if self.places_updates() {
+            self.add_undecided(&mut found, state, &states, &base);
+            if self.places_updates() && self.is_compared(state, &states) {
                 let hosted = hosted_layers(self.request, state).len() as u32;
                 let mut counts: Vec<u32> = (1..=DEVICE_UPDATES).map(|share| hosted * share / DEVICE_UPDATES).collect();
                 counts.dedup();
@@ -201,6 +188,44 @@ impl<'a> Space<'a> {
             }
         }
         Ok(found)
+    }
+
+    /// Those of [`Self::candidates`] of which one fits wherever any does. An update on the device that was not asked for
+    /// needs more memory than one on the host; without any, more state there needs more of the device's.
+    pub(super) fn smallest_candidates(&self) -> Result<Vec<Candidate>> {
+        let states = self.states();
+        let mut found = Vec::new();
+        for &state in &states {
+            let base = self.base(state, self.asked_device_updates())?;
+            if base.device > self.request.budget.device && self.asked_device_updates() == 0 {
+                break;
+            }
+            self.add_undecided(&mut found, state, &states, &base);
+        }
+        Ok(found)
+    }
+
+    /// Numbers of units with state on the device.
+    fn states(&self) -> Vec<usize> {
+        match self.request.requests.state_on_device {
+            Some(Count::Units(count)) => vec![count as usize],
+            None | Some(Count::Auto(Auto::Auto)) if self.places_state() => (0..=self.request.units.len()).collect(),
+            _ => vec![0],
+        }
+    }
+
+    /// Whether one of these numbers is compared with every other choice: of embed and head it always pays to know; of
+    /// layers, evenly spaced numbers are enough.
+    fn is_compared(&self, state: usize, states: &[usize]) -> bool {
+        states.len() <= VALUES || state < 2 || spaced(2, self.request.units.len()).any(|count| count == state)
+    }
+
+    /// The points with no other updates on the device than were asked for.
+    fn add_undecided(&self, found: &mut Vec<Candidate>, state: usize, states: &[usize], base: &Base) {
+        self.add_leanest(found, state, base);
+        if self.is_compared(state, states) {
+            self.add_all(found, state, self.asked_device_updates(), base, None);
+        }
     }
 
     fn asked_device_updates(&self) -> u32 {
@@ -339,8 +364,8 @@ impl<'a> Space<'a> {
     }
 
     /// What a step takes at least: its busiest lane; and forward and backward, each as long as its computing, what has to
-    /// be loaded meanwhile and what has to be staged. Where updates wait for the norm, they and the loads that follow them
-    /// fall between one backward and the next, like the forward.
+    /// be loaded meanwhile and what has to be staged. Updates fall between the last group's backward, or its end where they
+    /// wait for the norm, and the end of the next forward of a first group, as do the loads that follow them.
     fn least_s(&self, point: &Point, base: &Base) -> f64 {
         let (request, rates) = (self.request, &self.rates);
         let layers = request.num_layers();
@@ -362,15 +387,22 @@ impl<'a> Space<'a> {
         let hosted_forward = forward - forward_s(resident);
         let hosted_backward = backward_s(layers) - backward_s(resident) + again_s(layers) - again_s(resident);
         let smallest = base.smallest as f64;
-        let loads = upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
+        let groups = f64::from(request.micro_batches.div_ceil(self.group));
+        let loads = groups * upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
         // What is staged and not yet taken away is in the staging buffers.
         let simulated = simulated_micro_batches(request.micro_batches, self.group);
         let buffer = first.stage[index] as f64 * f64::from(request.micro_batches) / f64::from(simulated);
         let staged = (crossing - f64::from(point.stage_buffers) * buffer).max(0.0);
         let waits = |computed: f64, needed: f64| (needed - computed).max(0.0);
-        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
         let head = &request.units[layers + 1];
         let loss = f64::from(request.micro_batches) * (head.forward_s(rates) + head.backward_s(rates));
+        let (computed_forward, computed) = (forward, forward + loss + backward);
+        // Groups at the two ends of a step, as parts of it: the first one, and the last one, which may be smaller.
+        let all = f64::from(request.micro_batches);
+        let last_group = (all - (groups - 1.0) * f64::from(self.group)) / all;
+        let first_forward = forward * f64::from(self.group) / all;
+        let last_backward = (loss + backward) * last_group;
+        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
         let backward = loss
             + backward
             + waits(hosted_backward, loads).max(waits(backward_s(recomputed) + again_s(layers), upload_s(staged)));
@@ -379,7 +411,7 @@ impl<'a> Space<'a> {
         let (fetched, written) = (base.fetched as f64, base.written as f64);
         let fetch = both * upload_s(fetched);
         let loaded = base.loaded_ends as f64 + base.loaded_layers as f64;
-        let again = f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
+        let again = (2.0 * groups - 1.0) * f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
         let upload = upload_s(loaded + again + crossing) + fetch;
         let download = download_s(base.offloaded as f64 + crossing);
         let update_bytes = request.state.update_bytes(request.precision);
@@ -393,9 +425,13 @@ impl<'a> Space<'a> {
 
         let longest = |times: [f64; 4]| times.into_iter().fold(0.0, f64::max);
         let lanes = longest([upload, download, host, on_device]);
-        let after_norm = [forward, host, upload_s(base.loaded_layers as f64) + fetch, on_device];
-        let passes = backward + if immediate { forward } else { longest(after_norm) };
-        lanes.max(passes) * allowance(base.fetched > 0, crossing > 0.0)
+        // Rows of the embedding that no token looks up are updated before.
+        let updates = host * (base.on_host - base.embed_on_host) as f64 / (base.on_host as f64).max(1.0);
+        let window = first_forward + if immediate { last_backward } else { 0.0 };
+        let after = if immediate { 0.0 } else { upload_s(base.loaded_layers as f64) + fetch };
+        let outside = (if immediate { computed } else { computed_forward + backward }) - window;
+        let updated = outside + longest([window, updates, after, on_device]);
+        lanes.max(forward + backward).max(updated) * allowance(base.fetched > 0, crossing > 0.0)
     }
 
     fn base(&self, state: usize, device_updates: u32) -> Result<Base> {
@@ -448,6 +484,7 @@ impl<'a> Space<'a> {
             loaded_layers: layers.filter(hosted).filter(|&u| placement.trains(u)).map(image).sum(),
             offloaded: (0..request.units.len()).filter(hosted).map(|u| placement.grad_bytes(u)).sum(),
             on_host: updated(Place::Host),
+            embed_on_host: if plan.units[0].update == Place::Host { trainable(0) } else { 0 },
             on_device: updated(Place::Device),
             fetched,
             written,

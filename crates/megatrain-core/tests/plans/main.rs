@@ -4,7 +4,7 @@ use megatrain_core::estimate::estimate;
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{
     Activation, Auto, Budget, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UnitRole, UpdateMode,
-    plan,
+    fits, plan,
 };
 use megatrain_core::schedule::{Kind, Lane, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;

@@ -147,7 +147,13 @@ fn of_groups_that_take_as_long_the_one_that_leaves_more_on_the_device_is_taken()
     request.requests.group = None;
     request.budget.device = one.totals.device;
     let found = plan(&request).unwrap();
-    assert_eq!((found.group, found.units), (1, one.units));
+    assert_eq!((found.group, &found.units), (1, &one.units));
+    // With room for all four at once too, the fewest activations wait; what has to be loaded is loaded seldom.
+    request.budget.device = 1 << 40;
+    let roomy = plan(&request).unwrap();
+    assert_eq!((roomy.group, roomy.units), (1, one.units));
+    request.requests.state_on_device = Some(Count::Units(0));
+    assert_eq!(plan(&request).unwrap().group, 4);
 }
 
 #[test]
@@ -220,6 +226,13 @@ fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_devic
     assert!(chosen.group < 8, "{}", chosen.group);
     let fastest = [1, 2, 4, 8].map(expected).into_iter().fold(f64::INFINITY, f64::min);
     assert!(chosen.estimate.expected_step_s <= fastest * 1.001);
+    // On the CPU too, where both are one memory.
+    let mut shared = Request { device: DeviceKind::Cpu, shared_memory: true, ..request.clone() };
+    shared.budget.host = 4 << 30;
+    let in_turn = plan(&shared).unwrap();
+    shared.requests.group = Some(8);
+    let at_once = plan(&shared).unwrap();
+    assert!(in_turn.group < 8 && in_turn.estimate.expected_step_s < at_once.estimate.expected_step_s);
     request.one_group = true;
     assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
 }

@@ -95,6 +95,35 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn what_fits_is_known_without_a_plan(
+        request in any_model(),
+        disk in any::<bool>(),
+        asked in (any::<bool>(), any::<bool>(), any::<bool>()),
+        budgets in prop::collection::vec((0.0..1.0f64, 0.0..1.0f64, 0.0..1.0f64), 40),
+    ) {
+        let roomy = plan(&request).unwrap().totals.device as f64;
+        let all = 14.0 * (request.units.len() << 20) as f64;
+        prop_assert!(fits(&request).unwrap());
+        for (device, host, drive) in budgets {
+            let mut request = request.clone();
+            request.budget = Budget {
+                device: (device * roomy) as u64,
+                host: (host * 2.0 * all) as u64,
+                disk: if disk { (drive * all) as u64 } else { 0 },
+            };
+            request.shared_memory = asked.0 && request.device == DeviceKind::Cpu;
+            request.requests.inputs = asked.1.then_some(Place::Host);
+            request.requests.updates_on_device =
+                (asked.2 && request.device == DeviceKind::Cuda).then_some(Count::Units(1));
+            prop_assert_eq!(fits(&request).unwrap(), plan(&request).is_ok(), "{:?}", request.budget);
+        }
+    }
+}
+
 #[test]
 fn a_hundred_layers_are_planned_the_same_way() {
     for (micro_batches, mode, adamw) in [(4, UpdateMode::JustInTime, 0.3), (64, UpdateMode::Immediate, 3.0)] {

@@ -60,8 +60,9 @@ def begin_save(
     _refuse_other(folder)
     core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
     form = engine.state_format
-    trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
-    planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
+    ordered = [ref for unit in decoder.units for ref in unit.tensors]  # as the core writes them
+    trainable = [ref for ref in ordered if ref.role == "trainable"]
+    planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in ordered]}
     if decoder.precision == "bf16":
         planes["residual"] = [Entry(ref.name, form.residual_dtype, tuple(ref.shape)) for ref in trainable]
     for moment in MOMENTS:

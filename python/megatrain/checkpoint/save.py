@@ -60,7 +60,8 @@ def begin_save(
     _refuse_other(folder)
     core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
     form = engine.state_format
-    ordered = [ref for unit in decoder.units for ref in unit.tensors]  # as the core writes them
+    # in the order in which the core writes them, which is the same for layers and for halves of them
+    ordered = sorted(decoder.tensors.values(), key=lambda ref: (ref.unit, ref.tensor))
     trainable = [ref for ref in ordered if ref.role == "trainable"]
     planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in ordered]}
     if decoder.precision == "bf16":

@@ -43,6 +43,8 @@ BF16 = torch.bfloat16
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 MOST_APART = 0.02
 """By how much the held-out loss in fp8 may be above that in bf16, as a share of the latter."""
+MOST_APART_IN_A_STEP = 0.05
+"""The same of six single steps on random tokens, whose losses jump by a quarter from one to the next."""
 
 
 def say(check: str, ok: bool, **facts: Any) -> bool:
@@ -149,7 +151,7 @@ def steps_agree() -> bool:
     }
     fits = all(one["torch_peak_gib"] <= one["planned_gib"] for one in found.values())
     same = len(set(compiled)) == 1
-    return say("steps", same and max(apart.values()) < MOST_APART, found=found, apart=apart, within_the_plan=fits)
+    return say("steps", same and max(apart.values()) < MOST_APART_IN_A_STEP, found=found, apart=apart, within_the_plan=fits)
 
 
 def curves(steps: int) -> bool:

@@ -75,9 +75,7 @@ def trained_dtype(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def summed(
-    module: nn.Module, run: Any, *, in_fp32: bool = True, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def summed(module: nn.Module, run: Any, *, in_fp32: bool = True, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The same with sums in fp32, through `WeightGradients`. `run` is the module, or the module compiled."""
     trained = [p for p in module.parameters() if p.requires_grad]
     collector = WeightGradients(module, trained)
@@ -162,7 +160,8 @@ def test_the_first_gradient_is_written_by_its_matmul() -> None:
     collector.begin(targets, first=True, in_fp32=False)
     x = torch.randn(8, 16, dtype=BF16, requires_grad=True)
     _, *rest = torch.autograd.grad(layer(x).sum(), (x, layer.weight, layer.bias), allow_unused=True)
-    assert torch.equal(targets[0], torch.ones(24, 8, dtype=BF16) @ x) and targets[1].isnan().all()
+    assert torch.equal(targets[0], torch.ones(24, 8, dtype=BF16) @ x)
+    assert targets[1].isnan().all()
     collector.finish(rest)
     assert torch.equal(targets[1], torch.full((24,), 8.0, dtype=BF16))
 

@@ -151,7 +151,9 @@ def steps_agree() -> bool:
     }
     fits = all(one["torch_peak_gib"] <= one["planned_gib"] for one in found.values())
     same = len(set(compiled)) == 1
-    return say("steps", same and max(apart.values()) < MOST_APART_IN_A_STEP, found=found, apart=apart, within_the_plan=fits)
+    return say(
+        "steps", same and max(apart.values()) < MOST_APART_IN_A_STEP, found=found, apart=apart, within_the_plan=fits
+    )
 
 
 def curves(steps: int) -> bool:

@@ -99,8 +99,8 @@ def converting_bytes(module: nn.Module, tokens: int) -> int:
 class Float8Linear(SummedLinear):
     """A linear layer of bf16 weights (O, I) whose products are those of e4m3 numbers; see the module."""
 
-    sum_index = -1
-    sum_handle = None
+    sum_index: int = -1
+    sum_handle: Tensor | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """(…, I) to (…, O), bf16."""

@@ -29,6 +29,7 @@ __all__ = [
     "adamw",
     "conformance",
     "cuda_status",
+    "fits",
     "isa",
     "mappings_made",
     "plan",

@@ -235,3 +235,13 @@ def test_refusals_say_what_to_write() -> None:
     decoder = Decoder.from_config(config("llama"), precision="bf16")
     with pytest.raises(ConfigError, match="matmul belongs to the Decoder"):
         Engine(decoder, device="cpu", matmul="fp8")
+
+
+def test_few_rows_are_followed_by_ones_up_to_the_fewest_that_a_card_multiplies() -> None:
+    rows, scale = float8.quantize(torch.randn(3, 32))
+    for values in (rows, scale):
+        padded = float8.with_rows(values, 64)
+        assert padded.shape == (64, values.shape[1])
+        assert padded.dtype == values.dtype
+        assert torch.equal(padded[:3].float(), values.float())
+        assert bool((padded[3:].float() == 1).all())

@@ -39,6 +39,9 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_one(call: Any, words: s
 def test_a_misspelt_key_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"plan: unknown key 'slotz'; did you mean slots\?"):
         engine(build(), plan={"slotz": 2})
+    for name in ("micro_batch", "microbatch"):
+        with pytest.raises(ConfigError, match=rf"'{name}'; .* argument of its own, micro_batch=\(rows, tokens\)"):
+            engine(build(), plan={name: 2})
     with pytest.raises(ConfigError, match=r"unknown key 'beta'; did you mean betas\?"):
         megatrain.AdamW(groups=[{"params": "*", "beta": (0.9, 0.9)}])
 

@@ -91,7 +91,10 @@ def _sizes(config: Config) -> _Sizes | None:
     """Sizes for data of which the defaults would make hardly a step. None where the defaults do, and where the size of
     the data is not known."""
     size, default = data_bytes(config), config.train.batch_tokens
-    if size is None or default is None or size >= _STEPS * default * BYTES_PER_TOKEN:
+    if size is None or default is None:
+        return None
+    tokens = max(1, size // BYTES_PER_TOKEN)
+    if tokens >= _STEPS * default:
         return None
     rows = row_bytes(config)
     if rows is None:
@@ -100,7 +103,6 @@ def _sizes(config: Config) -> _Sizes | None:
     rows.sort()
     counted = (len(rows) * 99 + 99) // 100
     longest = -(-rows[counted - 1] // BYTES_PER_TOKEN) if rows else 0
-    tokens = max(1, size // BYTES_PER_TOKEN)
     # Twice that, for scripts that take more tokens; documents may be cut anywhere.
     window = _power_of_two(2 * longest) if rows else _power_of_two(tokens // _STEPS) // 2
     seq_len = min(config.data.seq_len, max(_SHORTEST, window))

@@ -73,7 +73,7 @@ class GivenRows:
         if name not in rows:
             raise missing(name, rows)
         self._values = rows[name]
-        self.columnar = hasattr(self._values, "column_names")
+        self.columnar: bool = hasattr(self._values, "column_names")
         """Whether every row has every column, as in a datasets.Dataset, so that null stands for none."""
 
     def values(self) -> Iterator[tuple[int, Any]]:

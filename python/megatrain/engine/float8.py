@@ -31,6 +31,8 @@ PRODUCT = "megatrain.float8_matmul"
 _E4M3 = torch.float8_e4m3fn
 _MULTIPLE = 16
 """Of which both sides of a weight must be multiples for the matmuls of cards (`torch._scaled_mm`)."""
+_FEW_ROWS = 64
+"""Below this many rows cuBLAS has no kernel that adds a bias to long sums (12.9: 48 rows and 11,008 columns)."""
 _LEAST = 2.0**-118
 """A row's largest number is taken to be at least this, so that its scale is a normal number."""
 _EXPONENT = 0x7F800000
@@ -97,8 +99,8 @@ def converting_bytes(module: nn.Module, tokens: int) -> int:
 class Float8Linear(SummedLinear):
     """A linear layer of bf16 weights (O, I) whose products are those of e4m3 numbers; see the module."""
 
-    sum_index = -1
-    sum_handle = None
+    sum_index: int = -1
+    sum_handle: Tensor | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """(…, I) to (…, O), bf16."""
@@ -170,10 +172,13 @@ def multiply(
         # what cards compute but for the order of the sum; products of e4m3 numbers are exact in fp32
         product = (rows.float() @ weights.float().t()) * scale * weight_scale.t()
         return (product if bias is None else product + bias.float()).to(torch.bfloat16)
-    if not rows.shape[0]:
+    count = rows.shape[0]
+    if not count:
         return rows.new_empty(0, weights.shape[0], dtype=torch.bfloat16)
+    if bias is not None and count < _FEW_ROWS:
+        rows, scale = with_rows(rows, _FEW_ROWS), with_rows(scale, _FEW_ROWS)
     # sums have fewer bits than fp32's: with scales for rows torch's kernels are fast in no other way, as torchao notes
-    return torch._scaled_mm(
+    product = torch._scaled_mm(
         rows.contiguous(),
         weights.contiguous().t(),
         scale_a=scale.contiguous(),
@@ -182,6 +187,14 @@ def multiply(
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
+    return product[:count]
+
+
+def with_rows(values: Tensor, count: int) -> Tensor:
+    """Rows (N, K) followed by rows of ones up to `count`: (count, K)."""
+    padded = torch.ones(count, values.shape[1], device=values.device).to(values.dtype)
+    padded[: values.shape[0]] = values
+    return padded
 
 
 @functools.cache

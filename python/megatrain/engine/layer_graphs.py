@@ -257,7 +257,7 @@ class Recording:
         self.arguments = arguments
         self.inputs = inputs
         self.ops: list[ComputeOp] = []
-        self.draws = False
+        self.draws: bool = False
         """Whether a layer has drawn random numbers."""
 
     def add(self, op: ComputeOp, device: torch.device) -> None:

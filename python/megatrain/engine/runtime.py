@@ -27,7 +27,7 @@ from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, 
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
-from megatrain.names import suggest
+from megatrain.names import nearest, suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
@@ -81,7 +81,10 @@ class Runtime:
     ) -> None:
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
-            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {suggest(unknown[0], sorted(PLAN_KEYS))}")
+            meant = suggest(unknown[0], sorted(PLAN_KEYS))
+            if nearest(unknown[0], (*PLAN_KEYS, "micro_batch")) == "micro_batch":  # a key of a configuration's section
+                meant = "an engine's micro-batch is an argument of its own, micro_batch=(rows, tokens)"
+            raise ConfigError(f"plan: unknown key {unknown[0]!r}; {meant}")
         self._whole = decoder
         self.cut: Cut = Cut(decoder)
         """How the present plan cuts the model into units and tiles."""

@@ -101,7 +101,7 @@ class TrainerMixin(_Trainer):
         weighted = refusals.check_weights(args, *sets)
         super().__init__(own, args, *more, **keywords)
         if weighted:
-            self.data_collator = WeightedCollator(self.data_collator)
+            self.data_collator: Any = WeightedCollator(self.data_collator)
         if args is None:
             refusals.check_arguments(self.args)
         refusals.check_engine(self.engine, self.args)

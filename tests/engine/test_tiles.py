@@ -1,6 +1,7 @@
 """The MLP halves of layers in tiles of tokens: close to plain PyTorch, the same bits under every plan, less memory."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.engine.profile import Cut, cuts, first_that_fits, plan_request
+from megatrain.engine import cuts as cutting
+from megatrain.engine.cuts import Cut, cuts, first_that_fits
+from megatrain.engine.profile import plan_request
 from megatrain.errors import ConfigError
 from megatrain.models.token_wise import TOKENS, why_not_token_wise
 from megatrain.weights.state_format import StateFormat
@@ -118,25 +121,59 @@ def test_whole_layers_are_tried_first_then_halves_then_tiles() -> None:
     assert tried(8192, mlp_tiles=5) == [(False, 5)]
 
 
+GIB = 1 << 30
+
+
+def request(cut: Cut, whole: int, tiled: int, device: str = "cuda") -> dict[str, Any]:
+    """What `first_that_fits` reads of a request: a layer works in `whole` bytes, in tiles in no less than `tiled`."""
+    work = max(whole // cut.tiles, tiled)
+    sizes = {"workspace_bytes": work // 2, "late_workspace_bytes": work, "budget": {"device": 80 * GIB}}
+    return {"device": device, "tiles": cut.tiles, "halves": cut.in_halves, **sizes}
+
+
 @pytest.mark.parametrize("least", [1, 2, 3, 8, 32, 64])
-def test_few_numbers_of_tiles_are_tried_for_the_first_that_fits(least: int) -> None:
+def test_few_numbers_of_tiles_are_tried_for_the_first_that_fits(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = megatrain.Decoder(build("llama3"))
     found = cuts(decoder, {}, 64 << 10)
-    tried: list[Cut] = []
+    tried: list[dict[str, Any]] = []
 
-    def fits(cut: Cut) -> bool:
-        tried.append(cut)
-        return cut.decoder is not decoder and cut.tiles >= least
+    def fits(asked: dict[str, Any]) -> bool:
+        tried.append(asked)
+        return bool(asked["halves"]) and asked["tiles"] >= least
 
-    cut = first_that_fits(found, fits)
+    def first(suits: Callable[[dict[str, Any]], bool]) -> Cut | None:
+        monkeypatch.setattr(cutting, "_fits", suits)
+        return first_that_fits(found, lambda cut: request(cut, GIB, GIB))
+
+    cut = first(fits)
     assert len(tried) <= 6
-    if least > 32:
-        assert cut is not None
-        assert cut.tiles == 64
-    else:
-        assert cut == Cut(decoder.halves, least if least & (least - 1) == 0 else 4)
-    assert first_that_fits(found, lambda _: False) is None
-    assert first_that_fits(found, lambda _: True) == found[0]
+    assert cut == Cut(decoder.halves, next(cut.tiles for cut in found if cut.tiles >= least))
+    assert first(lambda _: False) is None
+    assert first(lambda _: True) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("whole", "tiled", "device", "tiles"),
+    [
+        (20, 2, "cuda", 0),  # whole layers leave room
+        (21, 2, "cuda", 2),  # a quarter of the card is 20 GiB
+        (50, 2, "cuda", 4),
+        (50, 24, "cuda", 4),  # attention alone needs more than that: as little as can be
+        (50, 26, "cuda", 0),  # tiles would not need half of it
+        (50, 2, "cpu", 0),
+    ],
+)
+def test_tiles_are_preferred_where_a_whole_layer_takes_much_of_the_card(
+    whole: int, tiled: int, device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = megatrain.Decoder(build("llama3"))
+    monkeypatch.setattr(cutting, "_fits", lambda _: True)
+    asked = cuts(decoder, {}, 64 << 10)
+    cut = first_that_fits(asked, lambda cut: request(cut, whole * GIB, tiled * GIB, device))
+    assert cut == (Cut(decoder.halves, tiles) if tiles else Cut(decoder))
+    # where tiles do not fit, room is no reason to refuse what does
+    monkeypatch.setattr(cutting, "_fits", lambda asked: not asked["halves"])
+    assert first_that_fits(asked, lambda cut: request(cut, whole * GIB, tiled * GIB, device)) == Cut(decoder)
 
 
 @pytest.mark.parametrize(

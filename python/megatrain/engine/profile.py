@@ -1,11 +1,10 @@
 """What a model asks of the planner: sizes and work of every unit, measured on the meta device. Allocates nothing."""
 
-import bisect
 import dataclasses
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory, float8
+from megatrain.engine.cuts import Cut
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
@@ -31,7 +31,6 @@ from megatrain.models.moe import RoutedLayer
 from megatrain.models.recorder import Recorder
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
-from megatrain.units import is_count
 from megatrain.weights.state_format import StateFormat
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -237,94 +236,6 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
     return Measured(kept, 2 * tokens * (dense + 3 * chosen * inner * decoder.hidden_size))
 
 
-FRAGMENTS = ("auto", "whole", "halves")
-"""Whether layers are units, or halves of them: whichever fits first where nothing is asked for."""
-
-
-_LEAST_TILE = 1024
-"""Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
-    """A model cut into units, and in how many tiles of tokens the MLP halves among them are computed."""
-
-    decoder: Decoder
-    tiles: int = 1
-
-    def options(self, whole: Decoder) -> dict[str, Any]:
-        """What `plan` of an engine must ask for to get this cut of the model `whole`; empty for whole layers, which are
-        tried first."""
-        found: dict[str, Any] = {} if self.decoder is whole else {"fragments": "halves"}
-        return found | ({"mlp_tiles": self.tiles} if self.tiles > 1 else {})
-
-    @property
-    def tiled(self) -> dict[int, int]:
-        """By unit that is computed in tiles: how many."""
-        if self.tiles == 1:
-            return {}
-        units = enumerate(self.decoder.units)
-        return {number: self.tiles for number, unit in units if self.decoder.is_tiled(unit)}
-
-
-def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
-    """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
-    else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
-    ConfigError for halves or tiles of layers that have none."""
-    fragments: Any = requests.get("fragments", "auto")
-    tiles: Any = requests.get("mlp_tiles", "auto")
-    if fragments not in FRAGMENTS:
-        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
-    if tiles != "auto" and not is_count(tiles, 1):
-        raise ConfigError(f"plan.mlp_tiles must be auto or a whole number of at least 1, not {tiles!r}")
-    several = tiles not in ("auto", 1)
-    if several and fragments == "whole":
-        raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole"
-        )
-    halves = decoder.halves
-    if halves is decoder:
-        if fragments == "halves" or several:
-            key = "fragments is halves" if fragments == "halves" else f"mlp_tiles is {tiles}"
-            raise ConfigError(
-                f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
-                f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
-            )
-        return [Cut(decoder)]
-    if several and not any(map(halves.is_tiled, halves.units)):
-        raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, but no MLP of {type(decoder.model).__name__} can be tiled: "
-            f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
-        )
-    if several:
-        return [Cut(halves, tiles)]
-    if fragments == "whole":
-        return [Cut(decoder)]
-    counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
-    return [
-        *([Cut(decoder)] if fragments == "auto" else []),
-        Cut(halves),
-        *(Cut(halves, count) for count in counts if any(map(halves.is_tiled, halves.units))),
-    ]
-
-
-def first_that_fits(found: Sequence[Cut], fits: Callable[[Cut], bool]) -> Cut | None:
-    """The first of these `cuts` that fits; None where none does. The more tiles, the less memory, so that few numbers
-    of tiles are tried: each takes a measurement of its own."""
-    whole = [cut for cut in found if cut.tiles == 1]
-    tiled = found[len(whole) :]
-    for cut in whole:
-        if fits(cut):
-            return cut
-    if not tiled or not fits(tiled[-1]):
-        return None
-    return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=fits)]
-
-
-def _reasons(found: Iterable[Any]) -> list[str]:
-    return list(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
-
-
 def plan_request(
     decoder: Decoder,
     *,
@@ -343,7 +254,6 @@ def plan_request(
     card_bytes: int | None = None,  # memory of the card; None: as much as an H100's
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
-    cut = Cut(decoder, tiles)
     rows, seq = micro_batch
     group = (requests or {}).get("group")
     if decoder.router is not None and group is not None and group < micro_batches:
@@ -368,7 +278,7 @@ def plan_request(
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
     units = []
-    tiled = cut.tiled
+    tiled = Cut(decoder, tiles).tiled
     for number, unit in enumerate(decoder.units):
         work = by_kind.get((unit.structure, unit.half), Measured(0, 0))
         units.append(

@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from megatrain import _core
 from megatrain.config import constraints
 from megatrain.engine import options as arguments
+from megatrain.engine.cuts import Cut, cuts, first_that_fits, planned
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
@@ -21,7 +22,7 @@ from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, Cut, core_groups, cuts, first_that_fits, plan_request, staged_bytes
+from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
@@ -333,17 +334,14 @@ class Runtime:
     def _first_that_fits(
         self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
     ) -> tuple[Cut, dict[str, Any], str]:
-        """How the model is cut, the request and the plan: the first of `profile.cuts` that fits."""
+        """How the model is cut, the request and the plan."""
         found = cuts(self._whole, self.settings, math.prod(micro_batch))
 
         def asked(cut: Cut) -> dict[str, Any]:
             return self.request(cut, micro_batch, micro_batches, on_disk)
 
         try:
-            cut = first_that_fits(found, lambda cut: _core.fits(json.dumps(asked(cut)))) if len(found) > 1 else found[0]
-            chosen = cut or found[-1]
-            request = asked(chosen)
-            return chosen, request, _core.plan(json.dumps(request))
+            return planned(found, first_that_fits(found, asked) if len(found) > 1 else found[0], asked)
         except DoesNotFit:
             raise
         except ValueError as error:

@@ -145,7 +145,7 @@ class Passes:
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,
-            halves=any(unit.half is not None for unit in runtime.decoder.units),
+            halves=runtime.cut.in_halves,
             mlp_tiles=runtime.cut.tiles,
         )
 

@@ -25,8 +25,8 @@ from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine, format_bytes
 
 if TYPE_CHECKING:
+    from megatrain.engine.cuts import Cut
     from megatrain.engine.optimizer import AdamW
-    from megatrain.engine.profile import Cut
     from megatrain.models.decoder import Decoder
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -198,20 +198,9 @@ def plan_run(
     if device == "cuda":
         machine = machine.with_free_memory()
     rates, measured = calibrate.rates(machine, device)
-    options = engine_plan(config, device, machine)
-    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
-        kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
-        kept |= {"fragments": saved.get("fragments"), "mlp_tiles": saved.get("mlp_tiles")}
-        options = {key: value for key, value in kept.items() if value is not None} | options
-    nominal = SplitPlanner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
-    options = (correction or {}) | options
-    roomiest = SplitPlanner(config, decoder, device, machine.idle(), rates, options)
-    first = _first_split(config, device, rows, saved, nominal)
-    size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
-    # compiled halves and tiles change rounding too, so they do not depend on what is free now
-    cut = roomiest.cut(size, -(-rows // size))
-    pinned = {} if cut is None else {"fragments": "whole", "mlp_tiles": 1} | cut.options(decoder)
-    planner = SplitPlanner(config, decoder, device, machine, rates, options | pinned)
+    asked = engine_plan(config, device, machine)
+    first, size, options = _by_rule(config, decoder, device, machine, rates, rows, asked, saved, correction)
+    planner = SplitPlanner(config, decoder, device, machine, rates, options)
     try:
         request, plan, cut = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
@@ -245,21 +234,62 @@ def plan_run(
         measured=measured,
         request=request,
         plan=plan,
-        options=options | cut.options(decoder),
+        options=options | cut.options,
         correction=dict(correction or {}),
         disk=_state_disk(config, machine),
     )
 
 
+def _by_rule(
+    config: Config,
+    decoder: "Decoder",
+    device: str,
+    machine: Machine,
+    rates: dict[str, float],
+    rows: int,
+    options: dict[str, Any],
+    saved: dict[str, Any] | None = None,
+    correction: dict[str, Any] | None = None,
+) -> tuple[int, int, dict[str, Any]]:
+    """What must not depend on what is free now, since it changes rounding: rows of a micro-batch by the rule, as many
+    as the idle machine has room for, and the options with how the model is cut there. What a run was computed with is
+    kept where it fits."""
+    idle, cut_before = machine.idle(), dict[str, Any]()
+    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
+        before = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
+        options = {key: value for key, value in before.items() if value is not None} | options
+        cut_before = _cut_of(saved)
+    nominal = SplitPlanner(config, decoder, device, idle, calibrate.nominal(machine, device), options)
+    first = _first_split(config, device, rows, saved, nominal)
+    options = (correction or {}) | options
+    if options.keys() & {"fragments", "mlp_tiles"}:
+        cut_before = {}
+    for kept in (cut_before, {}) if cut_before else ({},):
+        roomiest = SplitPlanner(config, decoder, device, idle, rates, kept | options)
+        size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
+        cut = roomiest.cut(size, -(-rows // size))
+        if cut is not None:
+            return first, size, options | cut.options
+    return first, size, options
+
+
+def _cut_of(saved: dict[str, Any]) -> dict[str, Any]:
+    """Options for how the model was cut under a numerics key."""
+    tiles = saved.get("mlp_tiles") or 1
+    if tiles > 1 or saved.get("fragments"):
+        return {"fragments": "halves", "mlp_tiles": tiles}
+    return {"fragments": "whole"} if saved.get("compiled") else {"mlp_tiles": 1}
+
+
 def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
     """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
     plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
-    of micro-batches, then layers in halves and tiles, unless the configuration asks for others. The split of a step
+    of micro-batches, then layers in halves and in tiles, unless the configuration asks for others. The split of a step
     stays, and up to halves and tiles the numerics key does. None where no such plan needs less."""
+    from megatrain.engine.cuts import cuts
+
     size, _ = run_plan.micro_batch
     more = run_plan.correction.get("more_workspace", 0) + shortfall
-    from megatrain.engine.profile import cuts
-
     planned = run_plan.plan["totals"]["device"] - run_plan.correction.get("more_workspace", 0)
     best: tuple[int, dict[str, Any]] = (0, {})
     changes: list[dict[str, Any]] = [
@@ -268,10 +298,12 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
         {"activation": "recompute", "group": 1},
         {"group": 1},
     ]
-    if "mlp_tiles" not in run_plan.options:
-        asked = {"fragments": config.plan.fragments}
-        others = [cut.options(decoder) for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
-        changes += [options for options in others if options]
+    asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
+    ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
+    present: dict[str, Any] = {
+        key: run_plan.options[key] for key in ("fragments", "mlp_tiles") if key in run_plan.options
+    }
+    changes += ways[ways.index(present) + 1 :] if present in ways else []
     for change in changes:
         if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue
@@ -293,12 +325,12 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
     """Whether `_planned` finds a plan."""
     rows, machine = nominal_rows(config), _unasked(machine)
     planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
-    if config.plan.micro_batch is not None:
-        size = min(rows, config.plan.micro_batch)
-        return planner.fits(size, -(-rows // size))
-    if planner.fits(1, rows):
-        # The split follows from the idle machine, and is halved until it fits there.
+    size = min(rows, config.plan.micro_batch or 1)
+    if planner.fits(size, -(-rows // size)):
+        # Split and cut follow from the idle machine; a split that is not asked for is halved until it fits there.
         return machine == machine.idle() or _planned(config, decoder, device, machine, rates) is not None
+    if config.plan.micro_batch is not None:
+        return False
     # One micro-batch needs no fp32 sums of gradients on the device.
     whole = rows * config.data.seq_len <= MICRO_BATCH_TOKENS[device][0] and planner.fits(rows, 1)
     return whole and _planned(config, decoder, device, machine, rates) is not None
@@ -309,12 +341,8 @@ def _planned(
 ) -> dict[str, Any] | None:
     """The plan of a run with these settings, as `plan_run` makes it; None where it does not fit."""
     rows, machine = nominal_rows(config), _unasked(machine)
-    options = engine_plan(config, device, machine)
-    size = config.plan.micro_batch and min(rows, config.plan.micro_batch)
-    if size is None:
-        idle, nominal = machine.idle(), calibrate.nominal(machine, device)
-        first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
-        size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
+    asked = engine_plan(config, device, machine)
+    _, size, options = _by_rule(config, decoder, device, machine, rates, rows, asked)
     return SplitPlanner(config, decoder, device, machine, rates, options).plan(size, -(-rows // size))
 
 
@@ -499,7 +527,8 @@ class SplitPlanner:
 
     def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
         """The plan; None where there is none that fits."""
-        return self.fit(rows, micro_batches).plan if self.fits(rows, micro_batches) else None
+        cut = self.cut(rows, micro_batches)
+        return self._planned(cut, rows, micro_batches).plan if cut is not None else None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan: far sooner known than the plan itself."""
@@ -518,47 +547,35 @@ class SplitPlanner:
 
     def fit(self, rows: int, micro_batches: int) -> Fitted:
         """The plan for the first way of cutting the model that fits. Raises DoesNotFit."""
-        from megatrain import _core
-        from megatrain.engine.profile import cuts
-
-        found = cuts(self.decoder, self.options, rows * self.config.data.seq_len)
-        cut = self.cut(rows, micro_batches)
-        refusals = []
-        for chosen in [cut] if cut is not None else dict.fromkeys((found[0], found[-1])):
-            request = self._request(chosen, rows, micro_batches)
-            try:
-                with _asked_for():
-                    plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
-                return Fitted(request, plan, chosen)
-            except DoesNotFit as error:
-                refusals.append(error)
-        raise min(refusals, key=self._missing)
-
-    def _missing(self, error: DoesNotFit) -> int:
-        """By how many bytes what is needed exceeds the budget."""
-        needed = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in self.budget}
-        return sum(max(0, needed[tier] - allowed) for tier, allowed in self.budget.items())
+        return self._planned(self.cut(rows, micro_batches), rows, micro_batches)
 
     def cut(self, rows: int, micro_batches: int) -> "Cut | None":
-        """The first way of cutting the model that fits; None where none does. Layers of several rows stay whole where
-        those of a single row fit so, since a smaller micro-batch does as well, and are not tiled."""
-        from megatrain.engine.profile import cuts, first_that_fits
+        """The way of cutting the model that is planned with; None where none fits. Where the size of micro-batches is
+        not asked for, several rows are not tiled, and their layers are halved only where those of a single row must be:
+        a smaller micro-batch does as well."""
+        from megatrain.engine.cuts import first_that_fits
 
-        found = cuts(self.decoder, self.options, rows * self.config.data.seq_len)
-        whole = found[0]
-        if self._cut_fits(whole, rows, micro_batches):
-            return whole
-        if rows > 1 and self.config.plan.micro_batch is None and len(found) > 1:
-            if self._cut_fits(whole, 1, rows * micro_batches):
-                return None
-            found = [cut for cut in found if cut.tiles == whole.tiles]
-        return first_that_fits(found[1:], lambda cut: self._cut_fits(cut, rows, micro_batches))
+        found = self._cuts(rows)
+        with _asked_for():
+            if rows > 1 and self.config.plan.micro_batch is None and len(found) > 1:
+                if first_that_fits(found[:1], lambda cut: self._request(cut, rows, micro_batches)):
+                    return found[0]
+                if first_that_fits(found[:1], lambda cut: self._request(cut, 1, rows * micro_batches)):
+                    return None
+                found = [cut for cut in found if cut.tiles == found[0].tiles]
+            return first_that_fits(found, lambda cut: self._request(cut, rows, micro_batches))
 
-    def _cut_fits(self, cut: "Cut", rows: int, micro_batches: int) -> bool:
-        from megatrain import _core
+    def _cuts(self, rows: int) -> "list[Cut]":
+        from megatrain.engine.cuts import cuts
+
+        return cuts(self.decoder, self.options, rows * self.config.data.seq_len)
+
+    def _planned(self, cut: "Cut | None", rows: int, micro_batches: int) -> Fitted:
+        from megatrain.engine.cuts import planned
 
         with _asked_for():
-            return _core.fits(json.dumps(self._request(cut, rows, micro_batches)))
+            chosen, request, plan = planned(self._cuts(rows), cut, lambda cut: self._request(cut, rows, micro_batches))
+        return Fitted(request, json.loads(plan), chosen)
 
     def _request(self, cut: "Cut", rows: int, micro_batches: int) -> dict[str, Any]:
         from megatrain.engine.profile import plan_request

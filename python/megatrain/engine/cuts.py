@@ -146,7 +146,7 @@ def _first(found: Sequence[Cut], suits: Callable[[Cut], bool]) -> Cut | None:
 
 def planned(found: Sequence[Cut], cut: Cut | None, asked: Callable[[Cut], Request]) -> tuple[Cut, Request, str]:
     """`cut`, its request and the core's plan as JSON. Where none of `found` fits, and so there is no cut, raises
-    DoesNotFit: for the first or the last of them, whichever exceeds the budget by less."""
+    DoesNotFit: for the first of them, or for the last where that exceeds the budget by clearly less."""
     refusals: list[tuple[int, DoesNotFit]] = []
     for chosen in [cut] if cut is not None else dict.fromkeys((found[0], found[-1])):
         request = asked(chosen)
@@ -154,7 +154,8 @@ def planned(found: Sequence[Cut], cut: Cut | None, asked: Callable[[Cut], Reques
             return chosen, request, _core.plan(json.dumps(request))
         except DoesNotFit as error:
             refusals.append((_missing(request, error), error))
-    raise min(refusals, key=lambda refusal: refusal[0])[1]
+    (first, of_first), (last, of_last) = refusals[0], refusals[-1]
+    raise of_last if last < 0.9 * first else of_first
 
 
 def _missing(request: Request, error: DoesNotFit) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,8 @@ class Measured:
     """Those of `flops` that are multiplied in float8."""
     converting_bytes: int = 0
     """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
+    dropped_bytes: int = 0
+    """What it would keep beside `kept_bytes` if it were not computed in tiles."""
     running_bytes: int | None = None
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
 
@@ -201,11 +204,12 @@ def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device
     tile = measure(decoder, unit, 1, length, device, compiled=compiled)
     hidden = length * decoder.hidden_size * decoder.dtype.itemsize
     running = _running_bytes(tile, hidden, _weight_bytes(unit, decoder))
-    times = tokens * 4 / (3 * length)
+    times = tokens / length
     return Measured(
         kept_bytes=0,
-        flops=round(tile.flops * times),
-        float8_flops=round(tile.float8_flops * times),
+        flops=round(tile.flops * times * 4 / 3),
+        float8_flops=round(tile.float8_flops * times * 4 / 3),
+        dropped_bytes=round(tile.kept_bytes * times),
         converting_bytes=tile.converting_bytes,
         running_bytes=running,
     )
@@ -298,7 +302,7 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device, number in tiled),
+                **_beside_matmuls(unit, work, micro_batch, decoder.vocab_size, device, number in tiled),
             }
         )
         if work.float8_flops and device != "cpu":
@@ -342,18 +346,22 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
-def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str, tiled: bool) -> dict[str, float]:
+def _beside_matmuls(
+    unit: Unit, work: Measured, micro_batch: tuple[int, int], vocab: int, device: str, tiled: bool
+) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
         return {}
+    tokens = math.prod(micro_batch)
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
     last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
     return {
         "attention_flops": work.attention_flops,
+        "attention_row": micro_batch[1],
         "spared_flops": work.flops if tiled else min(last, max(0, work.flops - work.attention_flops)),
-        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
+        "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
         "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2,
     }
 

@@ -436,7 +436,7 @@ class Runtime:
         assert places is not None
         size = cast_bytes(decoder)
         casts = CastBuffer(size, places.device) if size else None
-        captured = _captured_units(plan) - self.cut.tiled.keys()
+        captured = _captured_units(plan, self.cut.tiled)
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
@@ -474,12 +474,12 @@ class Runtime:
         return templates
 
 
-def _captured_units(plan: dict[str, Any]) -> frozenset[int]:
-    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core)."""
+def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset[int]:
+    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core); those in tiles are not."""
     return frozenset(
         number
         for number, unit in enumerate(plan["units"])
-        if plan["graphs"] and 0 < number < len(plan["units"]) - 1
+        if plan["graphs"] and 0 < number < len(plan["units"]) - 1 and number not in tiled
         if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
     )
 

@@ -101,6 +101,10 @@ pub struct UnitRequest {
     /// Those of `flops` that attention takes, which runs at a rate of its own.
     #[serde(default)]
     pub attention_flops: f64,
+    /// Tokens of the rows that attention is taken over: the longer, the higher that rate. 0 where it is not known, which
+    /// counts as 1,024.
+    #[serde(default)]
+    pub attention_row: u32,
     /// Those of `flops` that recomputation leaves out: it stops at the last tensor that backward needs, so the last
     /// matmul is not repeated.
     #[serde(default)]
@@ -330,6 +334,7 @@ impl UnitRequest {
             input_bytes: 0,
             flops: 0.0,
             attention_flops: 0.0,
+            attention_row: 0,
             spared_flops: 0.0,
             moved_bytes: 0.0,
             launch_s: 0.0,
@@ -337,10 +342,15 @@ impl UnitRequest {
     }
 }
 
-/// What attention reaches of the rate of large matmuls, with the conversions and sums around its kernels: 355 and 226 of
-/// 705 TFLOP/s, cuDNN's fused attention on an H100 over 1,024 tokens of width 128. Longer rows reach more.
-const ATTENTION_FORWARD: f64 = 0.50;
-const ATTENTION_BACKWARD: f64 = 0.32;
+/// What attention reaches of the rate of large matmuls over rows without end, and the tokens of the rows over which it
+/// reaches half of that: starting and ending a row, conversions and sums beside the kernels, and the half of a block on
+/// the diagonal that is computed in vain take time in proportion to tokens, not to their pairs. With these an H100
+/// reaches 355 and 226 of 705 TFLOP/s over 1,024 tokens of width 128 (cuDNN, a profile by kernel), and forward, forward
+/// again and backward together 535 of 727 over 131,072 on an H200 (a step of 41 s, of which attention is 29).
+const ATTENTION_FORWARD: (f64, f64) = (0.85, 710.0);
+const ATTENTION_BACKWARD: (f64, f64) = (0.66, 1100.0);
+/// Tokens of a row where the request does not say.
+const ATTENTION_ROW: u32 = 1024;
 /// Fused attention's backward computes five products where forward computes two (FlashAttention-2, arXiv 2307.08691).
 const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
 /// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's.
@@ -355,7 +365,7 @@ impl UnitRequest {
         if !rates.beside_matmuls {
             return matmul_s(self.flops);
         }
-        let attention = matmul_s(self.attention_flops) / ATTENTION_FORWARD;
+        let attention = matmul_s(self.attention_flops) / self.attention_share(ATTENTION_FORWARD);
         let moved = self.moved_bytes / (rates.hbm_gbs * 1e9);
         (matmul_s(self.flops - self.attention_flops) + attention + moved).max(self.launch_s)
     }
@@ -366,10 +376,17 @@ impl UnitRequest {
         if !rates.beside_matmuls {
             return matmul_s(2.0 * self.flops);
         }
-        let attention = matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / ATTENTION_BACKWARD;
+        let attention =
+            matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / self.attention_share(ATTENTION_BACKWARD);
         let moved = BACKWARD_MOVES * self.moved_bytes / (rates.hbm_gbs * 1e9);
         let matmuls = matmul_s(2.0 * (self.flops - self.attention_flops));
         (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s)
+    }
+
+    /// What attention over this unit's rows reaches of the rate of large matmuls.
+    fn attention_share(&self, (endless, half): (f64, f64)) -> f64 {
+        let row = f64::from(if self.attention_row == 0 { ATTENTION_ROW } else { self.attention_row });
+        endless * row / (row + half)
     }
 
     /// Recomputation before backward: forward up to the last tensor that backward needs.

@@ -92,6 +92,7 @@ def test_a_backward_needs_at_least_its_gradients_and_the_widest_part_beside_them
     wide = ROWS * SEQ * SIZES["intermediate_size"] * 2
     assert gradients + 2 * wide < cut.backward < gradients + 6 * wide
     assert cut.forward > cut.kept
+    assert cut.largest == wide
 
 
 def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(

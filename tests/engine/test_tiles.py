@@ -156,8 +156,8 @@ def test_few_numbers_of_tiles_are_tried_for_the_first_that_fits(least: int, monk
     ("whole", "tiled", "device", "tiles"),
     [
         (20, 2, "cuda", 0),  # whole layers leave room
-        (21, 2, "cuda", 2),  # a quarter of the card is 20 GiB
-        (50, 2, "cuda", 4),
+        (21, 2, "cuda", 4),  # a quarter of the card is 20 GiB; tiles are to leave half of that
+        (50, 2, "cuda", 8),
         (50, 24, "cuda", 4),  # attention alone needs more than that: as little as can be
         (50, 26, "cuda", 0),  # tiles would not need half of it
         (50, 2, "cpu", 0),

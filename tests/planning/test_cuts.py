@@ -53,10 +53,18 @@ def cut(found: planner.RunPlan) -> dict[str, Any]:
 def test_a_long_row_is_planned_with_room_beside_the_layer_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     printed, answer = summary(capsys, *LONG)
     assert "layers: 28, sent as 56 units, attention and MLP apart, MLPs computed in 4 tiles of 32,768 tokens" in printed
-    work = next(item["bytes"] for item in answer["plan"]["items"] if item["what"] == "workspace (torch)")
     _, whole = summary(capsys, *LONG, "plan.fragments=whole")
-    needed = max(whole["request"][key] for key in ("workspace_bytes", "late_workspace_bytes"))
-    assert work < 20 << 30 < needed, "the figure of whole layers and of tiles"
+    tiled, untiled = (
+        sum(
+            item["bytes"]
+            for item in found["plan"]["items"]
+            if item["what"] in ("kept activations (torch)", "workspace (torch)")
+        )
+        for found in (answer, whole)
+    )
+    assert tiled < 30 << 30 < untiled
+    fragments = next(item["bytes"] for item in whole["plan"]["items"] if item["what"] == "fragmentation (torch)")
+    assert fragments >= 131072 * 18944 * 2, "as much as the widest tensor of a layer"
     # 41.2 s were measured there with 16 tiles; the rates here are nominal, which are lower than that card's
     assert 35 < answer["plan"]["estimate"]["expected_step_s"] < 55
     assert " per token of a micro-batch" in printed
@@ -65,7 +73,8 @@ def test_a_long_row_is_planned_with_room_beside_the_layer_that_runs(capsys: pyte
 def test_layers_that_stay_whole_beside_halves_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     printed, _ = summary(capsys, *LONG, "plan.fragments=whole")
     assert "layers: 28, of which" in printed
-    printed, answer = summary(capsys, *LONG, "plan.fragments=halves", "plan.mlp_tiles=1")
+    shorter = [word.replace("131072", "32768") for word in LONG]
+    printed, answer = summary(capsys, *shorter, "plan.fragments=halves", "plan.mlp_tiles=1")
     assert "layers: 28, sent as 56 units, attention and MLP apart, " in printed
     assert "tiles of" not in printed
     assert len(answer["plan"]["units"]) == 58
@@ -78,31 +87,25 @@ def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     assert cut(run_plan(saved=key | halves)[2]) == halves | {"mlp_tiles": 1}
     assert cut(run_plan(saved=key | tiles)[2]) == tiles
     assert cut(run_plan(saved=key | tiles, fragments="whole")[2]) == {"fragments": "whole"}
-    # a whole layer takes more than a quarter of this card, and is kept whole all the same: until it does not fit
-    assert cut(run_plan(gpu="8GiB")[2])["mlp_tiles"] > 1
-    assert cut(run_plan(gpu="8GiB", saved=key)[2]) == {"fragments": "whole"}
-    assert cut(run_plan(gpu="5GiB", saved=key)[2])["mlp_tiles"] > 1
+    # on this card a whole layer takes more than a quarter, and stays whole all the same until it does not fit
+    assert cut(run_plan(gpu="6GiB")[2]) == {"fragments": "halves", "mlp_tiles": 4}
+    assert cut(run_plan(gpu="6GiB", saved=key)[2]) == {"fragments": "whole"}
+    assert cut(run_plan(gpu="2GiB", saved=key)[2])["mlp_tiles"] > 1
 
 
 def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:
-    config, decoder, found = run_plan(activation="recompute", inputs="host")
+    asked = {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0, "updates_on_device": 0}
+    config, decoder, found = run_plan(**asked)
     assert cut(found) == {"fragments": "whole"}
-    little = planner.safer(config, decoder, found, 64 << 20)
-    assert little is not None
-    assert little == {"more_workspace": 64 << 20}, "what is free elsewhere suffices"
     work = max(found.request["workspace_bytes"], found.request["late_workspace_bytes"])
-    most = planner.safer(config, decoder, found, work // 2)
-    assert most is not None
-    assert most["fragments"] == "halves"
-    assert most["mlp_tiles"] > 1
-    # what is asked for stays
-    for asked in ({"fragments": "whole"}, {"mlp_tiles": 1}):
-        config, decoder, found = run_plan(activation="recompute", inputs="host", **asked)
-        other = planner.safer(config, decoder, found, work // 2) or {}
-        assert other.get("mlp_tiles", 1) == 1
-        assert "fragments" not in asked or "fragments" not in other
-    # of a run that is tiled already, more tiles
-    config, decoder, found = run_plan(gpu="8GiB")
-    before = cut(found)["mlp_tiles"]
-    finer = planner.safer(config, decoder, found, 4 << 30)
-    assert finer is None or finer.get("mlp_tiles", before) >= before
+    correction = planner.safer(config, decoder, found, work // 2)
+    assert correction is not None
+    assert correction["fragments"] == "halves"
+    assert correction["mlp_tiles"] > 1
+    assert correction["more_workspace"] == work // 2
+    # what the configuration asks for stays
+    for other in ({"fragments": "whole"}, {"mlp_tiles": 1}):
+        config, decoder, found = run_plan(**asked, **other)
+        kept = planner.safer(config, decoder, found, work // 2) or {}
+        assert kept.get("mlp_tiles", 1) == 1
+        assert "fragments" not in other or "fragments" not in kept

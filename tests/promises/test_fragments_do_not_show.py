@@ -67,10 +67,10 @@ def test_a_checkpoint_does_not_depend_on_it(tmp_path: Path, first: str) -> None:
             engine.step(batches(step, 2))
         engine.save(tmp_path / fragments, step=3)
         files[fragments] = {
-            path.name: path.read_bytes() for path in (tmp_path / fragments).iterdir() if path.suffix == ".safetensors"
+            path.name: path.read_bytes() for path in (tmp_path / fragments).rglob("*") if path.is_file()
         }
         engine.close()
-    assert files["whole"] == files["halves"]
+    assert files["whole"] == files["halves"], "every byte of every file"
     other = next(other for other in FRAGMENTS if other != first)
     after = started("bf16", True, seed=77, accumulation=2, **options("host", other, tmp_path))
     after.load(tmp_path / first)

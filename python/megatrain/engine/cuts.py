@@ -19,9 +19,9 @@ FRAGMENTS = ("auto", "whole", "halves")
 _LEAST_TILE = 1024
 """Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
 _MOST_WORK = 0.25
-"""Of a card's memory, what torch may allocate at one time for the layer that runs, before tiles are preferred. Torch's
-allocator places a layer's input in the gap that a tensor of several GiB has left, which then is none for the next such
-tensor, so the more a layer needs at one time, the less of the rest can be promised to anything else."""
+"""The share of a card's memory that torch may allocate at one time for the layer that runs before tiles are preferred,
+which then leave twice as much room. How much it allocates is known to about a tenth; of more than this, a tenth is more
+than plans leave free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,26 +100,25 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     room beside the layer that runs is preferred, where there is one and it needs less than half as much."""
     whole = asked(found[0])
     most = _most_work(whole, found, asked)
-    if _work(whole) <= most and _fits(whole):
-        return found[0]
 
     def roomy(cut: Cut) -> bool:
-        request = asked(cut)
+        request = whole if cut is found[0] else asked(cut)
         return _work(request) <= most and _fits(request)
 
-    cut = _first(found[1:], roomy)
+    cut = _first(found, roomy)
     if cut is None and most < float("inf"):
         cut = _first(found, lambda cut: _fits(asked(cut)))
     return cut
 
 
 def _most_work(whole: Request, found: Sequence[Cut], asked: Callable[[Cut], Request]) -> float:
-    """What one layer may need where a cut is to be preferred; infinity where cutting finer would not help."""
+    """What one layer may need in the cut that is preferred; infinity where whole layers leave room, and where cutting
+    finer would not help."""
     most = _MOST_WORK * whole["budget"]["device"]
     if whole["device"] == "cpu" or _work(whole) <= most:
         return float("inf")
     least = _work(asked(found[-1]))
-    return max(most, least) if 2 * least < _work(whole) else float("inf")
+    return max(most / 2, least) if 2 * least < _work(whole) else float("inf")
 
 
 def _work(request: Request) -> int:

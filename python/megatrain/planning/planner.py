@@ -252,8 +252,8 @@ def _by_rule(
     correction: dict[str, Any] | None = None,
 ) -> tuple[int, int, dict[str, Any]]:
     """What must not depend on what is free now, since it changes rounding: rows of a micro-batch by the rule, as many
-    as the idle machine has room for, and the options with how the model is cut there. What a run was computed with is
-    kept where it fits."""
+    of them as the idle machine has room for, and `options` with how the model is cut there. What a run was computed
+    with is kept where it fits. Other arguments are those of `plan_run`."""
     idle, cut_before = machine.idle(), dict[str, Any]()
     if saved and (saved.get("device") == "cpu") == (device == "cpu"):
         before = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
@@ -285,7 +285,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
     plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
     of micro-batches, then layers in halves and in tiles, unless the configuration asks for others. The split of a step
-    stays, and up to halves and tiles the numerics key does. None where no such plan needs less."""
+    stays, and with it the numerics key unless layers are cut. None where no such plan needs less."""
     from megatrain.engine.cuts import cuts
 
     size, _ = run_plan.micro_batch
@@ -300,9 +300,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     ]
     asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
     ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
-    present: dict[str, Any] = {
-        key: run_plan.options[key] for key in ("fragments", "mlp_tiles") if key in run_plan.options
-    }
+    present = {key: value for key, value in run_plan.options.items() if key in asked}
     changes += ways[ways.index(present) + 1 :] if present in ways else []
     for change in changes:
         if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):

@@ -325,7 +325,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         loss_chunk=run_plan.options.get("loss_chunk"),
         compiled=bool(run_plan.options.get("compile", cuda)),
         deterministic=config.train.deterministic,
-        halves=len(run_plan.request["units"]) > len(decoder.units),
+        halves=run_plan.options["fragments"] == "halves",
         mlp_tiles=run_plan.options.get("mlp_tiles", 1),
     )
     if cuda:

@@ -158,9 +158,11 @@ def _sent(report: "Forecast") -> str:
     why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
     whole = 2 * decoder.num_layers - units
     stay = f" ({whole} whole: {'; '.join(why)})" if whole else ""
-    tiles = run_plan.options.get("mlp_tiles", 1)
+    tiles = run_plan.options["mlp_tiles"]
     length = -(-math.prod(run_plan.micro_batch) // tiles)
-    tiled = f", MLPs computed in {tiles} tiles of {length:,} tokens" if tiles > 1 else ""
+    count = sum(map(decoder.halves.is_tiled, decoder.halves.units)) if tiles > 1 else 0
+    some = "" if count == decoder.num_layers else f"{count} "
+    tiled = f", {some}MLPs computed in {tiles} tiles of {length:,} tokens" if tiles > 1 else ""
     return f"{decoder.num_layers}, sent as {units} units, attention and MLP apart{stay}{tiled}"
 
 

@@ -296,9 +296,14 @@ pub struct Request {
     /// Device bytes that the driver's context and the libraries' workspaces take.
     #[serde(default)]
     pub context_bytes: u64,
-    /// What torch's allocator holds beyond what is in use, as a share of that.
+    /// What torch's allocator holds beyond what is in use, as a share of that, and at least as much as
+    /// `largest_bytes`.
     #[serde(default)]
     pub fragmentation: f64,
+    /// The largest tensor that torch allocates in a layer. Its place is taken by smaller ones once it is free, and is too
+    /// small then for the next such tensor as long as one of them is alive.
+    #[serde(default)]
+    pub largest_bytes: u64,
     /// What may be used.
     pub budget: Budget,
     /// Whether device and host share one memory, as on the CPU: then both together may use no more than `budget.host`.
@@ -413,6 +418,7 @@ impl Request {
             late_workspace_bytes: 0,
             context_bytes: 0,
             fragmentation: 0.0,
+            largest_bytes: 0,
             budget,
             shared_memory: false,
             device: DeviceKind::Cpu,
@@ -504,6 +510,7 @@ impl Request {
             return Err(Error::TooManyOperations { micro_batches, units, most: MOST_COMPUTATIONS });
         }
         at_most("workspace_bytes", self.workspace_bytes, MOST_BYTES)?;
+        at_most("largest_bytes", self.largest_bytes, MOST_BYTES)?;
         at_most("late_workspace_bytes", self.late_workspace_bytes, MOST_BYTES)?;
         at_most("context_bytes", self.context_bytes, MOST_BYTES)?;
         for unit in &self.units {

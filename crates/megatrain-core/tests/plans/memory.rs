@@ -76,6 +76,15 @@ fn what_the_card_loses_to_context_and_fragmentation_is_part_of_the_sum() {
     (request.context_bytes, request.fragmentation) = (600 << 20, 0.125);
     let whole = plan(&request).unwrap();
     assert_eq!(whole.totals.device, bare.totals.device + torch(&bare) / 8 + (600 << 20));
+    let fragmentation = |request: &Request| {
+        let items = plan(request).unwrap().items;
+        items.iter().find(|i| i.what == "fragmentation (torch)").map_or(0, |i| i.bytes)
+    };
+    let share = fragmentation(&request);
+    request.largest_bytes = share - 1;
+    assert_eq!(fragmentation(&request), share);
+    request.largest_bytes = share + 1;
+    assert_eq!(fragmentation(&request), share + 1, "the gap of the largest tensor, where that is more");
     request.fragmentation = 1.5;
     assert!(text(plan(&request).unwrap_err()).contains("fragmentation is 1.5"));
 }

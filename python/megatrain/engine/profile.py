@@ -306,7 +306,7 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, micro_batch, decoder.vocab_size, device, number in tiled),
+                **_beside_matmuls(unit, work, micro_batch, decoder.vocab_size, device, tiled.get(number, 1)),
             }
         )
         if work.float8_flops and device != "cpu":
@@ -352,7 +352,7 @@ _LAUNCH_S = 1.2e-3
 
 
 def _beside_matmuls(
-    unit: Unit, work: Measured, micro_batch: tuple[int, int], vocab: int, device: str, tiled: bool
+    unit: Unit, work: Measured, micro_batch: tuple[int, int], vocab: int, device: str, tiles: int
 ) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
@@ -365,9 +365,9 @@ def _beside_matmuls(
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],
-        "spared_flops": work.flops if tiled else min(last, max(0, work.flops - work.attention_flops)),
+        "spared_flops": work.flops if tiles > 1 else min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
-        "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2,
+        "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2 * tiles,
     }
 
 

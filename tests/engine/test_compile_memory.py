@@ -67,7 +67,7 @@ def saved_by_the_compiler(model: Decoder) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_a_compiled_layer_keeps_what_the_partition_says(family: str) -> None:
     model = decoder(family)
-    said = profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
+    said = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
     real = saved_by_the_compiler(model)
     assert said.running_bytes is not None, "the layer was traced"
     assert said.kept_bytes == pytest.approx(real, rel=0.02), (said.kept_bytes, real)
@@ -75,9 +75,9 @@ def test_a_compiled_layer_keeps_what_the_partition_says(family: str) -> None:
 
 def test_less_is_kept_than_by_a_layer_that_is_not_compiled_and_in_proportion_to_the_rows() -> None:
     model = decoder("qwen2")
-    two, four = (profile.measure(model, 0, rows, SEQ, "cuda", compiled=True) for rows in (2, 4))
+    two, four = (profile.measure(model, model.units[1], rows, SEQ, "cuda", compiled=True) for rows in (2, 4))
     assert four.kept_bytes == pytest.approx(2 * two.kept_bytes, rel=0.02)
-    assert two.kept_bytes < 0.8 * profile.measure(model, 0, 2, SEQ, "cuda").kept_bytes
+    assert two.kept_bytes < 0.8 * profile.measure(model, model.units[1], 2, SEQ, "cuda").kept_bytes
     assert two.running_bytes is not None
     assert two.running_bytes > two.kept_bytes
 
@@ -92,6 +92,7 @@ def test_a_backward_needs_at_least_its_gradients_and_the_widest_part_beside_them
     wide = ROWS * SEQ * SIZES["intermediate_size"] * 2
     assert gradients + 2 * wide < cut.backward < gradients + 6 * wide
     assert cut.forward > cut.kept
+    assert cut.largest == wide
 
 
 def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(
@@ -103,7 +104,7 @@ def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(
     model = decoder("qwen2")
     monkeypatch.setattr(compile_memory, "cut", fails)
     with caplog.at_level(logging.INFO, "megatrain"):
-        found = profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
-        assert found == profile.measure(model, 0, ROWS, SEQ, "cuda")
-        profile.measure(model, 0, ROWS, SEQ, "cuda", compiled=True)
+        found = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
+        assert found == profile.measure(model, model.units[1], ROWS, SEQ, "cuda")
+        profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
     assert [r.message for r in caplog.records].count("Qwen2DecoderLayer is planned as if it were not compiled: no") == 1

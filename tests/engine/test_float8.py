@@ -164,7 +164,7 @@ def test_a_template_converts_its_layer_and_leaves_the_model_alone() -> None:
     decoder = Decoder.from_config(config("qwen2"), precision="bf16", matmul="fp8")
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
-    template = LayerTemplate(decoder, 0, layout, region)
+    template = LayerTemplate(decoder, 1, layout, region)
     converted = {name for name, child in template.module.named_modules() if type(child) is Float8Linear}
     assert converted == set(float8.choose(decoder.layers[0]).chosen)
     assert len(converted) == 7
@@ -194,30 +194,21 @@ def test_what_stays_in_bf16_is_named() -> None:
 def test_without_fp8_nothing_is_converted() -> None:
     decoder = Decoder.from_config(config("llama"), precision="bf16")
     layout = lay_out(decoder, 1)
-    template = LayerTemplate(decoder, 0, layout, Region(torch.zeros(layout.image_bytes, dtype=torch.uint8)))
+    template = LayerTemplate(decoder, 1, layout, Region(torch.zeros(layout.image_bytes, dtype=torch.uint8)))
     assert not any(isinstance(child, Float8Linear) for child in template.module.modules())
 
 
 def test_the_planner_counts_less_time_and_about_as_much_memory() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512}
-    bf16, fp8 = (
-        profile.measure(
-            Decoder.from_config(config("llama", **sizes), precision="bf16", matmul=kind),
-            0,
-            2,
-            64,
-            "cuda",
-            compiled=True,
-        )
-        for kind in ("bf16", "fp8")
+    plain, converted = (
+        Decoder.from_config(config("llama", **sizes), precision="bf16", matmul=kind) for kind in ("bf16", "fp8")
     )
+    bf16, fp8 = (profile.measure(d, d.units[1], 2, 64, "cuda", compiled=True) for d in (plain, converted))
     assert fp8.flops == bf16.flops
     assert fp8.float8_flops == fp8.flops - fp8.attention_flops
     assert bf16.float8_flops == 0
     assert bf16.kept_bytes < fp8.kept_bytes < 1.1 * bf16.kept_bytes
-    eager = profile.measure(
-        Decoder.from_config(config("llama", **sizes), precision="bf16", matmul="fp8"), 0, 2, 64, "cuda"
-    )
+    eager = profile.measure(converted, converted.units[1], 2, 64, "cuda")
     assert eager.converting_bytes == 12 * (128 * 512 + 256 * 512)
     assert profile.float8_share({"matmul_tflops": 600, "float8_tflops": 1200}, "cuda") == pytest.approx(2 / 3)
     assert profile.float8_share({}, "cuda") == pytest.approx(2 / 3)

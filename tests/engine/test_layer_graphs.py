@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine import layer_graphs
+from megatrain.engine import layer_graphs, runtime
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch
 from megatrain.engine.layer_graphs import CapturedPass, LayerGraphs, Recording, can_capture
+from megatrain.engine.step import Pass
 from megatrain.models.decoder import Decoder
 from megatrain.models.varlen_attention import Documents, documents_attention
-from support.reference import batches, config, packed
+from support.reference import batches, build, config, engine, packed
 
 CPU = torch.device("cpu")
 
@@ -129,3 +130,61 @@ def test_what_may_be_captured_at_all() -> None:
     assert not can_capture(Decoder.from_config(config("gpt2", resid_pdrop=0.1)))
     routed = config("mixtral", num_local_experts=4, num_experts_per_tok=2)
     assert not can_capture(Decoder.from_config(routed))
+
+
+@pytest.mark.parametrize(
+    ("state", "activation", "inputs", "wanted"),
+    [
+        (["device"] * 4, "keep", "device", {1, 2, 3, 4}),
+        (["device", "host", "device", "host"], "recompute", "device", {1, 3}),
+        (["device"] * 4, "offload", "device", set()),
+        (["device"] * 4, "recompute", "host", set()),
+    ],
+)
+def test_units_that_stay_on_the_card_are_captured_but_for_tiled_ones(
+    state: list[str], activation: str, inputs: str, wanted: set[int]
+) -> None:
+    end = {"state": "device", "activation": "keep", "input": "device"}
+    units = [{"state": place, "activation": activation, "input": inputs} for place in state]
+    plan = {"graphs": True, "units": [end, *units, end]}
+    assert runtime._captured_units(plan, {}) == wanted
+    assert runtime._captured_units(plan, {2: 5, 4: 5}) == wanted - {2, 4}
+    assert not runtime._captured_units(plan | {"graphs": False}, {})
+
+
+class _Graph:
+    """Stands for `torch.cuda.CUDAGraph`: its operations run on the CPU where a card would note them."""
+
+    def capture_begin(self, **_: Any) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+
+@pytest.mark.parametrize("plan", [{"fragments": "halves"}, {"mlp_tiles": 3}])
+def test_halves_are_captured_as_parts_of_their_own(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> None:
+    """A pass is captured whose layers are halves: hidden states go from graph to graph, and through tensors of their
+    own before and after a half that is not captured."""
+    ours = engine(build("llama"), plan=plan)
+    ops: list[Any] = []
+    compute = Pass._compute
+    monkeypatch.setattr(Pass, "_compute", lambda self, op: (compute(self, op), ops.append(op))[0])
+    ours.step(batches(2))
+    templates, tiled = ours._runtime.templates, ours._runtime.cut.tiled
+    units = frozenset(range(1, len(ours.decoder.units) - 1)) - tiled.keys()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    arguments = [layer_graphs._Arguments.of(micro) for micro in micro_batches(batches(2))]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    given = [found for found in arguments if found is not None]
+    static = {id(t): t.clone() for found in given for t in found.tensors}
+    work = layer_graphs._Capture(templates, units, given, static, None, fp32_sums=False)
+    for op in ops:
+        work.add(op)
+    assert {(phase, unit) for phase, unit, _ in work.parts} == {(p, u) for p in ("forward", "backward") for u in units}
+    first, last = min(units), max(units)
+    for (phase, unit, _), part in work.parts.items():
+        begins, ends = (first, last) if phase == "forward" else (last, first)
+        assert (part.entry is not None) == (bool(tiled) or unit == begins), (phase, unit)
+        assert (part.exit is not None) == (bool(tiled) or unit == ends), (phase, unit)
+    ours.close()

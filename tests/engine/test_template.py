@@ -22,7 +22,7 @@ def setting() -> dict[str, Any]:
     decoder = Decoder.from_config(config("qwen2"))
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(2 * layout.image_bytes, dtype=torch.uint8))
-    template = LayerTemplate(decoder, 0, layout, region)
+    template = LayerTemplate(decoder, 1, layout, region)
     record = decoder.recorder.record(torch.zeros(2, 16, dtype=torch.int64))
     return {"stock": stock, "decoder": decoder, "layout": layout, "region": region, "t": template, "record": record}
 
@@ -33,7 +33,7 @@ def test_a_template_bound_to_an_image_computes_what_the_layer_computes(setting: 
     for layer, image in ((0, 0), (3, layout.image_bytes), (1, 0)):
         stock = setting["stock"].model.layers[layer]
         fill(region, layout, image, stock, decoder.local_names(layer + 1))
-        template.bind(image, layer)
+        template.bind(image, layer + 1)
         args, kwargs = setting["record"].args[layer], setting["record"].kwargs[layer]
         assert torch.equal(template.call(args, kwargs)(hidden), stock(hidden, *args, **kwargs))
         assert template.module.self_attn.layer_idx == layer
@@ -41,10 +41,10 @@ def test_a_template_bound_to_an_image_computes_what_the_layer_computes(setting: 
 
 def test_parameters_have_no_storage_of_their_own(setting: dict[str, Any]) -> None:
     template, region = setting["t"], setting["region"]
-    template.bind(setting["layout"].image_bytes, 2)
+    template.bind(setting["layout"].image_bytes, 3)
     assert {p.untyped_storage()._cdata for p in template.module.parameters()} == {region.storage}
     before = [id(p) for p in template.module.parameters()]
-    template.bind(0, 0)
+    template.bind(0, 1)
     assert [id(p) for p in template.module.parameters()] == before
     assert all(p.device.type == "meta" for p in setting["decoder"].layers[0].parameters())
 
@@ -56,12 +56,12 @@ def test_a_tensor_stored_in_another_type_is_converted_when_it_is_bound() -> None
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(layout.image_bytes, dtype=torch.uint8))
     casts = CastBuffer(cast_bytes(decoder), region.device)
-    template = LayerTemplate(decoder, 0, layout, region, casts)
+    template = LayerTemplate(decoder, 1, layout, region, casts)
     cut = layout.slices[decoder.local_names(1)[name]]
     for value in (1.5, 2.5):
         casts.clear()
         region.view(cut.byte, cut.shape, torch.bfloat16).fill_(value)
-        template.bind(0, 0)
+        template.bind(0, 1)
         bound = template.module.get_parameter(name)
         assert bound.dtype == torch.float32
         assert not bound.requires_grad
@@ -93,7 +93,7 @@ def test_one_graph_serves_every_layer_and_the_callers_limit_stays(setting: dict[
     from torch._dynamo.utils import counters
 
     decoder, layout, region, record = (setting[k] for k in ("decoder", "layout", "region", "record"))
-    compiled = LayerTemplate(decoder, 0, layout, region, compiled=True)
+    compiled = LayerTemplate(decoder, 1, layout, region, compiled=True)
     hidden = torch.randn(2, 16, 64)
     limit = torch._dynamo.config.recompile_limit
     counters.clear()
@@ -101,7 +101,7 @@ def test_one_graph_serves_every_layer_and_the_callers_limit_stays(setting: dict[
         stock = setting["stock"].model.layers[layer]
         image = layer % 2 * layout.image_bytes
         fill(region, layout, image, stock, decoder.local_names(layer + 1))
-        compiled.bind(image, layer)
+        compiled.bind(image, layer + 1)
         args, kwargs = record.args[layer], record.kwargs[layer]
         assert torch.equal(compiled.call(args, kwargs)(hidden), stock(hidden, *args, **kwargs))
     assert counters["stats"]["unique_graphs"] == 1
@@ -111,7 +111,7 @@ def test_one_graph_serves_every_layer_and_the_callers_limit_stays(setting: dict[
 @pytest.mark.usefixtures("on_torch_alone")
 def test_a_layer_that_breaks_the_graph_is_an_error_by_name_and_never_eager(setting: dict[str, Any]) -> None:
     decoder, layout, region, record = (setting[k] for k in ("decoder", "layout", "region", "record"))
-    template = LayerTemplate(decoder, 0, layout, region, compiled=True)
+    template = LayerTemplate(decoder, 1, layout, region, compiled=True)
     ran = []
 
     class Breaking(torch.nn.Module):
@@ -121,7 +121,7 @@ def test_a_layer_that_breaks_the_graph_is_an_error_by_name_and_never_eager(setti
             return x
 
     template.module.mlp = Breaking()
-    template.bind(0, 0)
+    template.bind(0, 1)
     call = template.call(record.args[0], record.kwargs[0])
     with pytest.raises(ConfigError, match=r"Qwen2DecoderLayer \(layers\.0\) cannot be compiled as one graph: .*"):
         call(torch.randn(2, 16, 64))

@@ -214,7 +214,7 @@ def test_one_compiled_graph_adds_to_the_sums_of_every_layer(monkeypatch: pytest.
     decoder = Decoder.from_config(config("qwen2"), precision="bf16")
     layout = lay_out(decoder, 1)
     region = Region(torch.zeros(2 * layout.image_bytes, dtype=torch.uint8))
-    eager, compiled = (LayerTemplate(decoder, 0, layout, region, compiled=c) for c in (False, True))
+    eager, compiled = (LayerTemplate(decoder, 1, layout, region, compiled=c) for c in (False, True))
     assert type(decoder.layers[0].mlp.up_proj) is nn.Linear, "the model's own layers are not changed"
     assert len(compiled.weight_grads.indices) == 7
     record = decoder.recorder.record(torch.zeros(2, 16, dtype=torch.int64))
@@ -225,7 +225,7 @@ def test_one_compiled_graph_adds_to_the_sums_of_every_layer(monkeypatch: pytest.
         fill(region, layout, image, stock.model.layers[layer], decoder.local_names(layer + 1))
         sums = {}
         for template in (eager, compiled):
-            template.bind(image, layer)
+            template.bind(image, layer + 1)
             made = sums[template] = [torch.full(p.shape, torch.nan) for p in template.parameters]
             template.weight_grads.begin(made, first=True, in_fp32=True)
             hidden = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(layer)).to(BF16).requires_grad_()

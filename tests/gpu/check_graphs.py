@@ -83,6 +83,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (3, {"plan": {"activation": "recompute"}}),
     "one in a group": (3, {"plan": {"group": 1}}),
     "some layers resident": (2, {"plan": {"state_on_device": 5}}),
+    "halves": (2, {"plan": {"fragments": "halves"}}),
+    "halves, recomputed, one in a group": (3, {"plan": {"fragments": "halves", "activation": "recompute", "group": 1}}),
+    "halves, some of them resident": (2, {"plan": {"fragments": "halves", "state_on_device": 8}}),
+    # the attention halves are captured, the tiled ones are not
+    "tiles": (2, {"plan": {"mlp_tiles": 3}}),
     "immediate": (2, {"update": "immediate", "max_grad_norm": None}),
     "packed": (2, {"packed": True}),
     "not compiled": (2, {"plan": {"compile": False}}),
@@ -108,7 +113,11 @@ def same_bits(name: str, layers: int) -> bool:
         ours.drain()
         found[graphs] = [(out.loss, out.grad_norm) for out in outs], digest(ours)
         if graphs:
-            facts = {"captured": captured(ours), "losses": [round(out.loss, 4) for out in outs[::7]]}
+            facts = {
+                "captured": captured(ours),
+                "units": len(ours.plan["units"]),
+                "losses": [round(out.loss, 4) for out in outs[::7]],
+            }
         ours.close()
         torch.cuda.empty_cache()
     different = [s for s, (a, b) in enumerate(zip(found[False][0], found[True][0], strict=True)) if a != b]

@@ -86,9 +86,10 @@ def ways(asked: Config, machine: Machine) -> tuple[remedies.Way, ...]:
 
 def test_changes_that_are_named_fit_and_the_next_larger_do_not() -> None:
     machine = descriptions.from_description(MACHINE, "machine.yaml")
-    asked = config(plan={"micro_batch": 8, "slots": 24}, memory={"gpu": "4GiB"})
+    asked = config(plan={"micro_batch": 8, "slots": 24, "fragments": "whole"}, memory={"gpu": "4GiB"})
     found = ways(asked, machine)
     assert 1 <= len(found) <= 3
+    assert "plan.fragments=auto" in [way.settings for way in found]
     for way in found:
         replayed(asked, machine, way)
     sizes = [int(way.settings.partition("=")[2]) for way in found if way.settings.startswith("plan.micro_batch")]

@@ -73,6 +73,30 @@ def test_a_step_that_runs_out_of_memory_is_made_up_for_under_a_safer_plan(
     assert corrected(tmp_path / "run")["more_workspace"] == 64 << 10
 
 
+def test_layers_that_do_not_run_whole_are_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Activations are recomputed already, one micro-batch at a time, as the configuration asks."""
+    asked = {"activation": "recompute", "group": 1}
+    fit(settings(tmp_path, output={"dir": str(tmp_path / "plain")}, plan=asked))
+    forward, failed = Pass._forward, []
+
+    def limited(self: Pass, op: Any) -> None:
+        forward(self, op)
+        if self._training and self._step + 1 >= 3 and self._templates.decoder.units[op.unit].half is None:
+            failed.append(op.unit)
+            raise torch.OutOfMemoryError(WORDS)
+
+    monkeypatch.setattr(Pass, "_forward", limited)
+    with caplog.at_level(logging.INFO):
+        assert fit(settings(tmp_path, plan=asked)).step == 6
+    assert failed == [1]
+    assert "plan.fragments: halves" in caplog.text
+    assert corrected(tmp_path / "run")["fragments"] == "halves"
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    assert_bit_equal(step_folder(tmp_path / "run", 6), step_folder(tmp_path / "plain", 6))
+
+
 def test_a_resumed_run_is_planned_with_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

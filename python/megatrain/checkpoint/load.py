@@ -43,7 +43,7 @@ def load(
     another checkpoint).
     """
     checkpoint = Checkpoint.open(Path(folder))
-    decoder, core = engine.decoder, engine.core
+    core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
     saved, planes = checkpoint.state(), checkpoint.planes()
     counts = saved.step_counts
     shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}

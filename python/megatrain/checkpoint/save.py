@@ -58,9 +58,12 @@ def begin_save(
     if not is_count(step, 0):
         raise ConfigError(f"step must be a whole number and not negative, not {step!r}")
     _refuse_other(folder)
-    decoder, form = engine.decoder, engine.state_format
-    trainable = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]
-    planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in decoder.tensors.values()]}
+    core, decoder = engine.core, engine.decoder  # in this order: the core's plan decides where tensors are
+    form = engine.state_format
+    # in the order in which the core writes them, which is the same for layers and for halves of them
+    ordered = sorted(decoder.tensors.values(), key=lambda ref: (ref.unit, ref.tensor))
+    trainable = [ref for ref in ordered if ref.role == "trainable"]
+    planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in ordered]}
     if decoder.precision == "bf16":
         planes["residual"] = [Entry(ref.name, form.residual_dtype, tuple(ref.shape)) for ref in trainable]
     for moment in MOMENTS:
@@ -80,7 +83,7 @@ def begin_save(
             for shard in safetensors_io.plan_shards(temporary, stem, entries, by_width=True)
         ]
         refs = decoder.tensors
-        engine.core.begin_save(
+        core.begin_save(
             [
                 (
                     str(shard.path),
@@ -125,7 +128,7 @@ class PendingCheckpoint:
         """Called once, after the folder has its final name, by the thread that renamed it."""
         self._failure: Exception | None = None
         self._ending = threading.Lock()
-        self._decoder, self._core = engine.decoder, engine.core
+        self._core, self._decoder = engine.core, engine.decoder
         self._place, self._temporary, self._files = place, temporary, files
         self._state, self._tokenizer, self._tokenizer_dir = state, tokenizer, tokenizer_dir
 

@@ -457,6 +457,13 @@ class PlanConfig:
     state_on_disk: int | None = None
     """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
     embedding. null: as few as let the others fit in host memory."""
+    fragments: Literal["auto", "whole", "halves"] = "auto"
+    """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
+    the MLP or experts. The numbers are the same. auto: halves where whole layers do not fit."""
+    mlp_tiles: int | Literal["auto"] = "auto"
+    """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
+    time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.
+    auto: 1, and as many as make a single row fit where it does not otherwise."""
     parts: int | None = None
     """Parts in which embedding and head are offloaded, updated and sent, in which a layer's state is copied to the
     device to be updated there, and in which state on disk is read and written."""

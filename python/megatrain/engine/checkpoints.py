@@ -27,18 +27,21 @@ class Checkpoints:
 
     def __init__(
         self,
-        decoder: Decoder,
         runtime: Runtime,
         passes: Passes,
         *,
         tokenizer: Any,
         tokenizer_dir: str | Path | None,
     ) -> None:
-        self.decoder: Decoder = decoder
         self._runtime = runtime
         self._passes = passes
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
         self._pending: PendingCheckpoint | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, cut into units as the native engine has it."""
+        return self._runtime.decoder
 
     @property
     def state_format(self) -> StateFormat:

@@ -32,6 +32,8 @@ class Cut(NamedTuple):
     """Most that backward has allocated at one time beyond that, all gradients included."""
     forward: int
     """Most that forward has allocated at one time, `kept` and the output included."""
+    largest: int
+    """The largest tensor of both."""
 
 
 def cut(
@@ -79,10 +81,12 @@ def cut(
     output, *saved = _results(forward)
     inputs = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
     kept = {_storage(node): _bytes(node.meta["val"]) for node in saved if isinstance(node.meta.get("val"), Tensor)}
+    in_backward, in_forward = _peak(backward, _results(backward)), _peak(forward, [output, *saved])
     return Cut(
         kept=sum(size for storage, size in kept.items() if storage not in inputs),
-        backward=_peak(backward, _results(backward)),
-        forward=_peak(forward, [output, *saved]),
+        backward=in_backward.bytes,
+        forward=in_forward.bytes,
+        largest=max(in_backward.largest, in_forward.largest),
     )
 
 
@@ -106,8 +110,15 @@ def _bytes(value: Any) -> int:
     return sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in tensors)
 
 
-def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
-    """Most bytes that a graph's operations have allocated at one time, its inputs not counted.
+class _Peak(NamedTuple):
+    bytes: int
+    """Most that is allocated at one time."""
+    largest: int
+    """The largest of what is allocated."""
+
+
+def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Peak:
+    """What a graph's operations allocate, its inputs not counted.
 
     Pointwise operations have no memory of their own unless a matmul, a reduction or the caller reads what they make;
     everything has its own memory from when it is made until the last operation that reads it.
@@ -146,15 +157,16 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> int:
         for source in reads.get(node, ()):
             last[source] = len(nodes)
     ends: dict[int, int] = {}
-    now = most = 0
+    now = most = largest = 0
     for node in nodes:
         if reads[node] == {node}:
             size = _bytes(node.meta.get("val"))
             now += size
+            largest = max(largest, size)
             ends[last.get(node, time[node])] = ends.get(last.get(node, time[node]), 0) + size
         most = max(most, now)
         now -= ends.pop(time[node], 0)
-    return most
+    return _Peak(most, largest)
 
 
 @functools.cache

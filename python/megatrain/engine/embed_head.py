@@ -221,7 +221,7 @@ class HeadTemplate:
             move_shared_buffers(module, region.device)
         prefix = f"{decoder.base_name}." if decoder.base_name else ""
         places: list[tuple[nn.Module, str] | None] = [None] * len(layout.slices)
-        for name, index in decoder.local_names(decoder.num_layers + 1).items():
+        for name, index in decoder.local_names(len(decoder.units) - 1).items():
             root = base if name.startswith(prefix) and prefix else self._shell.model
             owner, _, leaf = (name.removeprefix(prefix) if root is base else name).rpartition(".")
             places[index] = (root.get_submodule(owner), leaf)
@@ -231,7 +231,7 @@ class HeadTemplate:
         self._tied: nn.Parameter | None = None
         self._tied_cast: Tensor | None = None
         """Where the copy of a tied weight is that is stored in another type than the head computes with."""
-        names = decoder.local_names(decoder.num_layers + 1)
+        names = decoder.local_names(len(decoder.units) - 1)
         if decoder.tied:
             assert self.kind.weight is not None
             self._embed_slice = embed.slices[decoder.tensors[self.kind.weight].tensor]
@@ -256,7 +256,7 @@ class HeadTemplate:
 
     def bind(self, image: int, tied_image: int | None) -> None:
         """Makes the weights views of the head's image, and a tied one a view of the embed unit's."""
-        unit = self.decoder.num_layers + 1
+        unit = len(self.decoder.units) - 1
         if self._tied is None or tied_image is None or self._embed_slice is None:
             self.bound.bind(image, unit)
             return

@@ -129,22 +129,22 @@ class Engine:
             if freeze or matmul != "bf16":
                 which = "freeze" if freeze else "matmul"
                 raise ConfigError(f"{which} belongs to the Decoder when one is given")
-            self.decoder: Decoder = model
+            decoder = model
             choose_matmul(model.matmul, model.precision, torch_device)  # which this device may not have
         else:
             chosen = choose_precision(precision, torch_device)
-            self.decoder = Decoder(
+            decoder = Decoder(
                 model, freeze=freeze, precision=chosen, matmul=choose_matmul(matmul, chosen, torch_device)
             )
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
-        self._preparer = InputPreprocessor(self.decoder, torch_device)
+        self._preparer = InputPreprocessor(decoder, torch_device)
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         try:
-            arguments.check_length(micro_batch, self.decoder.max_positions)
+            arguments.check_length(micro_batch, decoder.max_positions)
             self._runtime = Runtime(
-                self.decoder,
+                decoder,
                 self.optimizer,
                 core_device,
                 torch_device,
@@ -160,7 +160,7 @@ class Engine:
                 state_format=StateFormat(moments, master),
             )
         except BaseException:
-            self.decoder.give_back()
+            decoder.give_back()
             raise
         self._passes = Passes(
             self._runtime,
@@ -171,11 +171,10 @@ class Engine:
             z_loss=z_loss,
             deterministic=deterministic,
             seed=seed,
-            router=self.decoder.router,
+            router=decoder.router,
         )
         self._evaluation = Evaluation(self._runtime, self._preparer, self._passes)
         self._checkpoints = Checkpoints(
-            self.decoder,
             self._runtime,
             self._passes,
             tokenizer=tokenizer,
@@ -443,10 +442,10 @@ class Engine:
     def gradient(self, name: str) -> Tensor:
         """A copy of a parameter's last gradient, before clipping, widened to fp32. Raises ConfigError with
         `update: immediate`, where the buffers of gradients are reused within a step."""
-        ref = self._ref(name, trained=True)
+        core, ref = self.core, self._ref(name, trained=True)  # in this order: the core's plan decides where tensors are
         if self.update == "immediate":
             raise ConfigError("update: immediate keeps no gradients; read them with update: just_in_time")
-        return state.read(self.core, ref, "gradient", torch.float32)
+        return state.read(core, ref, "gradient", torch.float32)
 
     @on_cpu()
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
@@ -480,9 +479,10 @@ class Engine:
         ConfigError for a model inside a wrapper (such as PEFT's), whose tensor names nothing else can load."""
         self._usable()
         arguments.refuse_wrapper(self.decoder.model)
+        core = self.core
         export.save_pretrained(
             self.decoder,
-            self.core,
+            core,
             arguments.folder(folder),
             dtype=dtype,
             layout=layout,
@@ -545,6 +545,11 @@ class Engine:
         return state.find(self.decoder, name, trained)
 
     @property
+    def decoder(self) -> Decoder:
+        """The model, cut into units as the present plan has it."""
+        return self._runtime.decoder
+
+    @property
     @on_cpu()
     def core(self) -> "_core.Engine":
         """The native engine. The first access plans and allocates it if no step has done so."""
@@ -572,7 +577,7 @@ class Engine:
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """The planner's input for steps of this size; see `profile.plan_request`."""
         self._usable()
-        return self._runtime.request(micro_batch, micro_batches)
+        return self._runtime.request(self._runtime.cut, micro_batch, micro_batches)
 
     def _usable(self) -> None:
         """Raises EngineBroken, with the cause, after `close` and once something has failed. First waits for a step that

@@ -299,19 +299,21 @@ class _Capture:
         """Captures an operation of a layer; the others only free what they would consume."""
         unit, m = op.unit, op.micro_batch
         if op.phase in ("forward", "backward") and unit in self._units:
-            template = self._templates.layers[unit - 1]
-            template.bind(op.weights, unit - 1)
-            (self._forward if op.phase == "forward" else self._backward)(op)
+            layer = self._templates.layers[unit].bind(op.weights, unit)
+            if op.phase == "forward":
+                self._forward(op, layer)
+            else:
+                self._backward(op)
         elif op.phase == "loss" or (op.phase == "forward" and unit not in self._units):
             self._hidden.pop(m, None)
         elif op.phase == "backward":
             self._grad.pop(m, None)
 
-    def _forward(self, op: ComputeOp) -> None:
+    def _forward(self, op: ComputeOp, number: int) -> None:
         unit, m = op.unit, op.micro_batch
         templates = self._templates
         args, kwargs = self._arguments[m]
-        layer = templates.layers[unit - 1].call(args[unit - 1], kwargs[unit - 1])
+        layer = templates.layers[unit].call(args[number], kwargs[number])
         weights = templates.weights
         turn = CheckpointedCall(layer, weights, frozenset((weights.storage,)), op.weights, lambda: None)
         before = self._hidden.pop(m, None)
@@ -329,7 +331,7 @@ class _Capture:
     def _backward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
         templates = self._templates
-        template, turn = templates.layers[unit - 1], self._turns.pop((unit, m))
+        template, turn = templates.layers[unit], self._turns.pop((unit, m))
         sums = templates.sums[unit].at(op.accumulator) if op.accumulator is not None else None
         grads = templates.grads[unit]
         targets = sums if sums is not None else grads.at(op.grad) if op.grad is not None else []

@@ -32,6 +32,8 @@ def key(
     loss_chunk: int | None,
     compiled: bool,
     deterministic: bool,
+    halves: bool = False,  # whether layers are computed in halves
+    mlp_tiles: int = 1,
 ) -> dict[str, Any]:
     """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step; None where the
     engine was made without: it is then the caller's, who gives each step's micro-batches."""
@@ -51,6 +53,9 @@ def key(
         "packed_rows": decoder.packed_rows(device.type),
         "experts": getattr(decoder.config, "_experts_implementation", None),
         "compiled": compiled,
+        # a graph of a whole layer does not round what passes from one half to the other
+        "fragments": "halves" if halves and compiled else None,
+        "mlp_tiles": mlp_tiles if mlp_tiles > 1 else None,
         "deterministic": deterministic,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,18 +15,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory, float8
+from megatrain.engine.cuts import Cut
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.saved_tensors import STAGE_ALIGN, CheckpointedCall
 from megatrain.engine.template import LayerCall, RoutedCall, cast_bytes
+from megatrain.engine.tiles import tile_length
 from megatrain.errors import ConfigError, first_line
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
 from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
+from megatrain.models.recorder import Recorder
 from megatrain.models.types import CORE_DTYPES, Unit
 from megatrain.system.hardware import GIB, Gpu
 from megatrain.weights.state_format import StateFormat
@@ -47,8 +51,12 @@ class Measured:
     """Those of `flops` that are multiplied in float8."""
     converting_bytes: int = 0
     """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
+    dropped_bytes: int = 0
+    """What it would keep beside `kept_bytes` if it were not computed in tiles."""
     running_bytes: int | None = None
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
+    largest_bytes: int = 0
+    """The largest tensor that it allocates; 0 where that is not known."""
 
 
 _SHAPES = ("Attempting to broadcast a dimension", "must match the size of tensor", "shapes cannot be multiplied")
@@ -84,22 +92,24 @@ class _AsOnDevice(TorchFunctionMode):
         return FusedAttention.apply(query, key, value)
 
 
-def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
-    """Measures a layer of a structure with a micro-batch of `rows` by `seq` tokens on a kind of device."""
-    if compiled and decoder.structures[structure] in decoder.mixing_layers:
+def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
+    """Measures a layer, or half of one, with a micro-batch of `rows` by `seq` tokens on a kind of device."""
+    first = unit.layer
+    assert first is not None
+    if compiled and first in decoder.mixing_layers:
         compiled = False  # with packed rows it runs as it is
     if compiled:
         known = _COMPILED.setdefault(decoder, {})
-        if (structure, rows, seq) not in known:
-            known[structure, rows, seq] = _measure_compiled(decoder, structure, rows, seq, device)
-        return known[structure, rows, seq]
-    first = decoder.structures[structure]
-    module = on_meta(decoder.layers[first]).train()  # as it is trained, whatever mode the caller's model is in
+        key = unit.structure, unit.half, rows, seq
+        if key not in known:
+            known[key] = _measure_compiled(decoder, unit, rows, seq, device)
+        return known[key]
+    module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     float8.convert(module, decoder.matmul)
     args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
-    gates = decoder.gates[first]
+    gates = decoder.gates_of(unit)
     if decoder.router is not None and gates:
         routed = RoutedLayer(module, decoder.router, gates)
         call = RoutedCall(routed, None, args, kwargs, decoder.recorder.tuple_output)
@@ -133,7 +143,7 @@ def measure(decoder: Decoder, structure: int, rows: int, seq: int, device: str, 
     return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
 
 
-_RECORDED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
+_RECORDED: weakref.WeakKeyDictionary[Recorder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -141,7 +151,7 @@ _RECORDED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int], list[tuple[A
 def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a layer is called with for a micro-batch of `rows` by `seq` tokens beside the hidden states, on meta.
     Recorded once for each shape: for a million tokens that takes seconds."""
-    known = _RECORDED.setdefault(decoder, {})
+    known = _RECORDED.setdefault(decoder.recorder, {})
     if (rows, seq) not in known:
         record = decoder.recorder.record(torch.zeros((rows, seq), dtype=torch.int64))
         known[rows, seq] = [
@@ -150,17 +160,20 @@ def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple
     return known[rows, seq][decoder.structures.index(layer)]
 
 
-_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int, int, int], Measured]] = weakref.WeakKeyDictionary()
+_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int | str | None, ...], Measured]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, device: str) -> Measured:
+def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> Measured:
     """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
-    eager = measure(decoder, structure, rows, seq, device)
-    first = decoder.structures[structure]
+    eager = measure(decoder, unit, rows, seq, device)
+    first = unit.layer
+    assert first is not None
     args, kwargs = _arguments(decoder, first, rows, seq)
     try:
         found = compile_memory.cut(
-            on_meta(decoder.layers[first]).train(),
+            on_meta(decoder.module_of(unit)).train(),
             args,
             kwargs,
             (rows, seq, decoder.hidden_size),
@@ -174,7 +187,7 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
             "%s is planned as if it were not compiled: %s", type(decoder.layers[first]).__name__, first_line(error)
         )
         return eager
-    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates[first] else 0
+    router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates_of(unit) else 0
     running = max(found.forward, found.kept + found.backward)
     return Measured(
         kept_bytes=found.kept + router,
@@ -182,7 +195,40 @@ def _measure_compiled(decoder: Decoder, structure: int, rows: int, seq: int, dev
         attention_flops=eager.attention_flops,
         float8_flops=eager.float8_flops,
         running_bytes=running,
+        largest_bytes=found.largest,
     )
+
+
+def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device: str, compiled: bool) -> Measured:
+    """As `measure`, for a unit that is computed in tiles of tokens: it keeps its input alone, and one tile runs at a
+    time. What its backward computes again is counted as a third of its forward, since forward and backward are three
+    times that."""
+    length = tile_length(tokens, tiles)
+    tile = measure(decoder, unit, 1, length, device, compiled=compiled)
+    hidden = length * decoder.hidden_size * decoder.dtype.itemsize
+    running = _running_bytes(tile, hidden, _weight_bytes(unit, decoder))
+    times = tokens / length
+    return Measured(
+        kept_bytes=0,
+        flops=round(tile.flops * times * 4 / 3),
+        float8_flops=round(tile.float8_flops * times * 4 / 3),
+        dropped_bytes=round(tile.kept_bytes * times),
+        converting_bytes=tile.converting_bytes,
+        running_bytes=running,
+        largest_bytes=tile.largest_bytes,
+    )
+
+
+def _running_bytes(work: Measured, hidden: int, weights: int) -> int:
+    """Upper bound of what torch allocates while a layer is recomputed and its backward runs: its activations, the
+    gradients of its `weights` bytes, and a few tensors of its widest part, beside `hidden` bytes a hidden state."""
+    if work.running_bytes is not None:
+        return work.running_bytes + 2 * hidden
+    return work.kept_bytes * 5 // 4 + weights + 4 * hidden
+
+
+def _weight_bytes(unit: Unit, decoder: Decoder) -> int:
+    return sum(torch.Size(t.shape).numel() for t in unit.tensors) * decoder.dtype.itemsize
 
 
 def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measured:
@@ -201,6 +247,7 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
 def plan_request(
     decoder: Decoder,
     *,
+    tiles: int = 1,  # of tokens, in which the MLP halves of layers are computed
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
@@ -226,14 +273,22 @@ def plan_request(
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
-    measured = [measure(decoder, s, rows, seq, device, compiled=compiled) for s in range(len(decoder.structures))]
+    kinds = {(unit.structure, unit.half): unit for unit in reversed(decoder.units) if unit.layer is not None}
+    by_kind = {
+        kind: _measure_tiled(decoder, unit, rows * seq, tiles, device, compiled)
+        if tiles > 1 and decoder.is_tiled(unit)
+        else measure(decoder, unit, rows, seq, device, compiled=compiled)
+        for kind, unit in kinds.items()
+    }
+    measured = list(by_kind.values())
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
     aligned_input = -(-tokens * decoder.hidden_size * decoder.dtype.itemsize // STAGE_ALIGN) * STAGE_ALIGN
     head_flops = 2 * tokens * decoder.vocab_size * decoder.hidden_size
     units = []
-    for unit in decoder.units:
-        work = measured[unit.structure] if unit.structure is not None else Measured(0, 0)
+    tiled = Cut(decoder, tiles).tiled
+    for number, unit in enumerate(decoder.units):
+        work = by_kind.get((unit.structure, unit.half), Measured(0, 0))
         units.append(
             {
                 "name": unit.name,
@@ -251,7 +306,7 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device),
+                **_beside_matmuls(unit, work, micro_batch, decoder.vocab_size, device, tiled.get(number, 1)),
             }
         )
         if work.float8_flops and device != "cpu":
@@ -271,10 +326,12 @@ def plan_request(
         **{what: size + more for what, size in workspace.items()},
         "context_bytes": Gpu(name="", total_bytes=card_bytes or 80 * GIB).context_bytes if device == "cuda" else 0,
         "fragmentation": FRAGMENTATION if device == "cuda" else 0.0,
+        "largest_bytes": max(m.largest_bytes for m in measured),
         "budget": dict(budget),
         "shared_memory": device == "cpu",
         "device": device,
         "one_group": decoder.router is not None,
+        "sum_layers": tiles > 1,
         "requests": {
             **{k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
             "graphs": device == "cuda" and bool((requests or {}).get("graphs", True)) and can_capture(decoder),
@@ -294,19 +351,23 @@ _LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
 
 
-def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
+def _beside_matmuls(
+    unit: Unit, work: Measured, micro_batch: tuple[int, int], vocab: int, device: str, tiles: int
+) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
         return {}
+    tokens = math.prod(micro_batch)
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
     last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
     return {
         "attention_flops": work.attention_flops,
-        "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
-        "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
-        "launch_s": _LAUNCH_S,
+        "attention_row": micro_batch[1],
+        "spared_flops": work.flops if tiles > 1 else min(last, max(0, work.flops - work.attention_flops)),
+        "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
+        "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2 * tiles,
     }
 
 
@@ -366,7 +427,9 @@ def _trained(decoder: Decoder) -> list[str]:
 
 
 FRAGMENTATION = 0.05
-"""What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100."""
+"""What torch's allocator has reserved beyond what is in use, as a share of that: 1 to 4 % were measured on an H100 with
+micro-batches of 8,192 tokens. One row of 131,072 tokens of Qwen2.5-7B needs 5 to 12 % more than the 30.6 GiB in use,
+by the allocator's rules applied to what a compiled layer allocates and frees: up to one tensor of its widest part."""
 
 REQUESTS = (
     "slots",
@@ -426,14 +489,8 @@ def _workspace(
     kept, and when all of that is gone."""
     size = decoder.dtype.itemsize
     hidden = tokens * decoder.hidden_size * size
-    weights = max(
-        sum(torch.Size(t.shape).numel() for t in unit.tensors) * size for unit in decoder.units if unit.role == "layer"
-    )
-    # a layer's activations, its gradients, and a few tensors of its widest part
-    running = [
-        m.kept_bytes * 5 // 4 + weights + 4 * hidden if m.running_bytes is None else m.running_bytes + 2 * hidden
-        for m in measured
-    ]
+    weights = max(_weight_bytes(unit, decoder) for unit in decoder.units if unit.role == "layer")
+    running = [_running_bytes(m, hidden, weights) for m in measured]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
     if loss_fn is not False:

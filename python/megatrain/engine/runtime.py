@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from megatrain import _core
 from megatrain.config import constraints
 from megatrain.engine import options as arguments
+from megatrain.engine.cuts import Cut, cuts, first_that_fits, planned
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
@@ -23,7 +24,7 @@ from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
 from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
 from megatrain.engine.step import StepTemplates
-from megatrain.engine.template import GradientViews, LayerTemplate, Slice, UnitLayout, cast_bytes, unit_layouts
+from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
@@ -48,7 +49,9 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "stage",
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
-PLAN_KEYS = frozenset({*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile"})
+PLAN_KEYS = frozenset(
+    {*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile", "fragments", "mlp_tiles"}
+)
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
 
@@ -83,7 +86,9 @@ class Runtime:
             if nearest(unknown[0], (*PLAN_KEYS, "micro_batch")) == "micro_batch":  # a key of a configuration's section
                 meant = "an engine's micro-batch is an argument of its own, micro_batch=(rows, tokens)"
             raise ConfigError(f"plan: unknown key {unknown[0]!r}; {meant}")
-        self._decoder = decoder
+        self._whole = decoder
+        self.cut: Cut = Cut(decoder)
+        """How the present plan cuts the model into units and tiles."""
         self.set_optimizer(optimizer)
         self._core_device = core_device
         self.device: torch.device = device
@@ -123,10 +128,15 @@ class Runtime:
             self._start(micro_batch, micro_batches, self._fill)
 
     @property
+    def decoder(self) -> Decoder:
+        """The model, cut into units as the present plan has it."""
+        return self.cut.decoder
+
+    @property
     def core(self) -> _core.Engine:
         """The native engine; planned, allocated and filled here where it is not yet."""
         if self._core is None:
-            seq = min(self._decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
+            seq = min(self.decoder.max_positions or _DEFAULT_SEQ, _DEFAULT_SEQ)
             return self._start(self.micro_batch or (1, seq), self.micro_batches or 1, self._fill)
         return self._core
 
@@ -143,7 +153,7 @@ class Runtime:
         assert self.core is not None  # which makes it
         return self._plan
 
-    def request(self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
+    def request(self, cut: Cut, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
         """The planner's input; see `profile.plan_request`. `on_disk`: bytes of present state files, counted as free."""
         machine = self._machine()
         budget = machine.budget(self.device.type, **self._limits)
@@ -152,7 +162,8 @@ class Runtime:
             if self._disk.size is not None:
                 budget["disk"] = min(budget["disk"], self._disk.size)
         return plan_request(
-            self._decoder,
+            cut.decoder,
+            tiles=cut.tiles,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
@@ -169,13 +180,13 @@ class Runtime:
 
     def set_optimizer(self, optimizer: AdamW) -> None:
         """Settings of the updates from here on. Raises ConfigError where its groups do not fit the model."""
-        self._assigned = optimizer.assign(n for n, t in self._decoder.tensors.items() if t.role == "trainable")
+        self._assigned = optimizer.assign(n for n, t in self.decoder.tensors.items() if t.role == "trainable")
         self.optimizer = optimizer
         """AdamW's present settings."""
 
     def core_groups(self, seen: bool) -> tuple[list[CoreGroup], list[int]]:
         """Hyper-parameters of every group, and which groups have no gradient; `seen`: a micro-batch had an image."""
-        return core_groups(self._decoder, self.optimizer, self._assigned, seen)
+        return core_groups(self.decoder, self.optimizer, self._assigned, seen)
 
     def ready(self, prepared: StepInputs, between_passes: bool, larger: tuple[int, int] = (0, 0)) -> _core.Engine:
         """The core, planned at least for these micro-batches, and for `larger` (batch, seq) where it has to be planned.
@@ -220,9 +231,9 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        request = self.request(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
-        planned = json.loads(_core.plan(json.dumps(request)))
-        if _placement(planned) == _placement(self._plan):
+        cut, _, found = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
+        planned = json.loads(found)
+        if cut == self.cut and _placement(planned) == _placement(self._plan):
             self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
         elif not between_passes:
             raise ConfigError(
@@ -293,7 +304,7 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
-        asked = self.request(micro_batch, micro_batches)
+        cut, asked, planned = self._first_that_fits(micro_batch, micro_batches)
         request = json.dumps(asked)
         base = self._bytes_beside_the_plan()
         options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
@@ -301,28 +312,46 @@ class Runtime:
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
-            planned = _core.plan(request)
             core = _core.Engine(self._core_device, request, planned, json.dumps(options))
         except ValueError as error:
             raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
             log.warning("%s", warning)
+        before, self.cut = self.cut, cut
         try:
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
             if self.device.type == "cpu":
                 templates.heap = HeapLimit(base, _memory_bytes(json.loads(planned)))
         except BaseException:
+            self.cut = before
             core.close()
             raise
         self._core, self._templates, self._plan = core, templates, json.loads(planned)
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         return core
 
-    def _copy_state(self, source: _core.Engine, target: _core.Engine) -> None:
-        """Moves every plane and count from one core to another, a tensor at a time."""
+    def _first_that_fits(
+        self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
+    ) -> tuple[Cut, dict[str, Any], str]:
+        """How the model is cut, the request and the plan."""
+        found = cuts(self._whole, self.settings, math.prod(micro_batch))
+
+        def asked(cut: Cut) -> dict[str, Any]:
+            return self.request(cut, micro_batch, micro_batches, on_disk)
+
+        try:
+            return planned(found, first_that_fits(found, asked) if len(found) > 1 else found[0], asked)
+        except DoesNotFit:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"this cannot be planned: {error}") from error
+
+    def _copy_state(self, cut: Decoder, source: _core.Engine, target: _core.Engine) -> None:
+        """Moves every plane and count from a core with the units of `cut` to a new one, a tensor at a time."""
         form = self.state_format
-        for ref in self._decoder.tensors.values():
+        for name, ref in cut.tensors.items():
+            to = self.decoder.tensors[name]
             size = torch.Size(ref.shape).numel()
             planes: list[tuple[Plane, torch.Tensor]]
             if ref.role == "frozen":
@@ -330,25 +359,25 @@ class Runtime:
             else:
                 moment = torch.empty(torch.Size(form.moment_shape(ref.shape)).numel(), dtype=form.moment_dtype)
                 planes = [("master", torch.empty(size)), ("exp_avg", moment), ("exp_avg_sq", moment)]
-                target.set_step_count(ref.unit, ref.tensor, source.step_count(ref.unit, ref.tensor))
+                target.set_step_count(to.unit, to.tensor, source.step_count(ref.unit, ref.tensor))
             for plane, values in planes:
                 source.read(ref.unit, ref.tensor, plane, values)
-                target.write(ref.unit, ref.tensor, plane, values)
+                target.write(to.unit, to.tensor, plane, values)
 
     def _bytes_beside_the_plan(self) -> int:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
         a model, which move into the core."""
-        values = sum(t.numel() * t.element_size() for t in self._decoder.values.values() if t.device.type == "cpu")
+        values = sum(t.numel() * t.element_size() for t in self.decoder.values.values() if t.device.type == "cpu")
         before = _memory_bytes(self._plan) if self._core is not None else 0
         return max(0, anonymous_bytes() - values - before)
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
-        before = self.core
+        before, decoder = self.core, self.decoder
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
         try:
-            made = self._start(micro_batch, micro_batches, lambda core: self._copy_state(before, core))
+            made = self._start(micro_batch, micro_batches, lambda core: self._copy_state(decoder, before, core))
         except DoesNotFit as error:
             totals = self._plan["totals"]
             disk = f" and {hardware.format_bytes(totals['disk'])} on disk" if totals["disk"] else ""
@@ -370,7 +399,7 @@ class Runtime:
 
     def _fill(self, core: _core.Engine) -> None:
         """Moves the model's values into the store; each tensor is freed as soon as it was copied."""
-        decoder = self._decoder
+        decoder = self.decoder
         values = decoder.values
         if self._load is not None:
             self._load(decoder, core)
@@ -396,7 +425,7 @@ class Runtime:
 
     def _build(self, core: _core.Engine, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
         """Templates and views over the core's regions."""
-        decoder = self._decoder
+        decoder = self.decoder
         layouts = unit_layouts(decoder, json.loads(core.layout()))
 
         def region(name: Literal["weights", "grads", "accumulators", "stage"]) -> Region | None:
@@ -407,7 +436,7 @@ class Runtime:
         assert places is not None
         size = cast_bytes(decoder)
         casts = CastBuffer(size, places.device) if size else None
-        captured = _captured_units(plan)
+        captured = _captured_units(plan, self.cut.tiled)
         return StepTemplates(
             decoder=decoder,
             layouts=layouts,
@@ -415,6 +444,7 @@ class Runtime:
             casts=casts,
             stage=stage,
             staged_bytes=staged_bytes(request, plan),
+            tiles=self.cut.tiled,
             embed=EmbedTemplate(decoder, layouts[0], places, casts),
             layers=self._layer_templates(layouts, places, casts),
             head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),
@@ -429,26 +459,27 @@ class Runtime:
 
     def _layer_templates(
         self, layouts: list[UnitLayout], weights: Region, casts: CastBuffer | None
-    ) -> list[LayerTemplate]:
-        """The template of each layer. A structure has several where its layers' frozen tensors are stored in several
-        types."""
-        made: dict[tuple[int, tuple[Slice, ...]], LayerTemplate] = {}
-        templates = []
-        for layer, structure in enumerate(self._decoder.structure_of):
-            layout = layouts[layer + 1]
-            key = structure, layout.slices
+    ) -> dict[int, LayerTemplate]:
+        """The template of each layer or half of one. A structure has several where its layers' frozen tensors are
+        stored in several types."""
+        made: dict[tuple[Any, ...], LayerTemplate] = {}
+        templates: dict[int, LayerTemplate] = {}
+        for number, unit in enumerate(self.decoder.units):
+            if unit.layer is None:
+                continue
+            key = unit.structure, unit.half, layouts[number].slices
             if key not in made:
-                made[key] = LayerTemplate(self._decoder, layer, layout, weights, casts, self.compiled)
-            templates.append(made[key])
+                made[key] = LayerTemplate(self.decoder, number, layouts[number], weights, casts, self.compiled)
+            templates[number] = made[key]
         return templates
 
 
-def _captured_units(plan: dict[str, Any]) -> frozenset[int]:
-    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core)."""
+def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset[int]:
+    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core); those in tiles are not."""
     return frozenset(
         number
         for number, unit in enumerate(plan["units"])
-        if plan["graphs"] and 0 < number < len(plan["units"]) - 1
+        if plan["graphs"] and 0 < number < len(plan["units"]) - 1 and number not in tiled
         if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
     )
 

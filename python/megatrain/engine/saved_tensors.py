@@ -151,8 +151,7 @@ class CheckpointedCall:
         self._input = leaf.detach()
         self._input_storage = leaf.untyped_storage()._cdata
         if input_on_host:
-            staged = self._copy_to_stage(self._input)
-            self._staged_input = staged if isinstance(staged, _Staged) else None
+            self._stage_input()
         pack = {"keep": self._keep, "offload": self._offload, "recompute": self._forget}[activation]
         self._reseed()
         with torch.enable_grad(), saved_tensors_hooks(pack, self._unpack):
@@ -163,7 +162,7 @@ class CheckpointedCall:
             self.aux = aux.detach()
             self._aux = get_gradient_edge(aux) if aux.requires_grad else None
         self._on_stage.clear()
-        if self._staged_input is not None and self._stage is not None:
+        if self._input_is_away:
             # the graph's leaf must not hold the memory that has gone to the host
             leaf.data = leaf.new_empty(0)
             self._input = leaf.new_empty(0)
@@ -178,11 +177,7 @@ class CheckpointedCall:
         aux: Tensor | None = None,  # gradient of the layer's second tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of each parameter; None where there is none."""
-        self._image = image
-        self._stage_at = stage_at
-        if self._staged_input is not None and self._stage is not None:
-            self._input = self._from_stage(self._staged_input)
-            self._input_storage = self._stage.storage
+        self._fetch_input(image, stage_at)
         assert self._out is not None
         outputs, grads = [self._out], [grad]
         if aux is not None and self._aux is not None:
@@ -196,6 +191,24 @@ class CheckpointedCall:
     def release(self) -> None:
         """Lets go of the graph, and so of all that it has saved."""
         self._out = self._aux = self._rerun = None
+
+    def _stage_input(self) -> None:
+        """Copies the input to the stage."""
+        staged = self._copy_to_stage(self._input)
+        self._staged_input = staged if isinstance(staged, _Staged) else None
+
+    @property
+    def _input_is_away(self) -> bool:
+        """Whether the input is on the stage, so that it need not be kept."""
+        return self._staged_input is not None and self._stage is not None
+
+    def _fetch_input(self, image: int, stage_at: int | None) -> None:
+        """Notes where the unit's image and its activations are now, and takes the input from the stage if it is
+        there."""
+        self._image, self._stage_at = image, stage_at
+        if self._staged_input is not None and self._stage is not None:
+            self._input = self._from_stage(self._staged_input)
+            self._input_storage = self._stage.storage
 
     # -------------------------------------------------------------------------------------------- packing
 

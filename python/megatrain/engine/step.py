@@ -17,6 +17,7 @@ from megatrain.engine.layer_graphs import CapturedPass, LayerGraphs, Recording
 from megatrain.engine.out_of_memory import OutOfMemory
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, has_dropout
+from megatrain.engine.tiles import TiledCall, in_tiles
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.state_changes import StateSnapshot, refusal
@@ -43,13 +44,15 @@ class StepTemplates:
     staged_bytes: list[int]
     """By unit: what the core copies of the stage to the host and back for one micro-batch."""
     embed: EmbedTemplate
-    layers: list[LayerTemplate]
-    """By layer; those of one structure whose tensors are laid out alike share theirs."""
+    layers: dict[int, LayerTemplate]
+    """By unit that is a layer or half of one; those of one structure whose tensors are laid out alike share theirs."""
     head: HeadTemplate
     grads: list[GradientViews]
     """By unit: views in region `grads`, transfer precision."""
     sums: list[GradientViews]
     """By unit: views in region `accumulators`, fp32."""
+    tiles: dict[int, int]
+    """By unit that is computed in tiles of tokens: how many."""
     random: KeyedRandom
     """What layers draw random numbers from."""
     group: int
@@ -65,7 +68,7 @@ class StepTemplates:
         """Switches dropout on or off everywhere."""
         self.embed.train(training)
         self.head.train(training)
-        for layer in set(self.layers):
+        for layer in set(self.layers.values()):
             layer.train(training)
 
     def drawing(self, template: "EmbedTemplate | LayerTemplate", call: Callable[..., T]) -> Callable[..., T]:
@@ -152,8 +155,8 @@ class Pass:
         self._hidden: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._grad: list[Held[Tensor]] = [Held() for _ in range(count)]
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        """Per micro-batch: the features added after a unit in the forward pass, then their gradients in the backward
-        pass."""
+        """Per micro-batch: by layer, the features added after it in the forward pass, then their gradients in the
+        backward pass."""
         self._turns: dict[tuple[int, int], CheckpointedCall] = {}
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
@@ -241,7 +244,7 @@ class Pass:
         )
         hidden, features = forward(micro)
         self._hidden[m].put(hidden)
-        self._features[m] = dict(enumerate(features, 1))
+        self._features[m] = dict(enumerate(features))
 
     def _forward(self, op: ComputeOp) -> None:
         unit, m = op.unit, op.micro_batch
@@ -249,20 +252,24 @@ class Pass:
         if self._captured is not None and (replayed := self._captured.run(op, hidden)) is not None:
             self._hidden[m].put(replayed)
             return
-        template = templates.layers[unit - 1]
-        template.bind(op.weights, unit - 1)
-        layer = self._layer(template, micro, unit - 1)
+        template = templates.layers[unit]
+        number = template.bind(op.weights, unit)
+        layer = self._layer(template, micro, unit, number)
+        tiles = templates.tiles.get(unit)
         if not self._training:
-            self._hidden[m].put(self._with_features(micro, unit, m, layer(hidden)))
+            after = layer(hidden) if tiles is None else in_tiles(layer, hidden, tiles)
+            self._hidden[m].put(self._with_features(micro, unit, m, after))
             return
-        turn = CheckpointedCall(
+        turn = (CheckpointedCall if tiles is None else TiledCall)(
             layer,
             templates.weights,
             frozenset((templates.weights.storage,)),
             op.weights,
-            lambda: self._reseed(m, unit),
+            lambda: self._reseed(m, number + 1),
             templates.casts.region if templates.casts is not None else None,
         )
+        if isinstance(turn, TiledCall) and tiles is not None:
+            turn.use_tiles(tiles)
         if op.stage is not None:
             shared = micro.recorded.storages() | (
                 micro.document_buckets.storages() if micro.document_buckets is not None else frozenset()
@@ -281,13 +288,20 @@ class Pass:
 
     def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
         """What a layer returned, with the features of images that the model adds to it."""
-        features = self._features[m].pop(unit, None)
+        of = self._templates.decoder.units[unit]
+        features = self._features[m].pop(of.layer, None) if of.layer is not None and of.ends_layer else None
         visual = micro.recorded.visual
         return hidden if features is None or visual is None else add_features(hidden, visual, features)
 
-    def _layer(self, template: LayerTemplate, micro: MicroBatch, layer: int) -> Any:
-        """The `layer`-th layer as a function of the micro-batch's hidden states."""
-        by_document = micro.document_buckets is not None and layer in micro.document_buckets.layers
+    def _layer(self, template: LayerTemplate, micro: MicroBatch, unit: int, layer: int) -> Any:
+        """The `unit`-th unit, which is the `layer`-th layer or half of it, as a function of the micro-batch's hidden
+        states."""
+        # in tiles no token sees another one anyway
+        by_document = (
+            micro.document_buckets is not None
+            and layer in micro.document_buckets.layers
+            and unit not in self._templates.tiles
+        )
         record = micro.recorded
         if by_document and micro.document_buckets is not None:
             call: Any = micro.document_buckets.call(template, layer, self._training)
@@ -310,7 +324,7 @@ class Pass:
                 self.losses[m], self.logprobs[m], self.correct[m] = scores
             self._micro[m].take()
             return
-        self._reseed(m, op.unit)
+        self._reseed(m, templates.decoder.num_layers + 1)
         sums = self._targets(op)
         self.losses[m], grad = templates.head.train_step(
             hidden, micro, self._options, sums, self._tied_sum(op), op.first
@@ -327,20 +341,33 @@ class Pass:
             self._grad[m].put(replayed)
             return
         vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
-        if visual is not None and vision_spec is not None and unit <= vision_spec.deepstack:
-            self._features[m][unit] = feature_grad(grad, visual)
-        template = templates.layers[unit - 1]
-        template.bind(op.weights, unit - 1)
+        template = templates.layers[unit]
+        layer = template.bind(op.weights, unit)
+        added = templates.decoder.units[unit].ends_layer and vision_spec is not None and layer < vision_spec.deepstack
+        if visual is not None and added:
+            self._features[m][layer] = feature_grad(grad, visual)
         if self._routed and self._router_grad is None:
             self._balance()
         turn = self._turns.pop((unit, m))
         weight_grads = template.weight_grads
         targets = [t for t in self._targets(op) if t is not None]
-        weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
-        grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
-        assert grads[0] is not None
-        self._grad[m].put(grads[0])
-        self._require_gradients(op, weight_grads.finish(grads[1:]))
+        if isinstance(turn, TiledCall):
+            without = set(range(len(targets)))
+            of_input: Tensor | None = turn.backward_by_tile(
+                grad,
+                template.parameters,
+                op.weights,
+                op.stage,
+                lambda first: weight_grads.begin(targets, first=op.first and first, in_fp32=True),
+                lambda grads: without.intersection_update(weight_grads.finish(grads)),
+            )
+        else:
+            weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
+            of_input, *grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
+            without = weight_grads.finish(grads)
+        assert of_input is not None
+        self._grad[m].put(of_input)
+        self._require_gradients(op, without)
         self._round(op)
 
     def _require_gradients(self, op: ComputeOp, without: set[int]) -> None:
@@ -376,7 +403,7 @@ class Pass:
             self._reseed(m, 0)
             features = self._features[m]
             backward = templates.drawing(templates.embed, templates.embed.backward)
-            of_rows, of_others = backward(micro, grad, [features[unit] for unit in sorted(features)])
+            of_rows, of_others = backward(micro, grad, [features[layer] for layer in sorted(features)])
             for (table, _), where, part in zip(templates.decoder.tables, micro.lookups, of_rows, strict=True):
                 if table in self._rows and part is not None:
                     self._rows[table].add(where, part)
@@ -461,11 +488,12 @@ class Pass:
             return self._templates.grads[0].at(op.tied_grad)[tied]
         return None
 
-    def _reseed(self, m: int, unit: int) -> None:
-        """Randomness is a function of seed, step, micro-batch and unit, so that no plan changes it."""
+    def _reseed(self, m: int, layer: int) -> None:
+        """Randomness is a function of seed, step, micro-batch and layer (0 before the layers, counted from 1), so that
+        no plan changes it."""
         if self._training:
             micro = self._prepared.micro_batches[m].index
-            self._templates.random.seed(random_key(self._seed, self._step, micro, unit))
+            self._templates.random.seed(random_key(self._seed, self._step, micro, layer))
 
 
 def random_key(*numbers: int) -> int:

@@ -16,7 +16,6 @@ from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
 from megatrain.models.decoder import Decoder
-from megatrain.models.modules import copy_without
 from megatrain.models.moe import RoutedLayer
 
 
@@ -213,20 +212,22 @@ def move_shared_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 class LayerTemplate:
-    """One module for every layer of a structure whose tensors are laid out alike."""
+    """One module for every layer, or half of one, of a structure whose tensors are laid out alike."""
 
     def __init__(
         self,
         decoder: Decoder,
-        first: int,  # number of a layer of the structure
+        number: int,  # of a unit of the structure
         layout: UnitLayout,
         region: Region,
         casts: CastBuffer | None = None,
         compiled: bool = False,
     ) -> None:
-        self.module: nn.Module = copy_without(decoder.layers[first])
+        self._units = decoder.units
+        unit = decoder.units[number]
+        self.module: nn.Module = decoder.module_of(unit)
         self.bound: BoundTensors = BoundTensors(
-            places_of(self.module, decoder.local_names(first + 1)), layout, region, casts
+            places_of(self.module, decoder.local_names(number)), layout, region, casts
         )
         float8.convert(self.module, decoder.matmul)
         self.layout = layout
@@ -236,7 +237,7 @@ class LayerTemplate:
         self.parameters: list[Tensor] = self.bound.trainable
         self.weight_grads: WeightGradients = WeightGradients(self.module, self.parameters)
         move_shared_buffers(self.module, region.device)
-        self.tried: bool = first not in decoder.untried
+        self.tried: bool = unit.layer not in decoder.untried
         """Whether it is known that the forward changes no state of the module."""
         self._index = [
             (self.module.get_submodule(path), name)
@@ -244,17 +245,21 @@ class LayerTemplate:
             if _has_attribute(self.module, path, name)
         ]
         self._tuple = decoder.recorder.tuple_output
-        name = f"{type(self.module).__name__} ({decoder.units[first + 1].name})"
+        name = f"{type(self.module).__name__} ({unit.name})"
         self._run = OneGraph(self.module, name) if compiled else self.module
-        gates = decoder.gates[first]
+        gates = decoder.gates_of(unit)
         self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
         self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
 
-    def bind(self, image: int, layer: int) -> None:
-        """Makes this the `layer`-th layer (from 0), whose image is at byte `image` of region `weights`."""
-        self.bound.bind(image, layer + 1)
+    def bind(self, image: int, number: int) -> int:
+        """Makes this the `number`-th unit, whose image is at byte `image` of region `weights`. Returns the number of
+        its layer, from 0."""
+        layer = self._units[number].layer
+        assert layer is not None
+        self.bound.bind(image, number)
         for module, name in self._index:
             setattr(module, name, layer)
+        return layer
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool = True) -> "LayerCall":
         """The layer as a function of its input alone; uncompiled on request, for shapes of which there are many."""

@@ -145,6 +145,8 @@ class Passes:
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,
+            halves=runtime.cut.in_halves,
+            mlp_tiles=runtime.cut.tiles,
         )
 
     def train(
@@ -301,7 +303,7 @@ class Passes:
     def _train_twice(self, core: _core.Engine, prepared: StepInputs, options: LossOptions) -> Pass:
         """The second of two gradient passes that agree bit for bit. Raises EngineBroken where they do not; the engine
         is broken then, since nothing that it computes can be trusted."""
-        decoder = self._preparer.decoder
+        decoder = self._runtime.decoder
         found = []
         try:
             for synchronous in (False, True):

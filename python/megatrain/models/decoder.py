@@ -5,6 +5,7 @@ runs before and after the layers. `inspect_model.py` fills it in, by running the
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,14 +13,17 @@ import torch
 from torch import nn
 
 from megatrain.config.default_length import max_positions
+from megatrain.models.halves import HALVES, Split
 from megatrain.models.hf_config import check, load_config, text_config
 from megatrain.models.lm_head import HeadKind
 from megatrain.models.meta_init import build_without_storage
+from megatrain.models.modules import copy_without
 from megatrain.models.moe import Gates, RouterLoss
 from megatrain.models.packing import Packing
 from megatrain.models.recorder import Recorder
 from megatrain.models.support import check_rope
 from megatrain.models.taken_weights import TakenWeights
+from megatrain.models.token_wise import TOKENS, why_not_token_wise
 from megatrain.models.trace import Probe
 from megatrain.models.types import PRECISIONS, TensorRef, Unit
 from megatrain.models.varlen_attention import NAME
@@ -75,8 +79,10 @@ class Decoder:
     """Per layer: the index of its structure. Layers of one structure compute the same function."""
     structures: tuple[int, ...]
     """Per structure: its first layer."""
+    splits: tuple[Split | str, ...]
+    """Per structure: the two halves of its layers, or why they have none."""
     units: tuple[Unit, ...]
-    """Embed, the layers, head."""
+    """Embed, the layers or halves of them, head."""
     tensors: Mapping[str, TensorRef]
     """Every parameter and persistent buffer by its name, tied ones once."""
     tables: tuple[tuple[int, int | None], ...]
@@ -143,7 +149,7 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers; there are two more units."""
+        """Number of decoder layers, whole ones also where they are split into two units."""
         return len(self.layers)
 
     @property
@@ -224,9 +230,87 @@ class Decoder:
 
     def local_names(self, unit: int) -> dict[str, int]:
         """Index of each tensor of a unit by its name relative to the layer (for embed and head, to the model)."""
-        role = self.units[unit].role
-        skipped = len(".".join(p for p in (self.base_name, self.layers_name, str(unit - 1)) if p)) + 1
-        return {(t.name[skipped:] if role == "layer" else t.name): t.tensor for t in self.units[unit].tensors}
+        of = self.units[unit]
+        skipped = 0 if of.layer is None else len(self._layer_name(of.layer)) + 1
+        return {t.name[skipped:]: t.tensor for t in of.tensors}
+
+    def _layer_name(self, layer: int) -> str:
+        return ".".join(p for p in (self.base_name, self.layers_name, str(layer)) if p)
+
+    @functools.cached_property
+    def halves(self) -> "Decoder":
+        """The same model with every layer that can be split cut into two units; this one where none can."""
+        units = [part for unit in self.units for part in self._halves_of(unit)]
+        if len(units) == len(self.units):
+            return self
+        renumbered = tuple(
+            dataclasses.replace(
+                unit,
+                tensors=tuple(dataclasses.replace(t, unit=number, tensor=i) for i, t in enumerate(unit.tensors)),
+            )
+            for number, unit in enumerate(units)
+        )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = {t.name: t for unit in renumbered for t in unit.tensors}
+        fields |= {"units": renumbered, "tensors": {name: found[name] for name in self.tensors}}
+        return Decoder.from_fields(**fields)
+
+    def _halves_of(self, unit: Unit) -> list[Unit]:
+        split = self.splits[unit.structure] if unit.structure is not None else ""
+        if isinstance(split, str) or unit.layer is None or unit.half is not None:
+            return [unit]
+        skipped = len(self._layer_name(unit.layer)) + 1
+        return [
+            dataclasses.replace(
+                unit,
+                name=f"{unit.name}.{half}",
+                half=half,
+                tensors=tuple(t for t in unit.tensors if split.half_of(t.name[skipped:]) == index),
+            )
+            for index, half in enumerate(HALVES)
+        ]
+
+    @functools.cached_property
+    def untiled(self) -> dict[int, str]:
+        """By structure whose layers' MLP cannot be computed in tiles of tokens: why. The others' can."""
+        found: dict[int, str] = {}
+        record = self.recorder.record(torch.zeros(1, TOKENS, dtype=torch.int64))
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(1, TOKENS, self.hidden_size, generator=generator).to(self.dtype)
+        for structure, (first, split) in enumerate(zip(self.structures, self.splits, strict=True)):
+            if isinstance(split, str):
+                found[structure] = split
+                continue
+            if any(split.half_of(path) == 1 for path, _ in self.gates[first]):
+                found[structure] = "its router has an auxiliary loss"
+                continue
+            half = split.module(self.layers[first], "mlp")
+            reason = why_not_token_wise(half, record.args[first], record.kwargs[first], hidden)
+            if reason is not None:
+                found[structure] = reason
+        return found
+
+    def is_tiled(self, unit: Unit) -> bool:
+        """Whether a unit is an MLP that can be computed in tiles of tokens."""
+        return unit.half == "mlp" and unit.structure not in self.untiled
+
+    def module_of(self, unit: Unit) -> nn.Module:
+        """A copy, which shares tensors with the model, of the layer or half of a layer that a unit is."""
+        assert unit.layer is not None
+        assert unit.structure is not None
+        layer, split = self.layers[unit.layer], self.splits[unit.structure]
+        if unit.half is None or isinstance(split, str):
+            return copy_without(layer)
+        return split.module(layer, unit.half)
+
+    def gates_of(self, unit: Unit) -> Gates:
+        """The routers of the layer or half of a layer that a unit is."""
+        assert unit.layer is not None
+        assert unit.structure is not None
+        gates, split = self.gates[unit.layer], self.splits[unit.structure]
+        if unit.half is None or isinstance(split, str):
+            return gates
+        return tuple((path, at) for path, at in gates if HALVES[split.half_of(path)] == unit.half)
 
     def is_vision(self, name: str) -> bool:
         """Whether a tensor belongs to a part that processes images."""

@@ -6,7 +6,7 @@ Nothing is decided by the name of an architecture. Each step takes the results o
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatrain.config.constraints import check_matmul
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
+from megatrain.models.halves import Split, find_splits
 from megatrain.models.layer_check import try_layers
 from megatrain.models.lm_head import HeadKind, probe_head
 from megatrain.models.moe import find_router_loss
@@ -88,7 +89,9 @@ def _inspect(
     _freeze(parts.model, freeze, untrained, taken.aliases)
     index_names = index_attributes(parts.layers)
     structure_of, firsts = structures(parts.layers, index_names)
-    units = _cut(parts, places, taken, structure_of, head, _by_own_names(parts.model, frozen_dtypes))
+    splits = find_splits(parts, recorder, firsts)
+    of_layers = [splits[structure] for structure in structure_of]
+    units = _cut(parts, places, taken, structure_of, of_layers, head, _by_own_names(parts.model, frozen_dtypes))
     packing = use_varlen_attention(parts, recorder, firsts)
     return Decoder.from_fields(
         model=parts.model,
@@ -112,8 +115,9 @@ def _inspect(
         index_names=index_names,
         structure_of=structure_of,
         structures=firsts,
+        splits=splits,
         units=units,
-        tensors={t.name: t for unit in units for t in unit.tensors},
+        tensors=_in_model_order(parts.model, units),
         tables=_tables(parts, recorder, found, units[0]),
         packing=packing,
         mixing_layers=_mixing_layers(parts, recorder),
@@ -235,17 +239,19 @@ def _cut(
     places: _Places,
     taken: TakenWeights,
     structure_of: Sequence[int],
+    splits: Sequence[Split | str],  # by layer
     head: HeadKind,
     frozen_dtypes: Mapping[str, torch.dtype],
 ) -> tuple[Unit, ...]:
-    """Sorts every parameter and persistent buffer into its unit, in model order."""
+    """Sorts every parameter and persistent buffer into its unit: in model order, and in a layer that can be split half
+    by half, so that gradient norms are summed in one order whether it is or not."""
     for alias, canonical in taken.aliases.items():
         if places.of(canonical) != "embed" or canonical != head.weight:
             raise ConfigError(f"{alias} and {canonical} are one tensor; only embedding and head may share theirs")
     last = len(parts.layers) + 1
     held: list[list[TensorRef]] = [[] for _ in range(last + 1)]
-    for name, tensor, is_buffer in _stored_tensors(parts.model):
-        place = places.of(name)
+    placed = [(name, tensor, is_buffer, places.of(name)) for name, tensor, is_buffer in _stored_tensors(parts.model)]
+    for name, tensor, is_buffer, place in sorted(placed, key=lambda stored: _half_of(parts, splits, *stored[::3])):
         unit = {"embed": 0, "head": last}[place] if isinstance(place, str) else place + 1
         dtype = frozen_dtypes.get(name, taken.values[name].dtype if name in taken.values else tensor.dtype)
         if dtype not in CORE_DTYPES:
@@ -263,7 +269,7 @@ def _cut(
             )
         )
     layers = (
-        Unit(name=f"layers.{i}", role="layer", tensors=tuple(held[i + 1]), structure=structure)
+        Unit(name=f"layers.{i}", role="layer", tensors=tuple(held[i + 1]), structure=structure, layer=i)
         for i, structure in enumerate(structure_of)
     )
     return (
@@ -271,6 +277,18 @@ def _cut(
         *layers,
         Unit(name="head", role="head", tensors=tuple(held[last]), structure=None),
     )
+
+
+def _in_model_order(model: nn.Module, units: Sequence[Unit]) -> dict[str, TensorRef]:
+    """Every tensor by its name: unit by unit, and in the model's own order within each."""
+    order = {name: number for number, (name, _, _) in enumerate(_stored_tensors(model))}
+    return {t.name: t for unit in units for t in sorted(unit.tensors, key=lambda t: order[t.name])}
+
+
+def _half_of(parts: ModelParts, splits: Sequence[Split | str], name: str, place: Place) -> int:
+    """0 or 1: the half of its layer that a tensor belongs to; 0 where the layer cannot be split, and outside layers."""
+    split = splits[place] if isinstance(place, int) else ""
+    return 0 if isinstance(split, str) else split.half_of(name.removeprefix(f"{parts.layer_name(cast('int', place))}."))
 
 
 def _stored_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:

@@ -101,7 +101,7 @@ class _Trial:
         if device == "meta":
             args, kwargs = to_meta(args), to_meta(kwargs)
         else:
-            module = _of_zeros(self._parts.layers[self._layer])
+            module = of_zeros(self._parts.layers[self._layer])
         shape = (1, 2, self._parts.hidden_size)
         hidden = torch.ones(shape, dtype=self._parts.dtype, device=device, requires_grad=True)
         routed: list[Tensor] = []
@@ -140,7 +140,7 @@ class _Trial:
         return [name for name, parameter in module.named_parameters() if id(parameter) not in leaves]
 
 
-def _of_zeros(layer: nn.Module) -> nn.Module:
+def of_zeros(layer: nn.Module) -> nn.Module:
     """A copy of a layer on the CPU with zeros for weights, whose pages are not allocated as long as they are only
     read."""
     twin = on_meta(layer)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 Role = Literal["trainable", "frozen"]
+Half = Literal["attention", "mlp"]
+"""A half of a decoder layer that is split into two units (`halves.py`): what mixes tokens, and what follows."""
 
 
 CORE_DTYPES = {
@@ -35,7 +37,7 @@ class TensorRef:
     name: str
     """Hugging Face state-dict name."""
     unit: int
-    """0 is embed, 1..L the layers, L+1 the head."""
+    """0 is embed; then the layers, or halves of them; the last one is the head."""
     tensor: int
     """Index in the unit."""
     shape: tuple[int, ...]
@@ -54,6 +56,15 @@ class Unit:
     tensors: tuple[TensorRef, ...]
     structure: int | None
     """Index of the layer's structure; None for embed and head."""
+    layer: int | None = None
+    """Number of the layer, from 0; None for embed and head."""
+    half: Half | None = None
+    """Which half of the layer it is; None for a whole layer, embed and head."""
+
+    @property
+    def ends_layer(self) -> bool:
+        """Whether the layer's output is this unit's."""
+        return self.layer is not None and self.half != "attention"
 
 
 class LayerFunctions(Protocol):

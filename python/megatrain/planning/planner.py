@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatrain.config import Config, NvmeConfig, constraints
 from megatrain.config.paths import check_state_folder
@@ -24,6 +25,7 @@ from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine, format_bytes
 
 if TYPE_CHECKING:
+    from megatrain.engine.cuts import Cut
     from megatrain.engine.optimizer import AdamW
     from megatrain.models.decoder import Decoder
 
@@ -196,18 +198,11 @@ def plan_run(
     if device == "cuda":
         machine = machine.with_free_memory()
     rates, measured = calibrate.rates(machine, device)
-    options = engine_plan(config, device, machine)
-    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
-        kept = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
-        options = {key: value for key, value in kept.items() if value is not None} | options
-    nominal = SplitPlanner(config, decoder, device, machine.idle(), calibrate.nominal(machine, device), options)
-    options = (correction or {}) | options
-    roomiest = SplitPlanner(config, decoder, device, machine.idle(), rates, options)
-    first = _first_split(config, device, rows, saved, nominal)
-    size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
+    asked = engine_plan(config, device, machine)
+    first, size, options = _by_rule(config, decoder, device, machine, rates, rows, asked, saved, correction)
     planner = SplitPlanner(config, decoder, device, machine, rates, options)
     try:
-        request, plan = planner.fit(size, -(-rows // size))
+        request, plan, cut = planner.fit(size, -(-rows // size))
     except DoesNotFit as error:
         settled = facts.settled(machine)
         if settled is not None:
@@ -239,30 +234,83 @@ def plan_run(
         measured=measured,
         request=request,
         plan=plan,
-        options=options,
+        options=options | cut.options,
         correction=dict(correction or {}),
         disk=_state_disk(config, machine),
     )
 
 
+def _by_rule(
+    config: Config,
+    decoder: "Decoder",
+    device: str,
+    machine: Machine,
+    rates: dict[str, float],
+    rows: int,
+    options: dict[str, Any],
+    saved: dict[str, Any] | None = None,
+    correction: dict[str, Any] | None = None,
+) -> tuple[int, int, dict[str, Any]]:
+    """What must not depend on what is free now, since it changes rounding: rows of a micro-batch by the rule, as many
+    of them as the idle machine has room for, and `options` with how the model is cut there. What a run was computed
+    with is kept where it fits. Other arguments are those of `plan_run`."""
+    idle, cut_before = machine.idle(), dict[str, Any]()
+    if saved and (saved.get("device") == "cpu") == (device == "cpu"):
+        before = {"loss_chunk": saved.get("loss_chunk"), "compile": saved.get("compiled")}
+        options = {key: value for key, value in before.items() if value is not None} | options
+        cut_before = _cut_of(saved)
+    nominal = SplitPlanner(config, decoder, device, idle, calibrate.nominal(machine, device), options)
+    first = _first_split(config, device, rows, saved, nominal)
+    options = (correction or {}) | options
+    if options.keys() & {"fragments", "mlp_tiles"}:
+        cut_before = {}
+    for kept in (cut_before, {}) if cut_before else ({},):
+        roomiest = SplitPlanner(config, decoder, device, idle, rates, kept | options)
+        size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)
+        cut = roomiest.cut(size, -(-rows // size))
+        if cut is not None:
+            return first, size, options | cut.options
+    return first, size, options
+
+
+def _cut_of(saved: dict[str, Any]) -> dict[str, Any]:
+    """Options for how the model was cut under a numerics key."""
+    tiles = saved.get("mlp_tiles") or 1
+    if tiles > 1 or saved.get("fragments"):
+        return {"fragments": "halves", "mlp_tiles": tiles}
+    return {"fragments": "whole"} if saved.get("compiled") else {"mlp_tiles": 1}
+
+
 def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
     """What to change in a plan under which torch ran out of memory by `shortfall` bytes, as options of the engine's
     plan: room for what was measured, and where that does not free as much, recomputed activations and smaller groups
-    of micro-batches, unless the configuration asks for others. The split of a step stays, and so does the numerics
-    key. None where no such plan needs less."""
+    of micro-batches, then layers in halves and in tiles, unless the configuration asks for others. The split of a step
+    stays, and with it the numerics key unless layers are cut. None where no such plan needs less."""
+    from megatrain.engine.cuts import cuts
+
     size, _ = run_plan.micro_batch
     more = run_plan.correction.get("more_workspace", 0) + shortfall
     planned = run_plan.plan["totals"]["device"] - run_plan.correction.get("more_workspace", 0)
     best: tuple[int, dict[str, Any]] = (0, {})
-    for change in ({}, {"activation": "recompute"}, {"activation": "recompute", "group": 1}, {"group": 1}):
-        if any(getattr(config.plan, key) is not None for key in change):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"activation": "recompute"},
+        {"activation": "recompute", "group": 1},
+        {"group": 1},
+    ]
+    asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
+    ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
+    present = {key: value for key, value in run_plan.options.items() if key in asked}
+    changes += ways[ways.index(present) + 1 :] if present in ways else []
+    for change in changes:
+        if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue
         correction = run_plan.correction | {"more_workspace": more} | change
         planner = SplitPlanner(
             config, decoder, run_plan.device, run_plan.machine, run_plan.rates, run_plan.options | correction
         )
         with contextlib.suppress(DoesNotFit, ConfigError):
-            _, plan = planner.fit(size, run_plan.micro_batches)
+            plan = planner.fit(size, run_plan.micro_batches).plan
             freed = planned - (plan["totals"]["device"] - more)
             if freed > best[0]:
                 best = freed, correction
@@ -275,12 +323,12 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
     """Whether `_planned` finds a plan."""
     rows, machine = nominal_rows(config), _unasked(machine)
     planner = SplitPlanner(config, decoder, device, machine, rates, engine_plan(config, device, machine))
-    if config.plan.micro_batch is not None:
-        size = min(rows, config.plan.micro_batch)
-        return planner.fits(size, -(-rows // size))
-    if planner.fits(1, rows):
-        # The split follows from the idle machine, and is halved until it fits there.
+    size = min(rows, config.plan.micro_batch or 1)
+    if planner.fits(size, -(-rows // size)):
+        # Split and cut follow from the idle machine; a split that is not asked for is halved until it fits there.
         return machine == machine.idle() or _planned(config, decoder, device, machine, rates) is not None
+    if config.plan.micro_batch is not None:
+        return False
     # One micro-batch needs no fp32 sums of gradients on the device.
     whole = rows * config.data.seq_len <= MICRO_BATCH_TOKENS[device][0] and planner.fits(rows, 1)
     return whole and _planned(config, decoder, device, machine, rates) is not None
@@ -291,12 +339,8 @@ def _planned(
 ) -> dict[str, Any] | None:
     """The plan of a run with these settings, as `plan_run` makes it; None where it does not fit."""
     rows, machine = nominal_rows(config), _unasked(machine)
-    options = engine_plan(config, device, machine)
-    size = config.plan.micro_batch and min(rows, config.plan.micro_batch)
-    if size is None:
-        idle, nominal = machine.idle(), calibrate.nominal(machine, device)
-        first = _first_split(config, device, rows, None, SplitPlanner(config, decoder, device, idle, nominal, options))
-        size = _largest_that_fits(SplitPlanner(config, decoder, device, idle, rates, options), first, rows)
+    asked = engine_plan(config, device, machine)
+    _, size, options = _by_rule(config, decoder, device, machine, rates, rows, asked)
     return SplitPlanner(config, decoder, device, machine, rates, options).plan(size, -(-rows // size))
 
 
@@ -328,7 +372,7 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
     threads = max(1, machine.cpus - 2 if device == "cuda" else machine.cpus // 2)
     asked = {field.name: getattr(config.plan, field.name) for field in dataclasses.fields(config.plan)}
     del asked["micro_batch"]  # an argument of its own
-    return {"threads": threads} | {key: value for key, value in asked.items() if value is not None}
+    return {"threads": threads} | {key: value for key, value in asked.items() if value not in (None, "auto")}
 
 
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
@@ -447,6 +491,16 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     return min((size for size in found if seconds[size] <= least), key=effort)
 
 
+class Fitted(NamedTuple):
+    """A plan that fits."""
+
+    request: dict[str, Any]
+    """What the core was asked."""
+    plan: dict[str, Any]
+    cut: "Cut"
+    """How it cuts the model into units and tiles."""
+
+
 class SplitPlanner:
     """Plans one configuration for splits of different sizes, or with other numbers asked for (`options`)."""
 
@@ -471,14 +525,12 @@ class SplitPlanner:
 
     def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
         """The plan; None where there is none that fits."""
-        return self.fit(rows, micro_batches)[1] if self.fits(rows, micro_batches) else None
+        cut = self.cut(rows, micro_batches)
+        return self._planned(cut, rows, micro_batches).plan if cut is not None else None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan: far sooner known than the plan itself."""
-        from megatrain import _core
-
-        with _asked_for():
-            return _core.fits(json.dumps(self._request(rows, micro_batches)))
+        return self.cut(rows, micro_batches) is not None
 
     def refusal(self, rows: int, micro_batches: int, **options: Any) -> DoesNotFit | None:
         """Why a plan with these numbers asked for besides does not fit; None where it does."""
@@ -491,23 +543,47 @@ class SplitPlanner:
             self.options = asked
         return None
 
-    def fit(self, rows: int, micro_batches: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(request, plan). Raises DoesNotFit."""
-        from megatrain import _core
+    def fit(self, rows: int, micro_batches: int) -> Fitted:
+        """The plan for the first way of cutting the model that fits. Raises DoesNotFit."""
+        return self._planned(self.cut(rows, micro_batches), rows, micro_batches)
 
-        request = self._request(rows, micro_batches)
+    def cut(self, rows: int, micro_batches: int) -> "Cut | None":
+        """The way of cutting the model that is planned with; None where none fits. Where the size of micro-batches is
+        not asked for, several rows are not tiled, and their layers are halved only where those of a single row must be:
+        a smaller micro-batch does as well."""
+        from megatrain.engine.cuts import first_that_fits
+
+        found = self._cuts(rows)
         with _asked_for():
-            plan: dict[str, Any] = json.loads(_core.plan(json.dumps(request)))
-        return request, plan
+            if rows > 1 and self.config.plan.micro_batch is None and len(found) > 1:
+                if first_that_fits(found[:1], lambda cut: self._request(cut, rows, micro_batches)):
+                    return found[0]
+                if first_that_fits(found[:1], lambda cut: self._request(cut, 1, rows * micro_batches)):
+                    return None
+                found = [cut for cut in found if cut.tiles == found[0].tiles]
+            return first_that_fits(found, lambda cut: self._request(cut, rows, micro_batches))
 
-    def _request(self, rows: int, micro_batches: int) -> dict[str, Any]:
+    def _cuts(self, rows: int) -> "list[Cut]":
+        from megatrain.engine.cuts import cuts
+
+        return cuts(self.decoder, self.options, rows * self.config.data.seq_len)
+
+    def _planned(self, cut: "Cut | None", rows: int, micro_batches: int) -> Fitted:
+        from megatrain.engine.cuts import planned
+
+        with _asked_for():
+            chosen, request, plan = planned(self._cuts(rows), cut, lambda cut: self._request(cut, rows, micro_batches))
+        return Fitted(request, json.loads(plan), chosen)
+
+    def _request(self, cut: "Cut", rows: int, micro_batches: int) -> dict[str, Any]:
         from megatrain.engine.profile import plan_request
         from megatrain.weights.state_format import StateFormat
 
         state_format = StateFormat(self.config.train.moments, self.config.train.master)
         state_format.check_precision(self.decoder.precision)
         return plan_request(
-            self.decoder,
+            cut.decoder,
+            tiles=cut.tiles,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),

@@ -135,17 +135,16 @@ def _settings(start: _Tried, search: _Search) -> Iterator[_Tried]:
 def _free(start: _Tried, search: _Search) -> Iterator[_Tried]:
     """What costs neither time nor training: numbers that were asked for and could be derived, and the split."""
     plan = start.config.plan
-    asked = [
-        field.name
+    asked = {
+        field.name: field.default
         for field in dataclasses.fields(plan)
-        if field.default is None and field.name != "micro_batch" and getattr(plan, field.name) is not None
-    ]
-    for keys in [*([key] for key in asked), *([asked] if len(asked) > 1 else [])]:
-        changes: dict[str, Any] = dict.fromkeys(keys)
-        changed = _changed(
-            start, "plan", [f"plan.{key}=null" for key in keys], plan=dataclasses.replace(plan, **changes)
-        )
-        yield from changed
+        if field.default in (None, "auto")
+        and field.name != "micro_batch"
+        and getattr(plan, field.name) != field.default
+    }
+    for changes in [*({key: value} for key, value in asked.items()), *([asked] if len(asked) > 1 else [])]:
+        words = [f"plan.{key}={'null' if value is None else value}" for key, value in changes.items()]
+        yield from _changed(start, "plan", words, plan=dataclasses.replace(plan, **cast("Any", changes)))
     # A step of one micro-batch needs no fp32 sums of gradients on the device; small ones need the least activations.
     # Where the size is derived, it follows from the idle card, so that smaller ones may fit beside what others hold.
     split = []

@@ -252,7 +252,7 @@ def forecast(
         total_steps=total_steps if total_steps is not None else config.train.steps,
         flops_per_token=count.flops_per_token(config.data.seq_len),
         step_tokens=rows * config.data.seq_len,
-        free_clipping_tokens=_clipping_is_free_from(timed, decoder, count),
+        free_clipping_tokens=_clipping_is_free_from(timed, count),
         estimate=_estimate(timed),
         micro_batches=most,
     )
@@ -272,14 +272,13 @@ PROBE_MARGIN = 1.25
 suit it."""
 
 
-def _clipping_is_free_from(run_plan: RunPlan, decoder: "Decoder", count: "ModelCount") -> int | None:
+def _clipping_is_free_from(run_plan: RunPlan, count: "ModelCount") -> int | None:
     """Tokens per step from which the next forward hides the host's updates, so that clipping costs no time."""
-    places = {unit["name"]: unit["update"] for unit in run_plan.plan["units"]}
-    trained = sum(
-        math.prod(t.shape)
-        for unit in decoder.units
-        for t in unit.tensors
-        if t.role == "trainable" and places.get(unit.name) == "host"
+    trained: int = sum(
+        math.prod(tensor["shape"])
+        for asked, planned in zip(run_plan.request["units"], run_plan.plan["units"], strict=True)
+        for tensor in asked["tensors"]
+        if tensor["role"] == "trainable" and planned["update"] == "host"
     )
     speed, arithmetic = run_plan.rates.get("adamw_gparams"), run_plan.rates.get("matmul_tflops")
     if not trained or not speed or not arithmetic:
@@ -326,6 +325,8 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         loss_chunk=run_plan.options.get("loss_chunk"),
         compiled=bool(run_plan.options.get("compile", cuda)),
         deterministic=config.train.deterministic,
+        halves=run_plan.options["fragments"] == "halves",
+        mlp_tiles=run_plan.options.get("mlp_tiles", 1),
     )
     if cuda:
         from megatrain.engine.loss import default_chunk

@@ -54,6 +54,8 @@ def explain(error: BaseException, phase: str, run_plan: "RunPlan | None" = None)
     changes.append(f"{'or ' if changes else ''}lower data.seq_len (now {seq})")
     if any(unit["activation"] == "keep" for unit in run_plan.plan["units"]):
         changes.append("or keep fewer activations (plan.keep, or plan.activation: recompute)")
+    if run_plan.options.get("fragments") == "halves":
+        changes.append(f"or compute MLPs in more tiles (plan.mlp_tiles, now {run_plan.options['mlp_tiles']})")
     changes.append(f"or lower {'memory.gpu' if device else 'memory.host'}, so that the plan leaves torch more room")
     return f"{what} ({_joined(facts, error)}). To go on, {', '.join(changes)}"
 

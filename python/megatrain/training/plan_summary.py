@@ -145,7 +145,25 @@ def _layers(report: "Forecast") -> str:
     updates = f"{len(units) - on_device} units updated on the host{where}"
     if on_device < len(units):
         updates += f" ({report.run_plan.rates['adamw_gparams']:.2g}e9 parameters/s, {_moments(report)} moments)"
-    return f"layers: {len(activations)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}; {updates}"
+    sent = f"{_sent(report)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}"
+    return f"layers: {sent}; {updates}"
+
+
+def _sent(report: "Forecast") -> str:
+    """How many layers there are, and which of them are sent and computed in halves and tiles."""
+    decoder, run_plan = report.decoder, report.run_plan
+    units = len(run_plan.plan["units"]) - 2
+    if units == decoder.num_layers:
+        return str(decoder.num_layers)
+    why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
+    whole = 2 * decoder.num_layers - units
+    stay = f" ({whole} whole: {'; '.join(why)})" if whole else ""
+    tiles = run_plan.options["mlp_tiles"]
+    length = -(-math.prod(run_plan.micro_batch) // tiles)
+    count = sum(map(decoder.halves.is_tiled, decoder.halves.units)) if tiles > 1 else 0
+    some = "" if count == decoder.num_layers else f"{count} "
+    tiled = f", {some}MLPs computed in {tiles} tiles of {length:,} tokens" if tiles > 1 else ""
+    return f"{decoder.num_layers}, sent as {units} units, attention and MLP apart{stay}{tiled}"
 
 
 def _moments(report: "Forecast") -> str:
@@ -155,7 +173,21 @@ def _moments(report: "Forecast") -> str:
 def _step(report: "Forecast") -> str:
     rows, seq = report.run_plan.micro_batch
     count = report.micro_batches
-    return f"step: {report.step_tokens:,} tokens in {count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
+    split = f"{count} micro-batch{'es' * (count > 1)} of up to {rows} x {seq}"
+    return f"step: {report.step_tokens:,} tokens in {split}{_by_length(report)}"
+
+
+def _by_length(report: "Forecast") -> str:
+    """Device memory as a function of the tokens of a micro-batch: what torch allocates grows with them, in proportion
+    at most; the rest does not."""
+    run_plan = report.run_plan
+    if run_plan.device == "cpu":
+        return ""
+    torch_items = [item for item in run_plan.plan["items"] if item["what"].endswith("(torch)")]
+    grows = sum(item["bytes"] for item in torch_items if "context" not in item["what"])
+    fixed = run_plan.plan["totals"]["device"] - grows
+    per_token = grows / math.prod(run_plan.micro_batch)
+    return f"; device memory: {format_bytes(fixed)} and {format_bytes(round(per_token))} per token of a micro-batch"
 
 
 def _time(report: "Forecast") -> str:

@@ -101,6 +101,10 @@ pub struct UnitRequest {
     /// Those of `flops` that attention takes, which runs at a rate of its own.
     #[serde(default)]
     pub attention_flops: f64,
+    /// Tokens of the rows that attention is taken over: the longer, the higher that rate. 0 where it is not known, which
+    /// counts as 1,024.
+    #[serde(default)]
+    pub attention_row: u32,
     /// Those of `flops` that recomputation leaves out: it stops at the last tensor that backward needs, so the last
     /// matmul is not repeated.
     #[serde(default)]
@@ -292,9 +296,14 @@ pub struct Request {
     /// Device bytes that the driver's context and the libraries' workspaces take.
     #[serde(default)]
     pub context_bytes: u64,
-    /// What torch's allocator holds beyond what is in use, as a share of that.
+    /// What torch's allocator holds beyond what is in use, as a share of that, and at least as much as
+    /// `largest_bytes`.
     #[serde(default)]
     pub fragmentation: f64,
+    /// The largest tensor that torch allocates in a layer. Its place is taken by smaller ones once it is free, and is too
+    /// small then for the next such tensor as long as one of them is alive.
+    #[serde(default)]
+    pub largest_bytes: u64,
     /// What may be used.
     pub budget: Budget,
     /// Whether device and host share one memory, as on the CPU: then both together may use no more than `budget.host`.
@@ -306,6 +315,10 @@ pub struct Request {
     /// whole step.
     #[serde(default)]
     pub one_group: bool,
+    /// Whether layers' gradients have fp32 sums on the device where a step is one micro-batch too, since a layer's backward
+    /// adds to them several times.
+    #[serde(default)]
+    pub sum_layers: bool,
     /// Overrides.
     #[serde(default)]
     pub requests: Requests,
@@ -326,6 +339,7 @@ impl UnitRequest {
             input_bytes: 0,
             flops: 0.0,
             attention_flops: 0.0,
+            attention_row: 0,
             spared_flops: 0.0,
             moved_bytes: 0.0,
             launch_s: 0.0,
@@ -333,10 +347,15 @@ impl UnitRequest {
     }
 }
 
-/// What attention reaches of the rate of large matmuls, with the conversions and sums around its kernels: 355 and 226 of
-/// 705 TFLOP/s, cuDNN's fused attention on an H100 over 1,024 tokens of width 128. Longer rows reach more.
-const ATTENTION_FORWARD: f64 = 0.50;
-const ATTENTION_BACKWARD: f64 = 0.32;
+/// What attention reaches of the rate of large matmuls over rows without end, and the tokens of the rows over which it
+/// reaches half of that: starting and ending a row, conversions and sums beside the kernels, and the half of a block on
+/// the diagonal that is computed in vain take time in proportion to tokens, not to their pairs. With these an H100
+/// reaches 355 and 226 of 705 TFLOP/s over 1,024 tokens of width 128 (cuDNN, a profile by kernel), and forward, forward
+/// again and backward together 535 of 727 over 131,072 on an H200 (a step of 41 s, of which attention is 29).
+const ATTENTION_FORWARD: (f64, f64) = (0.85, 710.0);
+const ATTENTION_BACKWARD: (f64, f64) = (0.66, 1100.0);
+/// Tokens of a row where the request does not say.
+const ATTENTION_ROW: u32 = 1024;
 /// Fused attention's backward computes five products where forward computes two (FlashAttention-2, arXiv 2307.08691).
 const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
 /// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's.
@@ -351,7 +370,7 @@ impl UnitRequest {
         if !rates.beside_matmuls {
             return matmul_s(self.flops);
         }
-        let attention = matmul_s(self.attention_flops) / ATTENTION_FORWARD;
+        let attention = matmul_s(self.attention_flops) / self.attention_share(ATTENTION_FORWARD);
         let moved = self.moved_bytes / (rates.hbm_gbs * 1e9);
         (matmul_s(self.flops - self.attention_flops) + attention + moved).max(self.launch_s)
     }
@@ -362,10 +381,17 @@ impl UnitRequest {
         if !rates.beside_matmuls {
             return matmul_s(2.0 * self.flops);
         }
-        let attention = matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / ATTENTION_BACKWARD;
+        let attention =
+            matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / self.attention_share(ATTENTION_BACKWARD);
         let moved = BACKWARD_MOVES * self.moved_bytes / (rates.hbm_gbs * 1e9);
         let matmuls = matmul_s(2.0 * (self.flops - self.attention_flops));
         (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s)
+    }
+
+    /// What attention over this unit's rows reaches of the rate of large matmuls.
+    fn attention_share(&self, (endless, half): (f64, f64)) -> f64 {
+        let row = f64::from(if self.attention_row == 0 { ATTENTION_ROW } else { self.attention_row });
+        endless * row / (row + half)
     }
 
     /// Recomputation before backward: forward up to the last tensor that backward needs.
@@ -392,10 +418,12 @@ impl Request {
             late_workspace_bytes: 0,
             context_bytes: 0,
             fragmentation: 0.0,
+            largest_bytes: 0,
             budget,
             shared_memory: false,
             device: DeviceKind::Cpu,
             one_group: false,
+            sum_layers: false,
             requests: Requests::default(),
             rates: Rates::default(),
         }
@@ -482,6 +510,7 @@ impl Request {
             return Err(Error::TooManyOperations { micro_batches, units, most: MOST_COMPUTATIONS });
         }
         at_most("workspace_bytes", self.workspace_bytes, MOST_BYTES)?;
+        at_most("largest_bytes", self.largest_bytes, MOST_BYTES)?;
         at_most("late_workspace_bytes", self.late_workspace_bytes, MOST_BYTES)?;
         at_most("context_bytes", self.context_bytes, MOST_BYTES)?;
         for unit in &self.units {

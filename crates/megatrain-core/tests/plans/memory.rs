@@ -76,6 +76,15 @@ fn what_the_card_loses_to_context_and_fragmentation_is_part_of_the_sum() {
     (request.context_bytes, request.fragmentation) = (600 << 20, 0.125);
     let whole = plan(&request).unwrap();
     assert_eq!(whole.totals.device, bare.totals.device + torch(&bare) / 8 + (600 << 20));
+    let fragmentation = |request: &Request| {
+        let items = plan(request).unwrap().items;
+        items.iter().find(|i| i.what == "fragmentation (torch)").map_or(0, |i| i.bytes)
+    };
+    let share = fragmentation(&request);
+    request.largest_bytes = share - 1;
+    assert_eq!(fragmentation(&request), share);
+    request.largest_bytes = share + 1;
+    assert_eq!(fragmentation(&request), share + 1, "the gap of the largest tensor, where that is more");
     request.fragmentation = 1.5;
     assert!(text(plan(&request).unwrap_err()).contains("fragmentation is 1.5"));
 }
@@ -235,4 +244,21 @@ fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_devic
     assert!(in_turn.group < 8 && in_turn.estimate.expected_step_s < at_once.estimate.expected_step_s);
     request.one_group = true;
     assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
+}
+
+#[test]
+fn layers_are_summed_in_fp32_for_one_micro_batch_only_where_that_is_asked_for() {
+    let sums = |request: &Request| -> Vec<u64> {
+        let items = plan(request).unwrap().items;
+        items.iter().filter(|i| i.what == "gradient sums: layers").map(|i| i.bytes).collect()
+    };
+    let mut request = model(6, 1);
+    request.units[2].tensors[0].shape = vec![3 << 20];
+    assert!(sums(&request).is_empty(), "each layer's gradient is rounded once");
+    request.sum_layers = true;
+    assert_eq!(sums(&request), [12 << 20], "one place for all, as large as the largest layer's sums");
+    request.micro_batches = 2;
+    assert_eq!(sums(&request), [12 << 20]);
+    (request.precision, request.grad_precision) = (Precision::Fp32, Precision::Fp32);
+    assert!(sums(&request).is_empty(), "in fp32 the gradient itself holds the sum");
 }

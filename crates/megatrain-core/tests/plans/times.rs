@@ -231,3 +231,19 @@ fn computing_takes_the_time_of_attention_of_elementwise_kernels_and_of_launches_
     request.units[1].spared_flops = f64::NAN;
     assert!(plan(&request).is_err());
 }
+
+#[test]
+fn attention_over_long_rows_comes_nearer_to_the_rate_of_matmuls() {
+    let step_s = |row: u32| {
+        let mut request = model(4, 1);
+        for unit in &mut request.units[1..=4] {
+            (unit.flops, unit.attention_flops, unit.attention_row, unit.moved_bytes) = (1e15, 1e15, row, 1.0);
+        }
+        plan(&request).unwrap().estimate.expected_step_s
+    };
+    // Forward, and backward with 2.5 times as much arithmetic: 0.50 and 0.32 of the rate, then 0.85 and 0.65.
+    let (short, long) = (1.0 / 0.50 + 2.5 / 0.32, 1.0 / 0.85 + 2.5 / 0.65);
+    let ratio = step_s(1024) / step_s(131_072);
+    assert!((ratio / (short / long) - 1.0).abs() < 0.02, "{ratio}");
+    assert!((step_s(0) - step_s(1024)).abs() < 1e-9, "rows whose length is not known");
+}

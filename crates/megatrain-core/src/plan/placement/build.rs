@@ -142,7 +142,7 @@ impl Placement {
                     self.accumulator[unit] = Some(carver.device(Region::Accumulators, "gradient sums: layers", bytes));
                 }
             }
-        } else if rounded && plan.micro_batches > 1 {
+        } else if rounded && (plan.micro_batches > 1 || request.sum_layers) {
             let bytes = layers.iter().map(|&u| self.layouts[u].sum_bytes()).max().unwrap_or(0);
             if bytes > 0 {
                 let one = carver.device(Region::Accumulators, "gradient sums: layers", bytes);

@@ -39,7 +39,7 @@ pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64)
         ("layer inputs (torch)", inputs),
         ("hidden states (torch)", hidden),
         ("workspace (torch)", workspace),
-        ("fragmentation (torch)", (used as f64 * request.fragmentation) as u64),
+        ("fragmentation (torch)", ((used as f64 * request.fragmentation) as u64).max(request.largest_bytes)),
         ("context and libraries (torch)", request.context_bytes),
     ]
 }

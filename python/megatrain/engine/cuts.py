@@ -1,0 +1,166 @@
+"""How a model is cut into units: whole layers, or halves of them, whose MLPs may be computed in tiles of tokens."""
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatrain import _core
+from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.models.decoder import Decoder
+from megatrain.units import is_count
+
+Request = dict[str, Any]
+"""What the core's planner is asked (`profile.plan_request`)."""
+
+FRAGMENTS = ("auto", "whole", "halves")
+"""Whether layers are units, or halves of them."""
+_LEAST_TILE = 1024
+"""Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
+_MOST_WORK = 0.25
+"""The share of a card's memory that torch may allocate at one time for the layer that runs before tiles are preferred,
+which then leave twice as much room. How much it allocates is known to about a tenth; of more than this, a tenth is more
+than plans leave free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A model cut into units, and in how many tiles of tokens the MLP halves among them are computed."""
+
+    decoder: Decoder
+    tiles: int = 1
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether any layer is two units."""
+        return any(unit.half is not None for unit in self.decoder.units)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `plan` of an engine must ask for to get this cut."""
+        return {"fragments": "halves", "mlp_tiles": self.tiles} if self.in_halves else {"fragments": "whole"}
+
+    @property
+    def tiled(self) -> dict[int, int]:
+        """By unit that is computed in tiles: how many."""
+        if self.tiles == 1:
+            return {}
+        units = enumerate(self.decoder.units)
+        return {number: self.tiles for number, unit in units if self.decoder.is_tiled(unit)}
+
+
+def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
+    """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
+    else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
+    ConfigError for halves or tiles of layers that have none."""
+    fragments: Any = requests.get("fragments", "auto")
+    tiles: Any = requests.get("mlp_tiles", "auto")
+    if fragments not in FRAGMENTS:
+        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
+    if tiles != "auto" and not is_count(tiles, 1):
+        raise ConfigError(f"plan.mlp_tiles must be auto or a whole number of at least 1, not {tiles!r}")
+    several = tiles not in ("auto", 1)
+    if several and fragments == "whole":
+        raise ConfigError(
+            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole"
+        )
+    halves = decoder.halves
+    if halves is decoder:
+        if fragments == "halves" or several:
+            key = "fragments is halves" if fragments == "halves" else f"mlp_tiles is {tiles}"
+            raise ConfigError(
+                f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
+                f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
+            )
+        return [Cut(decoder)]
+    if several and not any(map(halves.is_tiled, halves.units)):
+        raise ConfigError(
+            f"plan.mlp_tiles is {tiles}, but no MLP of {type(decoder.model).__name__} can be tiled: "
+            f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
+        )
+    if several:
+        return [Cut(halves, tiles)]
+    if fragments == "whole":
+        return [Cut(decoder)]
+    counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
+    return [
+        *([Cut(decoder)] if fragments == "auto" else []),
+        Cut(halves),
+        *(Cut(halves, count) for count in counts if any(map(halves.is_tiled, halves.units))),
+    ]
+
+
+def _reasons(found: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
+
+
+def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cut | None:
+    """The first of these `cuts` that fits, `asked` being its request; None where none does. On a card one that leaves
+    room beside the layer that runs is preferred, where there is one and it needs less than half as much."""
+    whole = asked(found[0])
+    most = _most_work(whole, found, asked)
+
+    def roomy(cut: Cut) -> bool:
+        request = whole if cut is found[0] else asked(cut)
+        return _work(request) <= most and _fits(request)
+
+    cut = _first(found, roomy)
+    if cut is None and most < float("inf"):
+        cut = _first(found, lambda cut: _fits(asked(cut)))
+    return cut
+
+
+def _most_work(whole: Request, found: Sequence[Cut], asked: Callable[[Cut], Request]) -> float:
+    """What one layer may need in the cut that is preferred; infinity where whole layers leave room, and where cutting
+    finer would not help."""
+    most = _MOST_WORK * whole["budget"]["device"]
+    if whole["device"] == "cpu" or _work(whole) <= most:
+        return float("inf")
+    least = _work(asked(found[-1]))
+    return max(most / 2, least) if 2 * least < _work(whole) else float("inf")
+
+
+def _work(request: Request) -> int:
+    """Bytes that torch allocates at one time for the work in progress."""
+    return max(int(request["workspace_bytes"]), int(request["late_workspace_bytes"]))
+
+
+def _fits(request: Request) -> bool:
+    return _core.fits(json.dumps(request))
+
+
+def _first(found: Sequence[Cut], suits: Callable[[Cut], bool]) -> Cut | None:
+    """The first that suits. The more tiles, the less memory, so that few numbers of tiles are tried: each takes a
+    measurement of its own."""
+    untiled = [cut for cut in found if cut.tiles == 1]
+    tiled = found[len(untiled) :]
+    for cut in untiled:
+        if suits(cut):
+            return cut
+    if not tiled or not suits(tiled[-1]):
+        return None
+    return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=suits)]
+
+
+def planned(found: Sequence[Cut], cut: Cut | None, asked: Callable[[Cut], Request]) -> tuple[Cut, Request, str]:
+    """`cut`, its request and the core's plan as JSON. Where none of `found` fits, and so there is no cut, raises
+    DoesNotFit: for the first of them, or for the last where that exceeds the budget by clearly less."""
+    refusals: list[tuple[int, DoesNotFit]] = []
+    for chosen in [cut] if cut is not None else dict.fromkeys((found[0], found[-1])):
+        request = asked(chosen)
+        try:
+            return chosen, request, _core.plan(json.dumps(request))
+        except DoesNotFit as error:
+            refusals.append((_missing(request, error), error))
+    (first, of_first), (last, of_last) = refusals[0], refusals[-1]
+    raise of_last if last < 0.9 * first else of_first
+
+
+def _missing(request: Request, error: DoesNotFit) -> int:
+    """Bytes by which what is needed exceeds the budget."""
+    needed = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in request["budget"]}
+    missing: int = sum(max(0, needed[tier] - allowed) for tier, allowed in request["budget"].items())
+    if request["shared_memory"]:
+        missing = max(missing, needed["device"] + needed["host"] - request["budget"]["host"])
+    return missing

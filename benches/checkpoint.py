@@ -4,8 +4,8 @@
     python benches/checkpoint.py FOLDER --model qwen2.5-7b --batch 16 --moments 8bit --master 24bit
 
 Further arguments are those of `megatrain bench`. A checkpoint takes 12 bytes a parameter with fp32 state (3B: 37 GB,
-7B: 91 GB) and 5.1 with 8-bit moments and a 24-bit master (7B: 39 GB), so both commands fit on a disk with 64 GiB free. What
-was written is removed before the next is begun: two are never on the disk at once.
+7B: 91 GB) and 5.1 with 8-bit moments and a 24-bit master (7B: 39 GB), so both commands fit on a disk with 64 GiB
+free. What was written is removed before the next is begun: two are never on the disk at once.
 
 The plain writer writes random bytes and ends with fsync, once through the page cache and once around it (O_DIRECT); the
 ratio is to the faster of the two. A checkpoint is timed from its beginning until its folder has its final name: while

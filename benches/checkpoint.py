@@ -182,7 +182,9 @@ def rounded(saved: Saved) -> dict[str, Any]:
 
 def parse(words: list[str] | None = None) -> tuple[Path, bench.Request]:
     """The folder, and what is run there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="an empty folder on the disk that is measured; made if need be")
     parser.add_argument("--moments", default="fp32", help="train.moments (default %(default)s)")
     parser.add_argument("--master", default="32bit", help="train.master (default %(default)s)")

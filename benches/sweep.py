@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from megatrain import _core
 from megatrain.cli import bench
 from megatrain.cli import parser as cli
 from megatrain.cli.commands import bench_request
@@ -168,6 +169,7 @@ class Sweep:
         self.config = bench.configuration(request)
         self.setup: ModelSetup = prepare_model(self.config, machine, plan_only=True)
         self.free = machine.with_free_memory() if self.setup.device == "cuda" else machine
+        self.rates, _ = calibrate.rates(self.free, self.setup.device)
         self.start_s = START_S
 
     def requested(self, candidate: Candidate) -> bench.Request:
@@ -187,22 +189,31 @@ class Sweep:
         )
         return Planned(AUTOMATIC, run_plan.micro_batch[0], run_plan.plan)
 
-    def planned(self, candidate: Candidate) -> Planned | None:
-        """None where it does not fit, or the model does not allow it."""
-        config, device = bench.configuration(self.requested(candidate)), self.setup.device
-        rates, _ = calibrate.rates(self.free, device)
-        options = planner.engine_plan(config, device, self.free)
-        split = planner.SplitPlanner(config, self.setup.decoder, device, self.free, rates, options)
-        rows = min(config.plan.micro_batch or self.request.batch, self.request.batch)
-        with contextlib.suppress(ConfigError, DoesNotFit):
-            plan = split.plan(rows, -(-self.request.batch // rows))
-            return None if plan is None else Planned(candidate, rows, plan)
-        return None
+    def asked(self, candidate: Candidate) -> tuple[int, str] | None:
+        """(rows of a micro-batch, what the core is asked); None where the model or the device does not allow it."""
+        device = self.setup.device
+        try:
+            config = bench.configuration(self.requested(candidate))
+            options = planner.engine_plan(config, device, self.free)
+            split = planner.SplitPlanner(config, self.setup.decoder, device, self.free, self.rates, options)
+            rows = min(config.plan.micro_batch or self.request.batch, self.request.batch)
+            return rows, json.dumps(split._request(rows, -(-self.request.batch // rows)))
+        except ConfigError:
+            return None
 
     def all_planned(self, found: Sequence[Candidate]) -> list[Planned]:
-        """Those that fit; planned by all processors, since one plan may take a second."""
+        """Those that fit. The core plans on all processors, since one plan may take a second; what it is asked is made
+        by one thread, since layers are traced for it."""
+        asked = [(candidate, self.asked(candidate)) for candidate in found]
+
+        def plan(candidate: Candidate, rows: int, request: str) -> Planned | None:
+            with contextlib.suppress(ValueError, DoesNotFit):  # a number that this model or device does not have
+                return Planned(candidate, rows, json.loads(_core.plan(request))) if _core.fits(request) else None
+            return None
+
         with concurrent.futures.ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            return [one for one in pool.map(self.planned, found) if one is not None]
+            running = [pool.submit(plan, candidate, *what) for candidate, what in asked if what is not None]
+        return [one for one in (each.result() for each in running) if one is not None]
 
     def time_for(self, one: Planned, reserve: float = 0.0) -> bool:
         """Whether it will end in time."""

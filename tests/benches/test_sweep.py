@@ -112,3 +112,23 @@ def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--machine describes a machine that is not this one" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--model is 'nope'"):
         main(["--model", "nope"])
+
+
+def test_what_is_planned_by_several_threads_is_what_the_planner_plans() -> None:
+    from sweep import Sweep, candidates, parse
+
+    from megatrain.planning.planner import SplitPlanner, engine_plan
+    from megatrain.system import descriptions
+
+    words = "gpu.name=RTX 4090,gpu.memory=24GiB,gpu.capability=8.9,host.cpus=8,host.memory=64GiB"
+    _, request = parse(["--model", "tiny", "--batch", "4", "--seq", "1024", "--plan-only", "--machine", words])
+    machine = descriptions.from_words(words.split(","), None, words)
+    sweep = Sweep(request, machine, 0.0)
+    found = sweep.all_planned(candidates(4, 4, [1, 2, 4], [1, 2], [0, 2], [0, 6], []))
+    assert len(found) > 20
+    assert all(one.plan["units"][1]["activation"] == "recompute" for one in found if one.candidate.keep == 0)
+    for one in found:
+        options = engine_plan(sweep.config, "cuda", machine) | one.candidate.keys()
+        del options["micro_batch"]
+        alone = SplitPlanner(sweep.config, sweep.setup.decoder, "cuda", machine, sweep.rates, options)
+        assert alone.plan(one.micro_batch, 4 // one.micro_batch) == one.plan

@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--matmul", default=None, choices=("bfloat16", "e4m3"))
     parser.add_argument("--offload", action="store_true", help="masters, moments and residuals in host memory")
     parser.add_argument("--recompute", default="", metavar="WORD,…", help=f"of {', '.join(RECOMPUTED)}")
-    parser.add_argument("--chunks", type=int, default=4, help="parts of head and attention backward")
+    parser.add_argument("--chunks", type=int, default=4, help="parts of the head (default %(default)s)")
+    parser.add_argument("--attention-chunks", type=int, default=1, help="of attention's backward (default %(default)s)")
     given = parser.parse_args()
     if given.batch % given.micro_batch:
         refuse(f"a step of {given.batch} rows has no whole number of micro-batches of {given.micro_batch}")
@@ -52,7 +53,7 @@ def main() -> None:
     options = pyllmq.LLamaOptions()
     options.momentum_type = options.variance_type = given.moments
     options.use_cuda_graphs = True
-    options.lmhead_chunks = given.chunks
+    options.lmhead_chunks, options.attn_bwd_chunks = given.chunks, given.attention_chunks
     if given.matmul is not None:
         options.matmul_type = given.matmul
     for word in filter(None, given.recompute.split(",")):
@@ -60,7 +61,6 @@ def main() -> None:
             setattr(options, f"recompute_{switch}", True)
     if given.offload:
         options.offload_master = options.offload_opt_m = options.offload_opt_v = options.offload_residual = True
-        options.attn_bwd_chunks = given.chunks
     accumulated = given.batch // given.micro_batch
     trainer = pyllmq.LLMQTrainer(
         ngpu=1,

@@ -30,8 +30,7 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         hidden = self.embed_tokens(ids)
         cos, sin = self.rotary(hidden, torch.arange(ids.shape[1], device=ids.device)[None])
-        # a row each, since a micro-batch is taken apart by its first dimension
-        return hidden, cos.expand(len(ids), -1, -1).contiguous(), sin.expand(len(ids), -1, -1).contiguous(), labels
+        return hidden, cos, sin, labels
 
 
 class Layer(nn.Module):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,31 @@ def test_a_model_is_written_as_every_peer_reads_it(tmp_path: Path, monkeypatch: 
     shutil.rmtree(tmp_path / "tiny")
     with pytest.raises(SystemExit):
         model_config(str(tmp_path / "tiny"))
+
+
+def test_the_sequence_that_roundpipe_runs_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(str(BENCHES / "peers"))
+    from round_pipe import Embedding, Layer, Loss
+
+    from megatrain.models.presets import SHAPES
+
+    def loss_fn(hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor, num_items_in_batch: int) -> object:
+        logits = head(hidden)[:, :-1].flatten(0, 1)
+        return cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    function = types.ModuleType("roundpipe.models.function")
+    function.__dict__["ChunkedCompileLinearForCausalLMLoss"] = loss_fn
+    for name in ("roundpipe", "roundpipe.models", "roundpipe.models.function"):
+        monkeypatch.setitem(sys.modules, name, function)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["tiny"].config()))
+    ids = torch.randint(0, SHAPES["tiny"].vocab, (4, 32))
+    state = Embedding(model.model)(ids, ids)
+    for layer in model.model.layers:
+        state = Layer(layer)(state)
+    loss = Loss(model.model.norm, model.lm_head, 4 * 31)(state)
+    torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)

@@ -6,8 +6,9 @@
 Tokens a second of steps timed as one interval, after warm-up, with pending updates drained inside it; random weights,
 random tokens, bf16 with fp32 masters and moments, and no plan key but where a row is about state on the host. A ratio
 holds within one call of this script only, since machines are shared and differ, so a row's peers run right after ours.
-Rows are those of an H100 with 80 GB; on a larger card of its kind `--gpu-memory 78GiB` gives ours as much, and every
-result names the card. What does not end in its own time, or in that of the call, is a line that says so.
+Rows are those of an H100 with 80 GB; on a larger card of its kind `--gpu-memory 78GiB` gives ours as much (peers use
+what they use), and every result names the card. What does not end in its own time, or in that of the call, is a line
+that says so.
 
 Peers need their packages: LLMQ (`pyllmq`), RoundPipe (`roundpipe`), DeepSpeed (`deepspeed`); liger-kernel is used by
 the resident model where it is installed. One that is installed apart runs by `--command PEER=WORDS`, such as
@@ -40,10 +41,11 @@ a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in ra
 times = []
 for i in range(25):
     start = time.perf_counter()
-    a @ b
+    for _ in range(4):
+        a @ b
     if cuda:
         torch.cuda.synchronize()
-    times.append(time.perf_counter() - start)
+    times.append((time.perf_counter() - start) / 4)
 rate = 2 * size**3 / sorted(times[5:])[10] / 1e12
 found = {"card": "cpu", "matmul_tflops": round(rate, 3), "torch": torch.__version__}
 if cuda:

@@ -40,7 +40,7 @@ from megatrain.training.setup import ModelSetup, prepare_model
 
 WANTED = 0.97
 """The automatic plan's speed over that of the best found."""
-HOPELESS = 1.4
+HOPELESS = 1.2
 """A plan predicted to take this many times the fastest prediction is not measured."""
 TOKENS = (2048, 32768)
 """Fewest and most tokens of a micro-batch, where no sizes are given."""

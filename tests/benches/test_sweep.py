@@ -42,7 +42,7 @@ def test_the_automatic_plan_is_first_then_each_kind_in_rounds_by_predicted_time(
     same = Planned(Candidate(8, 1), 8, plan(1.0))
     fast, slower = Planned(Candidate(4, 1), 4, plan(0.9)), Planned(Candidate(4, 1, None, 1), 4, plan(0.95, state=1))
     also = Planned(Candidate(4, 1, None, 0), 4, plan(0.9))
-    other, hopeless = Planned(Candidate(4, 2), 4, plan(1.1, group=2)), Planned(Candidate(2, 1), 2, plan(1.3))
+    other, hopeless = Planned(Candidate(4, 2), 4, plan(1.05, group=2)), Planned(Candidate(2, 1), 2, plan(1.1))
     found = ordered([hopeless, same, slower, other, also, fast], automatic)
     assert found == [automatic, fast, other, slower], "of two that are the same plan, the one that asks for less"
 

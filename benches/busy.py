@@ -64,8 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from rows import ROWS, select
 
-    for case in select(arguments.only):
-        row = ROWS[case]
+    for case, row in ((name, ROWS[name]) for name in select(arguments.only) if name in ROWS):
         words = row.ours(row.model, row.memory, "auto")
         with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
             for number in range(3):

@@ -228,35 +228,40 @@ class Sweep:
         start = time.monotonic()
         found: dict[str, Any] = {}
         try:
-            with bench.opened(self.requested(one.candidate)) as opened:
-                opened_s = time.monotonic() - start
-                answer = bench.measure(opened)
-                one.plan = opened.run_plan.plan  # as it ran: memory that is free may differ by a little
+            found = self._timed(one)
         except (MegatrainError, torch.cuda.OutOfMemoryError) as error:
             one.error = " ".join(str(error).split())[:300]
             found = {"error": one.error}
         else:
-            one.measured.append(answer["step_s"])
-            took = time.monotonic() - start
-            self.start_s = max(1.0, took - answer["step_s"] * (self.request.warmup + self.request.steps))
-            found = {
-                "measured_s": round(answer["step_s"], 4),
-                "predicted_of_measured": round(one.predicted / answer["step_s"], 3),
-                "tokens_s": answer["tokens_s"],
-                "bound": [one.plan["estimate"]["bound"], answer["bound"]],
-                "lanes_s": {
-                    lane: [round(one.plan["estimate"]["lanes"].get(lane, 0.0), 3), round(seconds, 3)]
-                    for lane, seconds in answer["lanes_s"].items()
-                },
-                "gpu_peak_gib": answer["gpu_peak_gib"],
-                "opened_s": round(opened_s, 1),
-            }
-        finally:
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            torch._dynamo.reset()
+            steps = self.request.warmup + self.request.steps
+            self.start_s = max(1.0, time.monotonic() - start - one.measured[-1] * steps)
+        # nothing of this engine may take memory from the next one
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        torch._dynamo.reset()
         print(json.dumps(one.facts() | found), flush=True)
+
+    def _timed(self, one: Planned) -> dict[str, Any]:
+        start = time.monotonic()
+        with bench.opened(self.requested(one.candidate)) as opened:
+            opened_s = time.monotonic() - start
+            answer = bench.measure(opened)
+            one.plan = opened.run_plan.plan  # as it ran: memory that is free may differ by a little
+        one.measured.append(answer["step_s"])
+        estimate = one.plan["estimate"]
+        return {
+            "measured_s": round(answer["step_s"], 4),
+            "predicted_of_measured": round(one.predicted / answer["step_s"], 3),
+            "tokens_s": answer["tokens_s"],
+            "bound": [estimate["bound"], answer["bound"]],
+            "lanes_s": {
+                lane: [round(estimate["lanes"].get(lane, 0.0), 3), round(seconds, 3)]
+                for lane, seconds in answer["lanes_s"].items()
+            },
+            "gpu_peak_gib": answer["gpu_peak_gib"],
+            "opened_s": round(opened_s, 1),
+        }
 
     def run(self, found: Sequence[Planned]) -> None:
         """Measures in order while there is time, then the best one and the automatic plan again."""

@@ -8,7 +8,8 @@ planned with those numbers asked for; of two that ask for the same plan, one is 
 them asked for, is measured first. The others follow by predicted time in rounds: the fastest of each micro-batch and
 group, then the second of each, and so on, so that the likely best come first and no kind of plan is left out. At the
 end, the best one found and the automatic plan are measured again. All are measured in this process, as many as fit in
-the time: what was not is counted. Further arguments are those of `megatrain bench`; keys that they fix are not varied.
+the time: what was not is counted. Of a pair, the first is predicted and the second measured. Further arguments are
+those of `megatrain bench`; keys that they fix are not varied.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,12 +134,12 @@ def candidates(
     groups: Sequence[int],  # empty: 1, 2, 4 and all of a step
     keeps: Sequence[int],
     states: Sequence[int],
-    fixed: Iterable[str],  # keys that are not varied
+    fixed: Mapping[str, Any],  # keys that are not varied, and their values
 ) -> list[Candidate]:
     """Every combination, the planner's own choice of each number among them."""
-    fixed, found = set(fixed), []
+    found = []
     for size in [None] if "micro_batch" in fixed else micro_batches:
-        parts = 1 if size is None else -(-batch // size)
+        parts = -(-batch // (size or fixed["micro_batch"]))
         tried = [number for number in groups or (1, 2, 4, parts) if number <= parts]
         axes = {"group": list(dict.fromkeys(tried)), "keep": [None, *keeps], "state_on_device": [None, *states]}
         values = [[None] if key in fixed else axis for key, axis in axes.items()]

@@ -26,13 +26,13 @@ def test_sizes_divide_the_step_and_keep_to_the_tokens_of_a_micro_batch() -> None
 def test_candidates_are_all_combinations_of_what_is_not_fixed() -> None:
     from sweep import Candidate, candidates
 
-    found = candidates(8, 4, [4, 8], [], [0, 4], [0], [])
+    found = candidates(8, 4, [4, 8], [], [0, 4], [0], {})
     assert len(found) == len(set(found)) == (2 + 1) * 3 * 2
     assert Candidate(4, 2, None, 0) in found
     assert all(one.group == 1 for one in found if one.micro_batch == 8), "one micro-batch is one group"
     assert found[0].keys() == {"micro_batch": 4, "group": 1}
-    fixed = candidates(8, 4, [4, 8], [1], [0, 9], [], ["micro_batch", "state_on_device"])
-    assert fixed == [Candidate(None, 1, None, None), Candidate(None, 1, 0, None)], "9 exceeds the layers"
+    fixed = candidates(8, 4, [2, 8], [1, 2, 4], [0, 9], [], {"micro_batch": 4, "state_on_device": 2})
+    assert fixed == [Candidate(None, group, keep) for group in (1, 2) for keep in (None, 0)], "9 exceeds the layers"
 
 
 def test_the_automatic_plan_is_first_then_each_kind_in_rounds_by_predicted_time() -> None:
@@ -124,7 +124,7 @@ def test_what_is_planned_by_several_threads_is_what_the_planner_plans() -> None:
     _, request = parse(["--model", "tiny", "--batch", "4", "--seq", "1024", "--plan-only", "--machine", words])
     machine = descriptions.from_words(words.split(","), None, words)
     sweep = Sweep(request, machine, 0.0)
-    found = sweep.all_planned(candidates(4, 4, [1, 2, 4], [1, 2], [0, 2], [0, 6], []))
+    found = sweep.all_planned(candidates(4, 4, [1, 2, 4], [1, 2], [0, 2], [0, 6], {}))
     assert len(found) > 20
     assert all(one.plan["units"][1]["activation"] == "recompute" for one in found if one.candidate.keep == 0)
     for one in found:

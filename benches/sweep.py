@@ -1,7 +1,7 @@
 """Measures plans beside the automatic one: what it is of the best found, and what was predicted of each. JSON lines.
 
     python benches/sweep.py --model qwen2.5-7b --batch 64 --gpu-memory 24GiB --max-grad-norm 1.0 --steps 4 --minutes 9
-    python benches/sweep.py … --plan-only [--machine gpu.name=H100,host.memory=128GiB]
+    python benches/sweep.py … --plan-only [--machine H100,host.memory=128GiB]
 
 Candidates are all combinations of micro-batch, group, kept layers and units whose state is on the card that fit, each
 planned with those numbers asked for; of two that ask for the same plan, one is left. The automatic plan, with none of
@@ -32,10 +32,10 @@ import torch
 from megatrain import _core
 from megatrain.cli import bench
 from megatrain.cli import parser as cli
-from megatrain.cli.commands import bench_request
+from megatrain.cli.commands import bench_request, described_machine
 from megatrain.errors import ConfigError, DoesNotFit, MegatrainError
 from megatrain.planning import calibrate, planner
-from megatrain.system import descriptions, hardware
+from megatrain.system import hardware
 from megatrain.system.hardware import Machine
 from megatrain.training.setup import ModelSetup, prepare_model
 
@@ -335,7 +335,7 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, bench.Req
     parser.add_argument("--states", type=numbers, default=None, metavar="N,…", help="default: no unit, half, all")
     parser.add_argument("--minutes", type=float, default=9.0, help="the whole call's (default %(default)s)")
     parser.add_argument("--plan-only", action="store_true", help="predict, and measure nothing")
-    parser.add_argument("--machine", default=None, metavar="KEY=VALUE,…", help="with --plan-only: a described machine")
+    parser.add_argument("--machine", default=None, metavar="NAME|FILE", help="with --plan-only: as in megatrain plan")
     given, rest = parser.parse_known_args(words)
     if given.machine and not given.plan_only:
         parser.error("--machine describes a machine that is not this one: it needs --plan-only")
@@ -348,7 +348,7 @@ def main(words: list[str] | None = None) -> None:
         given, request = parse(words)
         machine = hardware.read()
         if given.machine:
-            machine = descriptions.from_words(given.machine.split(","), None, given.machine)
+            machine = described_machine(given.machine)
         sweep = Sweep(request, machine, start + given.minutes * 60)
         automatic = sweep.automatic()
     except MegatrainError as error:

@@ -112,6 +112,8 @@ def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--machine describes a machine that is not this one" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="--model is 'nope'"):
         main(["--model", "nope"])
+    with pytest.raises(SystemExit, match=r"host\.memory is missing"):
+        main(["--model", "tiny", "--plan-only", "--machine", "gpu.name=H100"])
 
 
 def test_what_is_planned_by_several_threads_is_what_the_planner_plans() -> None:

@@ -1,9 +1,9 @@
 """How much of a step the card computes, as PyTorch's profiler sees it: a JSON line a case.
 
-    python benches/busy.py [--only 3,6] [--steps 4]
+    python benches/busy.py [--only 3b-32k-12g-immediate,3b-32k] [--steps 4]
 
 The share is the union of kernel intervals on the compute stream over the time from one step's first kernel to the last
-profiled step's. Cases are those of `h100.py`.
+profiled step's. The cases are rows of `h100.py`.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def share(opened: bench.Bench, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="3,6", help="cases, comma-separated")
+    parser.add_argument("--only", default="3b-32k-12g-immediate,3b-32k", help="rows, comma-separated")
     parser.add_argument("--steps", type=int, default=4, help="profiled steps of a case")
     arguments = parser.parse_args()
-    from h100 import CASES
+    from rows import ROWS, select
 
-    for case in arguments.only.split(","):
-        words = ["bench", "--seq", "1024", *CASES[case][0]]
+    for case, row in ((name, ROWS[name]) for name in select(arguments.only) if name in ROWS):
+        words = row.ours(row.model, row.memory, "auto")
         with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
             for number in range(3):
                 opened.engine.step(opened.step(number))

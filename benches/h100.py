@@ -1,168 +1,284 @@
-"""Our steps and their parts beside their peers on one card, in one command: a JSON line each, then a table.
+"""Our steps beside their peers on one card, in one command: a JSON line each, then a table.
 
-    python benches/h100.py [--only 1,2,5] [--steps 10] [--peers deepspeed,resident,resident-checkpoint]
-                           [--prototype proto_stream.py]
+    python benches/h100.py [--only 3b-32k,7b-64k] [--peers llmq,resident] [--minutes 9] [--gpu-memory 78GiB]
+    python benches/h100.py --list
 
-Cases 1 to 8 are tokens a second of `--steps` steps timed as one interval, after warm-up, with pending updates drained
-inside it; random weights, random tokens, sequence 1,024, bf16 with fp32 masters and moments. 9 is the host's optimizer
-over 1e9 parameters, 10 the host memory of a 7B model whose state is all there, 12 the loss; 11, the share of a step in
-which the card computes, comes with `--together --profile`. A ratio holds within one run of this script only, since
-machines are shared and differ.
+Tokens a second of steps timed as one interval, after warm-up, with pending updates drained inside it; random weights,
+random tokens, bf16 with fp32 masters and moments, and no plan key but where a row is about state on the host. A ratio
+holds within one call of this script only, since machines are shared and differ, so a row's peers run right after ours.
+Rows are those of an H100 with 80 GB; on a larger card of its kind `--gpu-memory 78GiB` gives ours as much (peers use
+what they use), and every result names the card. What does not end in its own time, or in that of the call, is a line
+that says so.
+
+Peers need their packages: LLMQ (`pyllmq`), RoundPipe (`roundpipe`), DeepSpeed (`deepspeed`); liger-kernel is used by
+the resident model where it is installed. One that is installed apart runs by `--command PEER=WORDS`, such as
+`--command "llmq=/opt/llmq/bin/python"`.
 """
 
 import argparse
-import gc
+import contextlib
+import dataclasses
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ON_HOST = ["--set", "state_on_device=0"]
-SMALL = ["--gpu-memory", "12GiB", *ON_HOST]
-CLIPPED = ["--max-grad-norm", "1.0"]
-IMMEDIATE = ["--update", "immediate"]
+from rows import GIVEN_PLAN, MATMUL, PARTS, ROOT, ROWS, SCRIPTS, WHOLE_CARD, Row, select, write_model
 
-CASES: dict[str, tuple[list[str], str | None]] = {
-    # case: arguments of `megatrain bench`, the peer it is a ratio of
-    "1": (["--model", "qwen2.5-3b", "--batch", "8", *SMALL, *IMMEDIATE], "deepspeed"),
-    "2": (["--model", "qwen2.5-3b", "--batch", "8", *SMALL, *CLIPPED], "deepspeed"),
-    "3": (["--model", "qwen2.5-3b", "--batch", "32", *SMALL, *IMMEDIATE], "resident-checkpoint"),
-    "4": (["--model", "qwen2.5-3b", "--batch", "128", *SMALL, *CLIPPED], "resident-checkpoint"),
-    "5": (["--model", "qwen2.5-3b", "--batch", "8", *CLIPPED], "resident"),
-    "6": (["--model", "qwen2.5-3b", "--batch", "32", *CLIPPED], "resident-checkpoint"),
-    "7": (["--model", "qwen2.5-7b", "--batch", "16", *CLIPPED], "prototype"),
-    "7i": (["--model", "qwen2.5-7b", "--batch", "16", *IMMEDIATE], "prototype"),
-    "8": (["--model", "qwen2.5-7b", "--batch", "64", *CLIPPED], None),
-    "10": (["--model", "qwen2.5-7b", "--batch", "8", *ON_HOST, *CLIPPED], None),
-    "10i": (["--model", "qwen2.5-7b", "--batch", "8", *ON_HOST, "--set", "slabs=4", *IMMEDIATE], None),
-}
-PARTS: dict[str, list[str]] = {
-    "9": ["benches/peers/cpu_adamw.py"],
-    "12": ["tests/gpu/check_loss.py"],
-}
-PEERS: dict[str, list[str]] = {
-    "resident": ["resident.py", "--model", "qwen2.5-3b", "--batch", "8"],
-    "resident-checkpoint": ["resident.py", "--model", "qwen2.5-3b", "--batch", "16", "--checkpoint"],
-    "deepspeed": ["zero3.py", "--model", "qwen2.5-3b", "--batch", "8"],
-}
-PROTOTYPE = ["--model", "qwen2.5-7b", "--batch", "16", "--keep", "8", "--liger", "--cudnn"]
-"""A streaming prototype that neither clips nor trains embedding and head, given as a file (`--prototype`)."""
-FEW_STEPS = 2
-"""Of case 10, which is about memory."""
-ROOT = Path(__file__).parents[1]
-
-
-def matmul_tflops() -> float:
-    """bf16 matrix product of 8192 cubed, the median of 20."""
-    code = """
-import torch
-a, b = (torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16) for _ in range(2))
+LEAST_S = 20.0
+"""A measurement is not begun with less time than this."""
+PROBE = """
+import json, time, torch
+cuda = torch.cuda.is_available()
+size, device = (8192, "cuda") if cuda else (512, "cpu")
+a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 times = []
 for i in range(25):
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(); a @ b; end.record(); torch.cuda.synchronize(); times.append(start.elapsed_time(end))
-print(2 * 8192**3 / sorted(times[5:])[10] / 1e9)
+    start = time.perf_counter()
+    for _ in range(4):
+        a @ b
+    if cuda:
+        torch.cuda.synchronize()
+    times.append((time.perf_counter() - start) / 4)
+rate = 2 * size**3 / sorted(times[5:])[10] / 1e12
+found = {"card": "cpu", "matmul_tflops": round(rate, 3), "torch": torch.__version__}
+if cuda:
+    found |= {"card": torch.cuda.get_device_name(), "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1)}
+print(json.dumps(found))
 """
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+"""The card's name, and the rate of a bf16 matrix product of 8192 cubed, the median of 20."""
 
 
-def run(name: str, command: list[str], limit: float) -> dict[str, Any] | None:
-    """The JSON line that a command ends with; what went wrong is printed."""
-    started = time.perf_counter()
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        print(json.dumps({"case": name, "error": f"not done after {limit:.0f} s"}), flush=True)
-        return None
-    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if line.startswith(("{", "RESULT {"))]
-    if done.returncode != 0 or not lines:
-        print(json.dumps({"case": name, "error": (done.stderr or done.stdout)[-600:]}), flush=True)
-        return None
-    answer: dict[str, Any] = json.loads(lines[-1])
-    print(json.dumps({"case": name, "took_s": round(time.perf_counter() - started, 1), **answer}), flush=True)
-    return answer
+class Call:
+    """One call of this script: its time, its results, and where they are written."""
+
+    def __init__(self, seconds: float, out: Path | None) -> None:
+        self.end = time.monotonic() + seconds
+        self.out = out
+        self.done: dict[str, dict[str, Any]] = {}
+        """Answers by command: a peer of two rows is measured once."""
+
+    def line(self, found: dict[str, Any]) -> None:
+        """Prints a JSON line, and appends it to results.jsonl."""
+        text = json.dumps(found)
+        print(text, flush=True)
+        if self.out is not None:
+            with (self.out / "results.jsonl").open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    def measure(self, row: str, system: str, command: list[str], limit: float) -> dict[str, Any]:
+        """The JSON line that a command ends with, or `error`. It is printed with the row's name."""
+        key = shlex.join(command)
+        if key not in self.done:
+            left, start = self.end - time.monotonic(), time.perf_counter()
+            if left < LEAST_S:
+                self.done[key] = {"error": f"not begun: {max(0.0, left):.0f} s of the call were left"}
+            else:
+                self.done[key] = self._run(f"{row}-{system}", command, min(limit, left))
+            took = {"took_s": round(time.perf_counter() - start, 1)}
+            self.line({"row": row, "system": system, **self.done[key], **took})
+        return self.done[key]
+
+    def _run(self, name: str, command: list[str], limit: float) -> dict[str, Any]:
+        # a group of its own, so that a time that is over ends the workers of a peer too
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=limit)
+                found = answer(out)
+                if found is None or (process.returncode != 0 and "error" not in found):
+                    found = {"error": last_words(err or out) or f"exit code {process.returncode}"}
+            except BaseException as error:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                out, err = process.communicate()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                found = {"error": f"not done after {limit:.0f} s"}
+        if self.out is not None:
+            (self.out / f"{name}.log").write_text(f"{shlex.join(command)}\n{out}\n{err}", encoding="utf-8")
+        return found
 
 
-def run_here(name: str, words: list[str], profiled: bool) -> dict[str, Any] | None:
-    """The same in this process: imports and compiled kernels are shared, and so is the peak of host memory."""
-    import torch
-    from busy import share
-
-    from megatrain import MegatrainError
-    from megatrain.cli import bench
-    from megatrain.cli import parser as cli
-    from megatrain.cli.commands import bench_request
-
-    started = time.perf_counter()
-    try:
-        with bench.opened(bench_request(cli.build().parse_args(words))) as opened:
-            answer = bench.measure(opened)
-            if profiled:
-                answer |= share(opened, 4)
-    except MegatrainError as error:
-        print(json.dumps({"case": name, "error": str(error)[-600:]}), flush=True)
-        return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
-    print(json.dumps({"case": name, "took_s": round(time.perf_counter() - started, 1), **answer}), flush=True)
-    return answer
+def answer(out: str) -> dict[str, Any] | None:
+    """The last line of an output that is a JSON object; None if there is none."""
+    for line in reversed(out.splitlines()):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.loads(line)
+                return found
+    return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join((*CASES, *PARTS)), help="cases, comma-separated")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a case")
-    parser.add_argument(
-        "--long-steps", type=int, default=None, help="timed steps of cases 4 and 8, whose steps are long"
-    )
-    parser.add_argument("--peers", default=",".join(PEERS), help="peers, comma-separated; empty for none")
-    parser.add_argument("--prototype", type=Path, help="a streaming prototype's script, the peer of case 7")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that one of them may take")
-    parser.add_argument("--together", action="store_true", help="all of ours in one process, which saves start-up")
-    parser.add_argument("--traces", type=Path, help="folder for the traces of cases 3 and 6")
-    parser.add_argument(
-        "--profile", action="store_true", help="with --together: how much of a step cases 3 and 6 compute, see busy.py"
-    )
-    arguments = parser.parse_args()
-    rate = matmul_tflops()
-    print(json.dumps({"matmul_tflops": round(rate, 1)}), flush=True)
-    peers: dict[str, dict[str, Any] | None] = {}
-    for peer in filter(None, arguments.peers.split(",")):
-        script, *rest = PEERS[peer]
-        command = [sys.executable, str(Path(__file__).parent / "peers" / script), *rest]
-        peers[peer] = run(peer, [*command, "--steps", str(arguments.steps)], arguments.limit)
-    if arguments.prototype:
-        command = [sys.executable, str(arguments.prototype), *PROTOTYPE, "--steps", str(arguments.steps)]
-        peers["prototype"] = run("prototype", command, arguments.limit)
-    rows = []
-    for case in filter(None, arguments.only.split(",")):
-        if case in PARTS:
-            run(case, [sys.executable, *(str(ROOT / word) for word in PARTS[case])], arguments.limit)
+def last_words(text: str) -> str:
+    """The end of what a failed command printed."""
+    return " | ".join(line.strip() for line in text.strip().splitlines()[-4:])[-700:]
+
+
+def compared(row: Row, ours: dict[str, Any], others: dict[str, dict[str, Any]], matmul_tflops: float) -> dict[str, Any]:
+    """What a row comes to: our speed, its ratio to each peer and to the matmul rate, and what is wanted."""
+    found: dict[str, Any] = {"what": row.what, "wanted": row.wanted}
+    unmeasured = {name: other["error"] for name, other in others.items() if "error" in other}
+    if "error" in ours:
+        return found | {"error": ours["error"], "unmeasured": unmeasured}
+    ratios = {
+        name: round(ours["tokens_s"] / other["tokens_s"], 3) for name, other in others.items() if "error" not in other
+    }
+    ratios[MATMUL] = round(ours["model_tflops"] / matmul_tflops, 3)
+    estimate = ours["plan"]["estimate"]
+    return found | {
+        "tokens_s": ours["tokens_s"],
+        "step_s": ours["step_s"],
+        "predicted_s": round(float(estimate.get("expected_step_s", estimate["step_s"])), 5),
+        "ratios": ratios,
+        "reached": reached(row.wanted, ratios),
+        "unmeasured": unmeasured,
+        "host_bytes_a_parameter": round(ours["host_anonymous_gib"] * 2**30 / ours["parameters"], 2),
+    }
+
+
+def reached(wanted: dict[str, float], ratios: dict[str, float]) -> bool | None:
+    """Whether every ratio is what is wanted; None where one was not measured, or nothing is wanted."""
+    if any(name in ratios and ratios[name] < least for name, least in wanted.items()):
+        return False
+    return True if wanted and wanted.keys() <= ratios.keys() else None
+
+
+def table(results: dict[str, dict[str, Any]], card: str) -> str:
+    """The rows as Markdown."""
+    lines = [
+        f"| {card} | tokens/s | step, predicted | ratios | wanted | host bytes a parameter |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        if "tokens_s" not in found:
+            lines.append(f"| {name}: {found['what']} | {found['error']} | | | | |")
             continue
-        words, peer = CASES[case]
-        steps = arguments.long_steps if case in ("4", "8") and arguments.long_steps else arguments.steps
-        steps = FEW_STEPS if case.startswith("10") else steps
-        command = ["bench", "--seq", "1024", "--steps", str(steps), *words]
-        if arguments.traces and case in ("3", "6"):
-            command += ["--trace", str(arguments.traces / f"case-{case}.json")]
-        if arguments.together and not case.startswith("10"):  # whose memory is that of a process
-            ours = run_here(case, command, arguments.profile and case in ("3", "6"))
+        ratios = [f"{ratio:.3f} x {peer}" for peer, ratio in found["ratios"].items()]
+        ratios += [f"{peer}: {why[:90]}" for peer, why in found["unmeasured"].items()]
+        wanted = ", ".join(f"{least} x {peer}" for peer, least in found["wanted"].items())
+        lines.append(
+            f"| {name}: {found['what']} | {found['tokens_s']:,.0f} | {found['step_s']:.4g}, "
+            f"{found['predicted_s']:.4g} s | {'; '.join(ratios)} | {wanted} | {found['host_bytes_a_parameter']} |"
+        )
+    return "\n".join(lines)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Arguments; ends with a message for a row or a peer that does not exist."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="ROW,…", help="rows, in this order (default: most; see --list)")
+    parser.add_argument("--list", action="store_true", help="print the rows and end")
+    parser.add_argument("--peers", default=None, metavar="PEER,…", help="only these; empty for none (default: a row's)")
+    parser.add_argument("--also", default="", metavar="PEER,…", help="these peers beside those that a row has")
+    parser.add_argument("--minutes", type=float, default=9.0, help="the whole call's (default %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=None, metavar="SECONDS", help="of a measurement, for a row's own"
+    )
+    parser.add_argument("--steps", type=int, default=None, help="timed steps, in place of a row's own")
+    parser.add_argument("--gpu-memory", default=None, metavar="SIZE", help="of rows on the whole card, such as 78GiB")
+    parser.add_argument(
+        "--against", default="", metavar="KEY=VALUE,…", help="also time ours with these plan keys: peer given-plan"
+    )
+    parser.add_argument(
+        "--command", action="append", default=[], metavar="PEER=WORDS", help="what runs a peer, in place of this Python"
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="of ours")
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="results.jsonl and every output")
+    parser.add_argument("--trace", action="store_true", help="with --out: a trace of one more step of ours")
+    arguments = parser.parse_args(words)
+    if arguments.trace and arguments.out is None:
+        parser.error("--trace needs --out FOLDER, where the traces are written")
+    try:
+        arguments.rows = select(arguments.only)
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    known = (*SCRIPTS, WHOLE_CARD, GIVEN_PLAN)
+    for option in ("peers", "also"):
+        text = getattr(arguments, option)
+        names = None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+        setattr(arguments, option, names)
+        unknown = [name for name in names or [] if name not in known]
+        if unknown:
+            parser.error(f"--{option}: no peer {', '.join(unknown)}; there are {', '.join(known)}")
+    arguments.against = tuple(word for word in arguments.against.split(",") if word)
+    if wrong := [word for word in arguments.against if "=" not in word]:
+        parser.error(f"--against: {wrong[0]!r} is not KEY=VALUE, such as micro_batch=8")
+    commands = dict(word.partition("=")[::2] for word in arguments.command)
+    if wrong := [name for name, command in commands.items() if name not in SCRIPTS or not command]:
+        parser.error(f"--command: {wrong[0]!r} is not PEER=WORDS with one of {', '.join(SCRIPTS)}")
+    arguments.command = {name: shlex.split(command) for name, command in commands.items()}
+    return arguments
+
+
+def peers_of(row: Row, arguments: argparse.Namespace) -> list[str]:
+    """Peers that a row is compared with in this call."""
+    names = [*row.peers, *([GIVEN_PLAN] if arguments.against else []), *arguments.also]
+    if arguments.peers is not None:
+        names = [name for name in names if name in arguments.peers]
+    return list(dict.fromkeys(names))
+
+
+def run_row(call: Call, name: str, arguments: argparse.Namespace, matmul_tflops: float, models: Path) -> dict[str, Any]:
+    """Ours, then each peer."""
+    row, place = ROWS[name], write_model(ROWS[name].model, models)
+    if arguments.steps is not None:
+        row = dataclasses.replace(row, steps=arguments.steps)
+    limit, peer_limit = arguments.limit or row.seconds, arguments.limit or row.peer_seconds
+    model = str(place) if row.model == "quickstart" else row.model
+
+    def ours(system: str, memory: str | None, plan: tuple[str, ...] = ()) -> dict[str, Any]:
+        words = row.ours(model, memory, arguments.device, plan)
+        if arguments.trace:
+            words += ["--trace", str(arguments.out / f"{name}-{system}.trace.json")]
+        return call.measure(name, system, [sys.executable, "-m", "megatrain", *words], limit)
+
+    memory = row.memory or arguments.gpu_memory
+    result, others = ours("megatrain", memory), {}
+    for peer in peers_of(row, arguments):
+        if peer == WHOLE_CARD:
+            others[peer] = ours(peer, arguments.gpu_memory)
+        elif peer == GIVEN_PLAN:
+            others[peer] = ours(peer, memory, arguments.against)
         else:
-            ours = run(case, [sys.executable, "-m", "megatrain", *command], arguments.limit)
-        other = peers.get(peer) if peer else None
-        ratio = f"{ours['tokens_s'] / other['tokens_s']:.3f} x {peer}" if ours and other else ""
-        speed = f"{ours['tokens_s']:,.0f}" if ours else "failed"
-        share = f"{ours['model_tflops'] / rate:.3f}" if ours else ""
-        memory = f"{ours['host_anonymous_gib'] * 2**30 / ours['parameters']:.2f}" if ours else ""
-        rows.append((case, " ".join(words), speed, share, ratio, memory))
-    print("\n| case | arguments | tokens/s | of the matmul rate | ratio | host bytes a parameter |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+            command = arguments.command.get(peer, [sys.executable])
+            others[peer] = call.measure(name, peer, [*command, *row.peer(peer, str(place))], peer_limit)
+    return compared(row, result, others, matmul_tflops)
+
+
+def main(words: list[str] | None = None) -> None:
+    arguments = parse(words)
+    if arguments.list:
+        for name, row in ROWS.items():
+            peers = ", ".join(f"{peer} ({row.wanted[peer]})" if peer in row.wanted else peer for peer in row.peers)
+            print(f"{name:22} {row.what}, {' '.join((*row.words, row.memory or ''))}; beside {peers or 'nothing'}")
+        return
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    call = Call(arguments.minutes * 60, arguments.out)
+    machine = call.measure("machine", "probe", [sys.executable, "-c", PROBE], 60.0)
+    if "error" in machine:
+        sys.exit(f"the card cannot be used: {machine['error']}")
+    card = machine["card"]
+    if "H100" not in card:
+        card += ", not an H100"
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.rows:
+            if name in PARTS:
+                call.measure(name, "script", [sys.executable, *(str(ROOT / word) for word in PARTS[name])], 120.0)
+                continue
+            results[name] = run_row(call, name, arguments, machine["matmul_tflops"], Path(folder))
+            memory = ROWS[name].memory or arguments.gpu_memory or "all"
+            call.line({"row": name, "card": card, "gpu_memory": memory, **results[name]})
+    print("\n" + table(results, card))
 
 
 if __name__ == "__main__":

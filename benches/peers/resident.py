@@ -5,40 +5,34 @@
 Liger's fused kernels and fused loss are used where liger-kernel is installed, and cuDNN's attention. One JSON line.
 """
 
-import argparse
-import json
-import time
-
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from common import arguments, model_config, report, timed
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.models.presets import SHAPES
+LIGER = {"qwen2": "apply_liger_kernel_to_qwen2", "llama": "apply_liger_kernel_to_llama"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="qwen2.5-3b", choices=SHAPES)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = arguments(__doc__)
     parser.add_argument("--checkpoint", action="store_true", help="recompute every layer in backward")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    keys = model_config(given.model)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.manual_seed(0)
-    keys = SHAPES[arguments.model].config()
-    keys.pop("model_type")
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**keys), dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**keys), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+        import liger_kernel.transformers
 
-        apply_liger_kernel_to_qwen2(model=model)
+        getattr(liger_kernel.transformers, LIGER[keys["model_type"]])(model=model)
         liger = True
-    except ImportError:
+    except (ImportError, KeyError):
         liger = False
     model.train()
-    if arguments.checkpoint:
+    if given.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     parameters = list(model.parameters())
     masters = [p.detach().float() for p in parameters]
@@ -46,8 +40,7 @@ def main() -> None:
 
     def step(seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        vocab = SHAPES[arguments.model].vocab
-        ids = torch.randint(0, vocab, (arguments.batch, arguments.seq), generator=generator).cuda()
+        ids = torch.randint(0, keys["vocab_size"], (given.batch, given.seq), generator=generator).cuda()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
@@ -61,27 +54,16 @@ def main() -> None:
             master.grad = None
         return loss.detach()
 
-    for seed in range(2):
-        step(seed)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for seed in range(arguments.steps):
-        loss = step(2 + seed)
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / arguments.steps
-    tokens = arguments.batch * arguments.seq
-    answer = {
-        "peer": "resident" + ("-checkpoint" if arguments.checkpoint else ""),
-        "model": arguments.model,
-        "batch": arguments.batch,
-        "seq": arguments.seq,
-        "liger": liger,
-        "step_s": round(seconds, 4),
-        "tokens_s": round(tokens / seconds, 1),
-        "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "loss": float(loss),
-    }
-    print(json.dumps(answer), flush=True)
+    losses: list[torch.Tensor] = []
+    seconds = timed(lambda number: losses.append(step(number)), torch.cuda.synchronize, given.steps, given.warmup)
+    report(
+        "resident" + ("-checkpoint" if given.checkpoint else ""),
+        given,
+        seconds,
+        liger=liger,
+        gpu_peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        loss=float(losses[-1]),
+    )
 
 
 if __name__ == "__main__":

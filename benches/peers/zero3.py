@@ -5,32 +5,26 @@
 Needs deepspeed; its first run compiles its CPU optimizer. One JSON line.
 """
 
-import argparse
-import json
 import os
-import time
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
-
-from megatrain.models.presets import SHAPES
+from common import arguments, model_config, refuse, report, timed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="qwen2.5-3b", choices=SHAPES)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=10)
-    arguments = parser.parse_args()
+    given = arguments(__doc__).parse_args()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     os.environ.update(alone, DS_SKIP_CUDA_CHECK="1")
-    import deepspeed
+    try:
+        import deepspeed
+    except ImportError as error:
+        refuse(f"deepspeed cannot be imported: {error}")
 
     deepspeed.init_distributed("nccl")
     host = {"device": "cpu", "pin_memory": True}
     settings = {
-        "train_micro_batch_size_per_gpu": arguments.batch,
+        "train_micro_batch_size_per_gpu": given.batch,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
@@ -50,43 +44,33 @@ def main() -> None:
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
     }
-    shape = SHAPES[arguments.model]
-    keys = shape.config()
-    keys.pop("model_type")
+    keys = model_config(given.model)
     with deepspeed.zero.Init(config_dict_or_path=settings):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**keys), dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**keys), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def step(seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, shape.vocab, (arguments.batch, arguments.seq), generator=generator).cuda()
+        ids = torch.randint(0, keys["vocab_size"], (given.batch, given.seq), generator=generator).cuda()
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
-    for seed in range(2):
-        step(seed)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for seed in range(arguments.steps):
-        loss = step(2 + seed)
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / arguments.steps
-    answer = {
-        "peer": "deepspeed-zero3-offload",
-        "version": deepspeed.__version__,
-        "model": arguments.model,
-        "batch": arguments.batch,
-        "seq": arguments.seq,
-        "step_s": round(seconds, 4),
-        "tokens_s": round(arguments.batch * arguments.seq / seconds, 1),
-        "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "loss": float(loss),
-    }
-    print(json.dumps(answer), flush=True)
+    losses: list[torch.Tensor] = []
+    seconds = timed(lambda number: losses.append(step(number)), torch.cuda.synchronize, given.steps, given.warmup)
+    report(
+        "deepspeed-zero3-offload",
+        given,
+        seconds,
+        version=deepspeed.__version__,
+        gpu_peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        loss=float(losses[-1]),
+    )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def opened(request: Request) -> Iterator[Bench]:
     """The engine that a request asks for, closed at the end. Raises what `run` raises."""
     if request.steps < 1 or request.warmup < 0:
         raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
-    config = _config(request)
+    config = configuration(request)
     machine = facts.read()
     model_setup = prepare_model(config, machine, plan_only=True)
     run_plan = planner.plan_run(
@@ -199,7 +199,8 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
     }
 
 
-def _config(request: Request) -> Config:
+def configuration(request: Request) -> Config:
+    """The configuration of a run with the request's steps, on random weights. Raises ConfigError."""
     sections = {key: dict(value) if isinstance(value, dict) else value for key, value in request.settings.items()}
     train = sections.setdefault("train", {})
     train |= {"batch_size": request.batch, "steps": request.steps + request.warmup}

@@ -142,7 +142,7 @@ def _plan(args: argparse.Namespace) -> int:
     config = _planned(args.target, args.settings)
     if args.picture:
         paths.check_writable(Path(args.picture), "--picture")
-    machine = facts.read(Path.cwd()) if args.machine is None else _described(args.machine)
+    machine = facts.read(Path.cwd()) if args.machine is None else described_machine(args.machine)
     device = planner.choose_device(config, machine)
     planner.choose_precision(config, device, machine)
     report = without_data(config, machine)
@@ -186,8 +186,9 @@ def _draw(report: "Forecast", model: str, path: Path) -> None:
     write_whole(path, timeline.document(timeline.draw(spans, seconds, caption), caption))
 
 
-def _described(given: str) -> "Machine":
-    """A machine by the name of a preset or from a file that describes it, by its numbers as key=value,…, or both."""
+def described_machine(given: str) -> "Machine":
+    """A machine by the name of a preset or from a file that describes it, by its numbers as key=value,…, or both.
+    Raises ConfigError."""
     from megatrain.config import yaml12
     from megatrain.planning import presets
     from megatrain.system import descriptions

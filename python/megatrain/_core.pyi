@@ -30,6 +30,7 @@ __all__ = [
     "conformance",
     "cuda_status",
     "fits",
+    "forecast",
     "isa",
     "mappings_made",
     "plan",
@@ -275,6 +276,11 @@ def fits(request: str) -> bool:
 
 def simulate(request: str, plan: str, rates: str) -> str:
     """Runs the schedule of one steady step on a virtual clock: `{step_s, lanes: {…: busy_s}, bound, spans: […]}`."""
+
+def forecast(request: str, plan: str) -> str:
+    """JSON of what a plan takes at the rates of a request that differs from its own in nothing else: the `estimate` of
+    `plan`, with `expected_step_s` and `expected_lanes` at the rates that a whole step sustains. ValueError where the
+    plan was made for another request."""
 
 def schedule(request: str, plan: str) -> str:
     """The schedule of one step as JSON, checked."""

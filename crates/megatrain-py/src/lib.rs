@@ -25,6 +25,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::make_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::fits, module)?)?;
     module.add_function(wrap_pyfunction!(plan::simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::forecast, module)?)?;
     module.add_function(wrap_pyfunction!(plan::schedule, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::adamw, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::split, module)?)?;

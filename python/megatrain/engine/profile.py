@@ -251,7 +251,9 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, tokens, decoder.vocab_size, device),
+                **_beside_matmuls(
+                    unit, work, tokens, decoder.vocab_size, device, (rates or {}).get("launch_s", LAUNCH_S)
+                ),
             }
         )
         if work.float8_flops and device != "cpu":
@@ -290,11 +292,14 @@ _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
 _MOVES_OF_A_PASS = 2.9
 """What forward and backward move together, in multiples of forward."""
-_LAUNCH_S = 1.2e-3
-"""Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
+LAUNCH_S = 1.2e-3
+"""Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
+that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""
 
 
-def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device: str) -> dict[str, float]:
+def _beside_matmuls(
+    unit: Unit, work: Measured, tokens: int, vocab: int, device: str, launch_s: float
+) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
         return {}
@@ -306,7 +311,7 @@ def _beside_matmuls(unit: Unit, work: Measured, tokens: int, vocab: int, device:
         "attention_flops": work.attention_flops,
         "spared_flops": min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * work.kept_bytes,
-        "launch_s": _LAUNCH_S,
+        "launch_s": launch_s,
     }
 
 

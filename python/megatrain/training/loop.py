@@ -18,12 +18,14 @@ from megatrain.system.atomic import storage_error
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
+from megatrain.training.begin_again import BeginAgain
 from megatrain.training.callbacks import Callbacks, Run
 from megatrain.training.evaluation import HeldOut, evaluate_sets
 from megatrain.training.lr_schedule import Schedule
 from megatrain.training.measure import measure
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display, eval_sets
+from megatrain.training.replan import StepTimes
 from megatrain.training.result import Result
 from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
@@ -88,12 +90,20 @@ class TrainingLoop:
         self.doing: str = "the first evaluation"
         self.new_best: bool = False
         self.retried = False
-        """Whether this part of the run follows one that ran out of memory, which happens once."""
+        """Whether an earlier part of the run ran out of memory, after which it goes on once."""
+        self.times: StepTimes | None = None
+        """What the first steps take; None where that is not measured."""
+        self._undisturbed = True
+        """Whether nothing has run beside or between steps since the last one."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
         self.spikes: StepSpikes = StepSpikes()
         for record in folder.metrics()[-metrics.RECENT :]:
             self.spikes.add(record.get("loss"), record.get("grad_norm"))
+
+    def measure_steps(self, start_s: float) -> None:
+        """Measures the first steps, and changes the plan where that pays. `start_s`: seconds that loading took."""
+        self.times = StepTimes(self.planned, self.total, start_s)
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
@@ -110,7 +120,7 @@ class TrainingLoop:
         )
         try:
             result = self._train()
-        except out_of_memory.PlanAgain:  # the run has not ended
+        except BeginAgain:  # the run has not ended
             raise
         except BaseException:
             self.callbacks.end(None)
@@ -154,6 +164,8 @@ class TrainingLoop:
                 raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
             watched.close()  # an export is one long write
             exported = None if stopped else self._export()
+        except BeginAgain:
+            raise
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
         except Exception as error:
@@ -268,7 +280,9 @@ class TrainingLoop:
         lr = self.schedule.lr(step, self.config.train.lr)
         self.engine.set_lr(lr)
         every = self.config.train.check_every
-        out = self.engine.step(prepared, check=every is not None and step % every == 0)
+        check = every is not None and step % every == 0
+        undisturbed, self._undisturbed = self._undisturbed and self.saves.running is None and not check, True
+        out = self.engine.step(prepared, check=check)
         seconds = self.throughput.add(batch.num_tokens)
         position.step = step
         position.tokens += batch.num_tokens
@@ -294,7 +308,9 @@ class TrainingLoop:
             record.extra = {**record.extra, "aux_loss": out.aux_loss}
         if out.total_weight is not None:
             record.extra = {**record.extra, "total_weight": out.total_weight}
-        measure(record, batch, self.engine, self.planned)
+        tokens = measure(record, batch, self.engine, self.planned)
+        if self.times is not None and not unsupervised:
+            self.times.add(record, tokens, undisturbed)
         self._flag_spikes(record)
         self.pending = record
         if unsupervised:
@@ -350,7 +366,8 @@ class TrainingLoop:
         if self.saves.running is not None and self.saves.running.is_written:
             self._complete_save()
         asked = self.stop.take_save_request()
-        if asked or self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best):
+        due = asked or self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best)
+        if due:
             self._save()
         if asked:
             # Whoever sent the signal waits for a checkpoint that is on the disk, not for one that has begun.
@@ -359,8 +376,28 @@ class TrainingLoop:
             self._status("training")
         if step % 10 == 0 or last:
             self._status("training")
+        if not (ended or last or self._stopping):
+            self._change_plan(step, due)
         self.throughput.restart()
         return ended
+
+    def _change_plan(self, step: int, saved: bool) -> None:
+        """Raises FasterPlan where another plan pays, at a checkpoint that is written anyway, or at once in a run that
+        writes none before its end."""
+        times = self.times
+        if times is None or not (saved or self.config.output.save_every is None) or not times.pays(step):
+            return
+        self._status("saving")
+        try:
+            self._save()
+            self._complete_save()
+        except StorageError as error:
+            if saved:
+                raise
+            log.warning("the plan stays as it is: %s", error)
+            self.times = None
+            return
+        raise times.change(step)
 
     def _first_evaluation(self) -> None:
         if not self._eval_loaders or not self.config.eval.at_start or self.position.step > 0:
@@ -423,6 +460,7 @@ class TrainingLoop:
 
     def _held_out(self, step: int) -> HeldOut | None:
         """Over the held-out data; None when a stop request cut the evaluation off."""
+        self._undisturbed = False
         self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
         self._status("evaluating")
         found = evaluate_sets(self.engine, self._eval_loaders, self.stop)
@@ -436,7 +474,7 @@ class TrainingLoop:
         from megatrain.training.sampling import sample
 
         settings = self.config.eval.samples
-        self.doing = f"the samples after step {step}"
+        self.doing, self._undisturbed = f"the samples after step {step}", False
         texts = []
         for prompt in settings.prompts:
             try:
@@ -492,6 +530,7 @@ class TrainingLoop:
         step = self.position.step
         if self.saves.has(step):
             return
+        self._undisturbed = False
         self._complete_save()
         self.doing = f"the checkpoint of step {step}"
         state = {

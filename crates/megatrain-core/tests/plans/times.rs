@@ -231,3 +231,20 @@ fn computing_takes_the_time_of_attention_of_elementwise_kernels_and_of_launches_
     request.units[1].spared_flops = f64::NAN;
     assert!(plan(&request).is_err());
 }
+
+#[test]
+fn a_plan_is_timed_at_other_rates_than_it_was_made_with() {
+    let mut request = contended(8, 0.016, UpdateMode::JustInTime);
+    let made = plan(&request).unwrap();
+    assert_eq!(forecast(&request, &made).unwrap(), made.estimate);
+    let lanes = &made.estimate.expected_lanes;
+    request.rates.adamw_gparams /= 2.0;
+    let slower = forecast(&request, &made).unwrap();
+    // A rate changes its own lane, in proportion, and no other one.
+    for (name, seconds) in lanes {
+        let times = if name == "host" { 2.0 } else { 1.0 };
+        let (found, wanted) = (slower.expected_lanes[name], times * seconds);
+        assert!((found - wanted).abs() <= 1e-9 * wanted, "{name}: {found} is not {wanted}");
+    }
+    assert!(lanes["host"] > 0.0 && slower.expected_step_s > made.estimate.expected_step_s);
+}

@@ -100,12 +100,16 @@ def test_the_plan_changes_once_and_no_bit_of_the_run_does(
 
 
 @pytest.mark.usefixtures("slow_link")
-def test_what_steps_took_is_said_and_recorded_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_steps_took_is_said_and_recorded_once_for_each_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
-        fit(config(tmp_path))
-    (message,) = [message for message in caplog.messages if "was expected" in message]
+        fit(config(tmp_path, train={"steps": 20}))
+    message, after = [message for message in caplog.messages if "was expected" in message]
     estimate = [record for record in read_metrics(tmp_path / "run") if "expected_step_s" in record]
-    assert [(record["step"], record["median_step_s"]) for record in estimate] == [(8, 100.0)]
+    assert [(record["step"], record["median_step_s"]) for record in estimate] == [(8, 100.0), (16, 100.0)]
+    assert len(said(caplog)) == 1
+    assert "steps 12 to 16 took 100 s (median)" in after
     assert "steps 4 to 8 took 100 s (median)" in message
     assert "compute 80 s of " in message
     assert f"{estimate[0]['expected_step_s']:.3g} s was expected" in message

@@ -92,7 +92,7 @@ class TrainingLoop:
         self.retried = False
         """Whether an earlier part of the run ran out of memory, after which it goes on once."""
         self.times: StepTimes | None = None
-        """What the first steps take; None where that is not measured."""
+        """What the first steps take, and the plan that follows from it."""
         self._undisturbed = True
         """Whether nothing has run beside or between steps since the last one."""
         self.before: dict[str, Any] = {}
@@ -101,9 +101,10 @@ class TrainingLoop:
         for record in folder.metrics()[-metrics.RECENT :]:
             self.spikes.add(record.get("loss"), record.get("grad_norm"))
 
-    def measure_steps(self, start_s: float) -> None:
-        """Measures the first steps, and changes the plan where that pays. `start_s`: seconds that loading took."""
-        self.times = StepTimes(self.planned, self.total, start_s)
+    def measure_steps(self, start_s: float, final: bool) -> None:
+        """Measures the first steps and, where the plan is not `final`, changes it where that pays. `start_s`: seconds
+        that loading took."""
+        self.times = StepTimes(self.planned, self.total, start_s, final=final)
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""

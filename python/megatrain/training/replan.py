@@ -43,8 +43,8 @@ class FasterPlan(BeginAgain):
 class StepTimes:
     """The first steps of a part of a run, and the plan that follows from them."""
 
-    def __init__(self, planned: "PlannedRun", total_steps: int, start_s: float) -> None:
-        self._planned, self._total = planned, total_steps
+    def __init__(self, planned: "PlannedRun", total_steps: int, start_s: float, *, final: bool) -> None:
+        self._planned, self._total, self._final = planned, total_steps, final
         self._seen = 0
         self._steps: list[tuple[StepRecord, int]] = []
         self.faster: replan.Faster | None = None
@@ -89,9 +89,9 @@ class StepTimes:
             self._smaller(),
             shown,
         )
-        self.faster = replan.faster_plan(
-            self._planned.model_setup.config, self._planned.model_setup.decoder, run_plan, step_s, lanes
-        )
+        if not self._final:
+            setup = self._planned.model_setup
+            self.faster = replan.faster_plan(setup.config, setup.decoder, run_plan, step_s, lanes)
 
     def _smaller(self) -> str:
         """For the message, where the steps were smaller than those that were planned for."""

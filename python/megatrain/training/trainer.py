@@ -141,8 +141,8 @@ class Trainer:
             try:
                 loop = self._begin(folder, parts, origin)
                 loop.retried = any(isinstance(one, out_of_memory.PlanAgain) for one in before)
-                if not any(isinstance(one, FasterPlan) for one in before):
-                    loop.measure_steps(time.monotonic() - began)
+                final = any(isinstance(one, FasterPlan) for one in before)
+                loop.measure_steps(time.monotonic() - began, final)
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)
                 self.stop.on_abandon = lambda reason: folder.write_status("killed", **loop.facts(), reason=reason)

@@ -10,6 +10,7 @@ from megatrain.config import Config
 from megatrain.models.decoder import Decoder
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner, replan
+from megatrain.planning.alternatives import decisions
 from megatrain.system import descriptions
 from megatrain.training.setup import prepare_model
 from support.plans import H100
@@ -44,7 +45,7 @@ def test_lanes_that_take_what_was_expected_change_neither_rates_nor_plan() -> No
     lanes = lanes_of(run_plan)
     rates = replan.measured_rates(run_plan, step_s_of(run_plan), lanes)
     assert {name: rates[name] for name in run_plan.rates} == pytest.approx(run_plan.rates)
-    assert replan.faster_plan(config, decoder, run_plan, step_s_of(run_plan), lanes) is None
+    assert replan.faster_plans(config, decoder, run_plan, step_s_of(run_plan), lanes) == []
 
 
 def test_at_the_measured_rates_the_plan_takes_what_was_measured() -> None:
@@ -62,29 +63,38 @@ def test_at_the_measured_rates_the_plan_takes_what_was_measured() -> None:
     assert found["download"] == pytest.approx(lanes["download"], rel=0.05)
 
 
-def test_a_slow_host_gets_another_plan_of_the_same_numbers_in_the_same_memory() -> None:
+@pytest.mark.parametrize(
+    ("share", "in_place"),
+    [(4.0, [True]), (0.2, [False, True])],
+    ids=["a slow host has layers updated on the card", "a fast host leaves the card to activations"],
+)
+def test_other_rates_give_plans_of_the_same_numbers_in_the_same_memory(share: float, in_place: list[bool]) -> None:
     config, decoder, run_plan = planned(16)
     lanes = lanes_of(run_plan)
-    lanes["host"] *= 4
-    step_s = step_s_of(run_plan) + lanes["host"] * 3 / 4
-    faster = replan.faster_plan(config, decoder, run_plan, step_s, lanes)
-    assert faster is not None
-    assert faster.gain_s >= replan.LEAST_GAIN * step_s
-    assert faster.step_s == pytest.approx(step_s - faster.gain_s)
-    found = faster.run_plan
-    for name in ("micro_batch", "micro_batches", "budget", "options", "machine", "precision", "correction"):
-        assert getattr(found, name) == getattr(run_plan, name), name
-    on_host = [sum(unit["update"] == "host" for unit in one.plan["units"]) for one in (run_plan, found)]
-    assert on_host[1] < on_host[0], "the host updates fewer units"
-    assert found.plan["totals"]["device"] <= found.budget["device"]
-    assert found.plan["totals"]["host"] <= found.budget["host"]
-    assert "updated on the device" in faster.changes
-    # what the engine makes of these rates is the same plan
-    engine = planner.SplitPlanner(config, decoder, "cuda", found.machine, found.rates, found.options)
-    _, made = engine.fit(found.micro_batch[0], found.micro_batches)
-    assert {key: made[key] for key in made if key != "estimate"} == {
-        key: found.plan[key] for key in made if key != "estimate"
-    }
+    lanes["host"] *= share
+    step_s = max(step_s_of(run_plan), lanes["host"])
+    plans = replan.faster_plans(config, decoder, run_plan, step_s, lanes)
+    assert [faster.in_place is not None for faster in plans] == in_place
+    gains = [faster.gain_s for faster in plans]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] >= replan.LEAST_GAIN * step_s
+    for faster in plans:
+        assert faster.step_s == pytest.approx(step_s - faster.gain_s)
+        found = faster.run_plan
+        for name in ("micro_batch", "micro_batches", "budget", "machine", "precision", "correction"):
+            assert getattr(found, name) == getattr(run_plan, name), name
+        assert found.options == run_plan.options | (faster.in_place or {})
+        on_host = [sum(unit["update"] == "host" for unit in one.plan["units"]) for one in (run_plan, found)]
+        assert (on_host[1] - on_host[0]) * (share - 1) < 0
+        assert found.plan["totals"]["device"] <= found.budget["device"]
+        assert found.plan["totals"]["host"] <= found.budget["host"]
+        assert "updated on the device" in faster.changes
+        stays = [unit["state"] for unit in found.plan["units"]] == [unit["state"] for unit in run_plan.plan["units"]]
+        assert stays == (faster.in_place is not None)
+        # what the engine makes of these rates is the same plan
+        engine = planner.SplitPlanner(config, decoder, "cuda", found.machine, found.rates, found.options)
+        _, made = engine.fit(found.micro_batch[0], found.micro_batches)
+        assert decisions(made) == decisions(found.plan)
 
 
 def test_what_the_configuration_asks_for_stays() -> None:
@@ -92,9 +102,8 @@ def test_what_the_configuration_asks_for_stays() -> None:
     config, decoder, run_plan = planned(16, plan=asked)
     lanes = lanes_of(run_plan)
     lanes["host"] *= 4
-    faster = replan.faster_plan(config, decoder, run_plan, step_s_of(run_plan), lanes)
-    units = (faster.run_plan if faster is not None else run_plan).plan["units"]
-    assert {unit["update"] for unit in units} == {"host"}
+    for one in (run_plan, *(f.run_plan for f in replan.faster_plans(config, decoder, run_plan, 1.0, lanes))):
+        assert {unit["update"] for unit in one.plan["units"]} == {"host"}
 
 
 def test_a_lane_that_hardly_works_says_nothing_about_its_rate() -> None:

@@ -1,20 +1,25 @@
-"""A run whose first steps show that another plan is faster changes to it: once, at a checkpoint, and no bit changes."""
+"""A run whose first steps show that another plan is faster changes to it, once, and no bit of its numbers changes."""
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain import _core
 from megatrain.checkpoint.step_folders import step_folder
+from megatrain.engine.engine import Engine
+from megatrain.engine.runtime import Runtime
 from megatrain.engine.step import Pass
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DeviceError, DoesNotFit
 from megatrain.planning import calibrate
 from megatrain.planning import replan as planning
 from megatrain.training import loop, replan, setup
 from megatrain.training.run_dir import read_metrics, read_status
+from megatrain.training.stop import RunStopped
 from support.runs import MODEL, settings
 from support.trainer import assert_bit_equal, fit, losses, stopped_after_two_steps
 
@@ -51,6 +56,12 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other plan is said to move state, which on the CPU none does."""
+    monkeypatch.setattr(planning, "_places", lambda plan: plan["group"])
+
+
+@pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains with the plan kept as it is, and says how such a run ends: losses and the folder of its last step."""
 
@@ -70,33 +81,102 @@ def planned(run: Path) -> dict[str, Any]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [message for message in caplog.messages if "The plan is changed" in message]
+    return [message for message in caplog.messages if "The run changes its plan" in message]
+
+
+IMMEDIATE = {"update": "immediate", "max_grad_norm": None}
 
 
 @pytest.mark.usefixtures("slow_link")
 @pytest.mark.parametrize(
-    ("train", "resume"),
+    ("train", "resume", "moves"),
     [
-        ({}, "never"),
-        ({"update": "immediate", "max_grad_norm": None}, "auto"),
-        ({"moments": "8bit", "max_grad_norm": 0.5}, "auto"),
+        ({}, "never", True),
+        (IMMEDIATE, "auto", True),
+        ({"moments": "8bit", "max_grad_norm": 0.5}, "auto", True),
+        ({}, "never", False),
+        (IMMEDIATE, "auto", False),
+        ({"moments": "8bit", "max_grad_norm": 0.5}, "auto", False),
     ],
-    ids=["clipped", "immediate", "8bit"],
 )
 def test_the_plan_changes_once_and_no_bit_of_the_run_does(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: Any, train: dict[str, Any], resume: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+    kept: Any,
+    train: dict[str, Any],
+    resume: str,
+    moves: bool,
 ) -> None:
     wanted, last = kept(train=train)
+    if moves:
+        request.getfixturevalue("moving")
     with caplog.at_level(logging.INFO):
-        result = fit(config(tmp_path, train=train, output={"resume": resume}))
+        result = fit(config(tmp_path, train=train, output={"resume": resume, "keep": 9}))
     assert result.step == STEPS
     assert planned(tmp_path / "run")["group"] == 1
     assert losses(tmp_path / "run") == wanted
     assert_bit_equal(step_folder(tmp_path / "run", STEPS), last)
     assert read_status(tmp_path / "run")["state"] == "done"
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert saved == (["step-14", "step-8"] if moves else ["step-14"])
     (message,) = said(caplog)
     for part in (f"step {replan.WARM_UP + replan.MEASURED}: ", "a step takes 100 s", CHANGED, "6 steps left"):
         assert part in message
+    assert ("all state stays where it is" in message) == (not moves)
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_nothing_of_the_plan_before_stays_in_memory_where_state_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, left = Engine.change_plan, []
+
+    def watched(self: Engine, *rest: Any) -> None:
+        core, mappings = self.core, _core.mappings_made()
+        state = [self.weight(name) for name in self.decoder.tensors]
+        change(self, *rest)
+        assert core is not self.core
+        left.append([sys.getrefcount(core) - 2, _core.mappings_made() - mappings])
+        assert all(torch.equal(self.weight(name), one) for name, one in zip(self.decoder.tensors, state, strict=True))
+
+    monkeypatch.setattr(Engine, "change_plan", watched)
+    fit(config(tmp_path, output={"save_every": 8}))
+    ((references, mappings),) = left
+    assert references == 0, "something refers to the core of the plan before"
+    assert mappings > 0
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_change_that_fails_leaves_the_plan_as_it_was_or_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: Any, failures: int
+) -> None:
+    wanted, last = kept()
+    make, failed = Runtime._make, []
+
+    def failing(self: Runtime, *rest: Any) -> Any:
+        if len(rest) == 5 and len(failed) < failures:
+            failed.append(rest)
+            raise DeviceError("the card is out of memory")
+        return make(self, *rest)
+
+    monkeypatch.setattr(Runtime, "_make", failing)
+    if failures == 2:
+        stopped_after_two_steps(config(tmp_path))
+        with pytest.raises(
+            RunStopped, match=r"change of plan after step 10: .*neither to another one nor back.*step-2"
+        ):
+            fit(config(tmp_path))
+        monkeypatch.setattr(Runtime, "_make", make)
+        fit(config(tmp_path))
+    else:
+        fit(config(tmp_path))
+        assert "the plan stays as it is: the card is out of memory" in caplog.text
+        assert planned(tmp_path / "run")["group"] == 4
+        assert said(caplog) == []
+    assert losses(tmp_path / "run") == wanted
+    assert_bit_equal(step_folder(tmp_path / "run", STEPS), last)
 
 
 @pytest.mark.usefixtures("slow_link")
@@ -115,21 +195,21 @@ def test_what_steps_took_is_said_and_recorded_once_for_each_plan(
     assert f"{estimate[0]['expected_step_s']:.3g} s was expected" in message
 
 
-@pytest.mark.usefixtures("slow_link")
+@pytest.mark.usefixtures("slow_link", "moving")
 def test_a_run_that_saves_on_the_way_changes_its_plan_at_a_checkpoint_that_it_writes_anyway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: Any
 ) -> None:
     wanted, last = kept()
     with caplog.at_level(logging.INFO):
-        fit(config(tmp_path, output={"save_every": 5, "keep": 9}))
+        fit(config(tmp_path, output={"save_every": 9, "keep": 9}))
     (message,) = said(caplog)
-    assert "step 10: " in message
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-10", "step-14", "step-5"]
+    assert "step 9: " in message
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-14", "step-9"]
     assert losses(tmp_path / "run") == wanted
     assert_bit_equal(step_folder(tmp_path / "run", STEPS), last)
 
 
-@pytest.mark.usefixtures("slow_link")
+@pytest.mark.usefixtures("slow_link", "moving")
 @pytest.mark.parametrize("reason", ["the disk is slow", "too little is saved", "steps are disturbed", "keys are set"])
 def test_the_plan_stays_where_a_change_does_not_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
@@ -150,7 +230,7 @@ def test_the_plan_stays_where_a_change_does_not_pay(
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{STEPS}"]
 
 
-@pytest.mark.usefixtures("slow_link")
+@pytest.mark.usefixtures("slow_link", "moving")
 def test_a_plan_that_cannot_be_made_is_given_up_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: Any
 ) -> None:
@@ -172,16 +252,20 @@ def test_a_plan_that_cannot_be_made_is_given_up_and_the_run_goes_on(
 
 
 @pytest.mark.usefixtures("slow_link")
-@pytest.mark.parametrize(("step", "changed"), [(2, 0), (12, 1)])
+@pytest.mark.parametrize(("step", "changed", "moves"), [(2, 0, False), (12, 1, False), (12, 1, True)])
 def test_a_run_that_runs_out_of_memory_before_or_after_its_plan_would_change_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
     kept: Any,
     step: int,
     changed: int,
+    moves: bool,
 ) -> None:
     wanted, last = kept()
+    if moves:
+        request.getfixturevalue("moving")
     forward, failed = Pass._forward, []
 
     def failing(self: Pass, op: Any) -> None:

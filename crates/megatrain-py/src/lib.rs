@@ -22,6 +22,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<op::ComputeOp>()?;
     module.add_class::<op::Outcome>()?;
     module.add_class::<engine::Engine>()?;
+    module.add_class::<engine::Kept>()?;
     module.add_function(wrap_pyfunction!(plan::make_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::fits, module)?)?;
     module.add_function(wrap_pyfunction!(plan::simulate, module)?)?;

@@ -1,6 +1,7 @@
 """The planned core of a model: made when it is first needed, filled, and given templates over its memory."""
 
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -119,6 +120,8 @@ class Runtime:
         """Why the weights belong to no single training step, after a load was interrupted."""
         self._emptied = False
         """Whether values were moved out of the model; they are lost when setting up fails after that."""
+        self._changing = False
+        """Whether the core is being replaced, which another thread may see that prepares inputs."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -270,7 +273,7 @@ class Runtime:
             raise EngineBroken(self.undefined)
         if self._core is not None:
             self._core.check()
-        elif self._emptied:
+        elif self._emptied and not self._changing:
             raise EngineBroken(
                 "creating the engine was interrupted after the model's weights were moved into it; load the model again"
             )
@@ -293,16 +296,26 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
+        return self._make(micro_batch, micro_batches, self._bytes_beside_the_plan(), fill)
+
+    def _make(
+        self,
+        micro_batch: tuple[int, int],
+        micro_batches: int,
+        base: int,
+        fill: Callable[[_core.Engine], None],
+        kept: _core.Kept | None = None,
+    ) -> _core.Engine:
+        """`base`: see `_bytes_beside_the_plan`; `kept`: state that is taken over instead of filled in."""
         asked = self.request(micro_batch, micro_batches)
         request = json.dumps(asked)
-        base = self._bytes_beside_the_plan()
         options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         options["seed"] = self._seed
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
             planned = _core.plan(request)
-            core = _core.Engine(self._core_device, request, planned, json.dumps(options))
+            core = _core.Engine(self._core_device, request, planned, json.dumps(options), kept)
         except ValueError as error:
             raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
@@ -361,6 +374,39 @@ class Runtime:
             raise refusal from None
         before.close()
         return made
+
+    @torch.inference_mode(False)
+    def change_plan(self, rates: Mapping[str, float], numbers: Mapping[str, Any]) -> None:
+        """Plans again for the same sizes, at other rates and with more numbers asked for, by which all state stays
+        where it is. What else the core has is freed before it is allocated again. Where that fails, the plan is the
+        one before and the error is raised."""
+        core, base = self.core, self._bytes_beside_the_plan()
+        assert self.micro_batch is not None
+        assert self.micro_batches is not None
+        templates, before = self._templates, (self.settings, self._rates)
+        # another thread may ask for a check: there is no core for a while
+        self._changing, self._core, self._templates = True, None, None
+        try:
+            try:
+                kept = core.keep()
+            except BaseException:
+                self._core, self._templates = core, templates
+                raise
+            del core, templates
+            gc.collect()  # arrays over what is to be freed may be in cycles
+            sizes = self.micro_batch, self.micro_batches, base, lambda _: None
+            self.settings, self._rates = {**self.settings, **numbers}, dict(rates)
+            with _current(self.device):
+                try:
+                    self._make(*sizes, kept)
+                except BaseException:
+                    self.settings, self._rates = before
+                    self.undefined = "the plan could be changed neither to another one nor back"
+                    self._make(*sizes, kept)
+                    self.undefined = ""
+                    raise
+        finally:
+            self._changing = False
 
     def _machine(self) -> hardware.Machine:
         """This machine, with the engine's own card as the one that is used."""

@@ -51,6 +51,8 @@ class Faster:
     """Seconds of a step that it saves."""
     changes: str
     """What is decided otherwise, in words."""
+    in_place: dict[str, Any] | None
+    """Numbers of a plan by which all state stays where it is; None where some of it moves."""
 
 
 def measured_rates(run_plan: RunPlan, step_s: float, lanes: Mapping[str, float]) -> dict[str, float]:
@@ -69,14 +71,34 @@ def measured_rates(run_plan: RunPlan, step_s: float, lanes: Mapping[str, float])
     return rates
 
 
-def faster_plan(
+def faster_plans(
     config: Config, decoder: "Decoder", run_plan: RunPlan, step_s: float, lanes: Mapping[str, float]
+) -> list[Faster]:
+    """Plans that save `LEAST_GAIN` of a step or more at the measured rates: the fastest one, and where that moves
+    state, the fastest that moves none."""
+    rates = measured_rates(run_plan, step_s, lanes)
+    found = _faster_plan(config, decoder, run_plan, step_s, rates, {})
+    if found is None:
+        return []
+    stays, places = _state_stays(run_plan.plan), _places(run_plan.plan)
+    plans = [found] if _places(found.run_plan.plan) != places else []
+    other = _faster_plan(config, decoder, run_plan, step_s, rates, stays)
+    if other is not None and _places(other.run_plan.plan) == places:
+        plans.append(dataclasses.replace(other, in_place=stays))
+    return plans
+
+
+def _faster_plan(
+    config: Config,
+    decoder: "Decoder",
+    run_plan: RunPlan,
+    step_s: float,
+    rates: dict[str, float],
+    numbers: dict[str, Any],
 ) -> Faster | None:
-    """The plan that is fastest at the measured rates, where it saves `LEAST_GAIN` of a step or more; else None."""
     from megatrain import _core
 
-    rates = measured_rates(run_plan, step_s, lanes)
-    planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, rates, run_plan.options)
+    planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, rates, run_plan.options | numbers)
     planner.budget = run_plan.budget  # of which this run holds a part now
     try:
         request, plan = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches)
@@ -97,12 +119,25 @@ def faster_plan(
     # The least that a step can take still follows from the machine's own rates.
     least = forecast(request | {"rates": run_plan.request["rates"]}, plan)
     plan["estimate"] |= {key: least[key] for key in ("step_s", "lanes")}
-    return Faster(
-        run_plan=dataclasses.replace(run_plan, rates=planner.rates, request=request, plan=plan),
-        step_s=step_s - gain,
-        gain_s=gain,
-        changes=changes(run_plan.plan, plan),
-    )
+    made = dataclasses.replace(run_plan, rates=planner.rates, request=request, plan=plan, options=planner.options)
+    return Faster(run_plan=made, step_s=step_s - gain, gain_s=gain, changes=changes(run_plan.plan, plan), in_place=None)
+
+
+def _state_stays(plan: dict[str, Any]) -> dict[str, Any]:
+    """Numbers to ask for, by which another plan leaves all state where it is under this one."""
+    states = [unit["state"] for unit in plan["units"]]
+    numbers: dict[str, Any] = {"state_on_device": states.count("device")}
+    if numbers["state_on_device"]:  # whose weights are in one piece of memory with the slots
+        numbers["slots"] = plan["slots"]
+    if "disk" in states:
+        numbers["state_on_disk"] = states.count("disk")
+    return numbers
+
+
+def _places(plan: dict[str, Any]) -> tuple[Any, ...]:
+    """Where state is."""
+    states = [unit["state"] for unit in plan["units"]]
+    return states, plan["slots"] if "device" in states else None
 
 
 def checkpoint_s(config: Config, decoder: "Decoder", run_plan: RunPlan) -> float:

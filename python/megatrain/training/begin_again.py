@@ -8,3 +8,5 @@ class BeginAgain(Exception):
         super().__init__(explanation)
         self.micro_batch = micro_batch
         """The split of a step, which has to stay for the numbers to."""
+        self.plan_changed = False
+        """Whether the plan has changed by what steps took, which happens once in a run."""

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.errors import (
+    ConfigError,
+    DeviceError,
+    DoesNotFit,
+    EngineBroken,
+    MegatrainError,
+    StorageError,
+    first_line,
+)
 from megatrain.system.atomic import storage_error
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
@@ -25,7 +33,7 @@ from megatrain.training.lr_schedule import Schedule
 from megatrain.training.measure import measure
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display, eval_sets
-from megatrain.training.replan import StepTimes
+from megatrain.training.replan import FasterPlan, StepTimes
 from megatrain.training.result import Result
 from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
@@ -93,6 +101,8 @@ class TrainingLoop:
         """Whether an earlier part of the run ran out of memory, after which it goes on once."""
         self.times: StepTimes | None = None
         """What the first steps take, and the plan that follows from it."""
+        self._plan_changed = False
+        """Whether it has changed by what steps took."""
         self._undisturbed = True
         """Whether nothing has run beside or between steps since the last one."""
         self.before: dict[str, Any] = {}
@@ -121,7 +131,8 @@ class TrainingLoop:
         )
         try:
             result = self._train()
-        except BeginAgain:  # the run has not ended
+        except BeginAgain as again:  # the run has not ended
+            again.plan_changed |= self._plan_changed
             raise
         except BaseException:
             self.callbacks.end(None)
@@ -383,22 +394,40 @@ class TrainingLoop:
         return ended
 
     def _change_plan(self, step: int, saved: bool) -> None:
-        """Raises FasterPlan where another plan pays, at a checkpoint that is written anyway, or at once in a run that
-        writes none before its end."""
+        """Changes to another plan where that pays: at once where all state stays where it is, else by FasterPlan, at a
+        checkpoint that is written anyway, or at once in a run that writes none before its end."""
         times = self.times
-        if times is None or not (saved or self.config.output.save_every is None) or not times.pays(step):
+        faster = times.best(step) if times is not None else None
+        if times is None or faster is None:
             return
-        self._status("saving")
+        at_once = faster.in_place is not None
+        if not (at_once or saved or self.config.output.save_every is None):
+            return
         try:
-            self._save()
+            if not at_once:
+                self._status("saving")
+                self._save()
             self._complete_save()
         except StorageError as error:
-            if saved:
+            if saved or at_once:
                 raise
             log.warning("the plan stays as it is: %s", error)
             self.times = None
             return
-        raise times.change(step)
+        if not at_once:
+            raise FasterPlan(faster.run_plan, times.explain(faster, step))
+        self.doing = f"the change of plan after step {step}"
+        try:
+            self.engine.change_plan(faster.run_plan.rates, faster.in_place or {})
+        except (ConfigError, DoesNotFit, DeviceError) as error:
+            self.engine.drain()  # raises where it is broken
+            log.warning("the plan stays as it is: %s", first_line(error))
+            self.times = None
+            return
+        log.info("%s", times.explain(faster, step))
+        self.planned.run_plan, self._plan_changed = faster.run_plan, True
+        self.folder.write_plan(self.engine.plan, faster.run_plan.correction)
+        self.times = StepTimes(self.planned, self.total, 0.0, final=True)
 
     def _first_evaluation(self) -> None:
         if not self._eval_loaders or not self.config.eval.at_start or self.position.step > 0:

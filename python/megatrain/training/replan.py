@@ -1,8 +1,8 @@
 """What a run's first steps took, beside what was expected, and the better plan that this may lead to (once a run).
 
-A plan says where things are, and changing it moves them, so a run changes it where all of it is on the disk: at a
-checkpoint, from which it goes on under the new plan as it would after a stop. Plans do not show in the numbers, so
-neither does this.
+Where the better plan leaves all state where it is, the engine changes to it between two steps. Where it moves state,
+the run changes where all of that is on the disk: at a checkpoint, from which it goes on as it would after a stop. Plans
+do not show in the numbers, so neither does this.
 """
 
 import logging
@@ -32,6 +32,7 @@ class FasterPlan(BeginAgain):
 
     def __init__(self, run_plan: "RunPlan", explanation: str) -> None:
         super().__init__(explanation, run_plan.micro_batch)
+        self.plan_changed = True
         self.run_plan = run_plan
         """The plan to go on with."""
 
@@ -47,11 +48,12 @@ class StepTimes:
         self._planned, self._total, self._final = planned, total_steps, final
         self._seen = 0
         self._steps: list[tuple[StepRecord, int]] = []
-        self.faster: replan.Faster | None = None
-        """The plan to change to where that pays; None before the steps are measured, and where there is none."""
+        self._plans: list[replan.Faster] = []
+        """Plans to change to where that pays; none before the steps are measured."""
         self._start_s = start_s
-        """Seconds that it takes to begin a part of the run: to load, and to compile in its first step."""
+        """Seconds that it takes to load."""
         self._first_s = 0.0
+        """Seconds that a first step takes longer than others: what is compiled and allocated in it."""
 
     def add(self, record: "StepRecord", tokens: int, undisturbed: bool) -> None:
         """Counts a step that computed `tokens` tokens, padding included. `undisturbed`: nothing but the step itself was
@@ -68,7 +70,7 @@ class StepTimes:
     def _compare(self, last: "StepRecord") -> None:
         records, run_plan = [record for record, _ in self._steps], self._planned.run_plan
         step_s = statistics.median(record.step_s for record in records)
-        self._start_s += max(0.0, self._first_s - step_s)
+        self._first_s = max(0.0, self._first_s - step_s)
         lanes = {
             lane: statistics.median(record.lanes.get(lane, 0.0) for record in records)
             for lane in set().union(*(record.lanes for record in records))
@@ -91,7 +93,7 @@ class StepTimes:
         )
         if not self._final:
             setup = self._planned.model_setup
-            self.faster = replan.faster_plan(setup.config, setup.decoder, run_plan, step_s, lanes)
+            self._plans = replan.faster_plans(setup.config, setup.decoder, run_plan, step_s, lanes)
 
     def _smaller(self) -> str:
         """For the message, where the steps were smaller than those that were planned for."""
@@ -100,27 +102,34 @@ class StepTimes:
         planned, computed = rows * seq * run_plan.micro_batches, statistics.median(tokens for _, tokens in self._steps)
         return f" for {planned:,} tokens ({computed:,.0f} were computed)" if computed < 0.95 * planned else ""
 
-    def pays(self, step: int) -> bool:
-        """Whether the steps after this one save more than it takes to change the plan: to write a checkpoint, to read
-        it, and to begin as this part of the run began."""
-        if self.faster is None:
-            return False
-        setup = self._planned.model_setup
-        cost = self._start_s + replan.checkpoint_s(setup.config, setup.decoder, self._planned.run_plan)
-        if (self._total - step) * self.faster.gain_s <= cost:
-            self.faster = None  # fewer steps save less
-        return self.faster is not None
+    def best(self, step: int) -> replan.Faster | None:
+        """The plan by which the steps after this one are over first, if that is before they would be otherwise: with
+        the time that it takes to compile again and, where state moves, to write a checkpoint and to begin from it."""
+        left = self._total - step
+        found = max(self._plans, key=lambda one: left * one.gain_s - self._cost_s(one), default=None)
+        if found is None or left * found.gain_s <= self._cost_s(found):
+            self._plans = []  # fewer steps save less
+            return None
+        return found
 
-    def change(self, step: int) -> FasterPlan:
-        """To be raised once the checkpoint of `step` is complete."""
-        assert self.faster is not None
-        faster, left = self.faster, self._total - step
-        return FasterPlan(
-            faster.run_plan,
+    def _cost_s(self, faster: replan.Faster) -> float:
+        if faster.in_place is not None:
+            return self._first_s
+        setup = self._planned.model_setup
+        return self._first_s + self._start_s + replan.checkpoint_s(setup.config, setup.decoder, faster.run_plan)
+
+    def explain(self, faster: replan.Faster, step: int) -> str:
+        """The change of plan after `step` in one line."""
+        left = self._total - step
+        how = (
+            "all state stays where it is"
+            if faster.in_place is not None
+            else "state moves, so it goes on from the checkpoint of this step"
+        )
+        return (
             f"step {step}: a step takes {_seconds(faster.step_s + faster.gain_s)}, and with another plan at the "
-            f"measured rates {_seconds(faster.step_s)}: {faster.changes}. The plan is changed, once in a run: it goes "
-            "on from the checkpoint of this step, with the same numbers, and should save "
-            f"{duration(left * faster.gain_s)} in the {left:,} steps left",
+            f"measured rates {_seconds(faster.step_s)}: {faster.changes}. The run changes its plan, once, with the "
+            f"same numbers ({how}), and should save {duration(left * faster.gain_s)} in the {left:,} steps left"
         )
 
 

@@ -141,7 +141,7 @@ class Trainer:
             try:
                 loop = self._begin(folder, parts, origin)
                 loop.retried = any(isinstance(one, out_of_memory.PlanAgain) for one in before)
-                final = any(isinstance(one, FasterPlan) for one in before)
+                final = any(one.plan_changed for one in before)
                 loop.measure_steps(time.monotonic() - began, final)
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -389,8 +390,10 @@ class Runtime:
         try:
             try:
                 kept = core.keep()
-            except BaseException:
+            except BaseException as error:
                 self._core, self._templates = core, templates
+                if isinstance(error, ValueError):
+                    raise ConfigError(f"the plan cannot be changed now: {error}") from None
                 raise
             del core, templates
             gc.collect()  # arrays over what is to be freed may be in cycles
@@ -399,7 +402,8 @@ class Runtime:
             with _current(self.device):
                 try:
                     self._make(*sizes, kept)
-                except BaseException:
+                except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # which refer to memory that is needed
                     self.settings, self._rates = before
                     self.undefined = "the plan could be changed neither to another one nor back"
                     self._make(*sizes, kept)

@@ -52,6 +52,8 @@ class StepTimes:
         """Plans to change to where that pays; none before the steps are measured."""
         self._start_s = start_s
         """Seconds that it takes to load."""
+        self._checkpoint_s = 0.0
+        """Seconds to write a checkpoint and to read it."""
         self._first_s = 0.0
         """Seconds that a first step takes longer than others: what is compiled and allocated in it."""
 
@@ -94,6 +96,7 @@ class StepTimes:
         if not self._final:
             setup = self._planned.model_setup
             self._plans = replan.faster_plans(setup.config, setup.decoder, run_plan, step_s, lanes)
+            self._checkpoint_s = replan.checkpoint_s(setup.config, setup.decoder, run_plan)
 
     def _smaller(self) -> str:
         """For the message, where the steps were smaller than those that were planned for."""
@@ -115,8 +118,7 @@ class StepTimes:
     def _cost_s(self, faster: replan.Faster) -> float:
         if faster.in_place is not None:
             return self._first_s
-        setup = self._planned.model_setup
-        return self._first_s + self._start_s + replan.checkpoint_s(setup.config, setup.decoder, faster.run_plan)
+        return self._first_s + self._start_s + self._checkpoint_s
 
     def explain(self, faster: replan.Faster, step: int) -> str:
         """The change of plan after `step` in one line."""

@@ -192,7 +192,17 @@ def test_what_steps_took_is_said_and_recorded_once_for_each_plan(
     assert "steps 12 to 16 took 100 s (median)" in after
     assert "steps 4 to 8 took 100 s (median)" in message
     assert "compute 80 s of " in message
-    assert f"{estimate[0]['expected_step_s']:.3g} s was expected" in message
+    assert f"{estimate[0]['expected_step_s']:.3g} s was expected; measured" in message
+
+
+def test_rates_that_nobody_measured_are_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibrate, "cached", lambda *_: {})
+    with caplog.at_level(logging.INFO):
+        fit(config(tmp_path, train={"steps": 9}))
+    (message,) = [message for message in caplog.messages if "was expected" in message]
+    assert "s was expected by the rates of a usual machine" in message
 
 
 @pytest.mark.usefixtures("slow_link", "moving")

@@ -90,13 +90,17 @@ class StepTimes:
             last.step,
             _seconds(step_s),
             _seconds(estimate["expected_step_s"]),
-            self._smaller(),
+            self._usual() + self._smaller(),
             shown,
         )
         if not self._final:
             setup = self._planned.model_setup
             self._plans = replan.faster_plans(setup.config, setup.decoder, run_plan, step_s, lanes)
             self._checkpoint_s = replan.checkpoint_s(setup.config, setup.decoder, run_plan)
+
+    def _usual(self) -> str:
+        """For the message, where nothing was measured before."""
+        return "" if self._final or self._planned.run_plan.measured else " by the rates of a usual machine"
 
     def _smaller(self) -> str:
         """For the message, where the steps were smaller than those that were planned for."""

@@ -22,6 +22,7 @@ __all__ = [
     "DoesNotFit",
     "Engine",
     "EngineBroken",
+    "Kept",
     "MegatrainError",
     "Outcome",
     "StorageError",
@@ -30,6 +31,7 @@ __all__ = [
     "conformance",
     "cuda_status",
     "fits",
+    "forecast",
     "isa",
     "mappings_made",
     "plan",
@@ -168,6 +170,11 @@ class Outcome:
         """Whether the update was skipped because a gradient was not finite."""
 
 @final
+class Kept:
+    """The state of a model whose engine was closed by `keep`, for an engine with another plan for what a step works in
+    (activations, gradients, buffers, the order of micro-batches)."""
+
+@final
 class Engine:
     """The stream engine over one model's units.
 
@@ -179,9 +186,11 @@ class Engine:
     (`apply`; `begin` where they are immediate), may otherwise mix two values. A `write` is refused while a pass is
     under way. An interrupted `read` leaves `out` partly filled."""
 
-    def __new__(cls, device: Device, request: str, plan: str, options: str = "{}") -> Engine:
+    def __new__(cls, device: Device, request: str, plan: str, options: str = "{}", kept: Kept | None = None) -> Engine:
         """`request` is what was given to `plan`, `plan` what it returned. `options` is JSON: `threads` (optimizer
-        workers, default all permitted less two), `poison`, `synchronous`, `huge_pages`, `trace`, `isa`."""
+        workers, default all permitted less two), `poison`, `synchronous`, `huge_pages`, `trace`, `isa`. With `kept` the
+        engine takes over the state of one that was closed; ValueError where some of it would be elsewhere under this
+        plan."""
     def layout(self) -> str:
         """JSON list with one object per unit: `{name, elements, image_bytes, tensors: [{spec, element, byte}]}`."""
     def allocated(self) -> str:
@@ -256,6 +265,10 @@ class Engine:
         tensor of each unit how often it had been updated. StorageError when the disk failed; the engine goes on."""
     def cancel_save(self) -> None:
         """Gives the save up, if there is one. Nothing is written any more when it returns."""
+    def keep(self) -> Kept:
+        """Waits for pending updates, closes the engine and keeps the model's state where it is: on the host, on the
+        device, on disk. What else the engine has is freed with it and with the arrays over it. ValueError between a
+        pass and `apply`, and while a save is under way; nothing is closed then."""
     def lanes(self) -> str:
         """JSON of where every lane stands now, whatever has become of the engine: `{completed, lanes: [{lane, running,
         next, waits_for}]}`, operations named as "backward of layers.3, micro-batch 0". `completed` counts operations:
@@ -275,6 +288,11 @@ def fits(request: str) -> bool:
 
 def simulate(request: str, plan: str, rates: str) -> str:
     """Runs the schedule of one steady step on a virtual clock: `{step_s, lanes: {…: busy_s}, bound, spans: […]}`."""
+
+def forecast(request: str, plan: str) -> str:
+    """JSON of what a plan takes at the rates of a request that differs from its own in nothing else: the `estimate` of
+    `plan`, with `expected_step_s` and `expected_lanes` at the rates that a whole step sustains. ValueError where the
+    plan was made for another request."""
 
 def schedule(request: str, plan: str) -> str:
     """The schedule of one step as JSON, checked."""

@@ -581,6 +581,12 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// A plan that takes over an engine's state would have to move it.
+    #[error("{what} differs between the plans, so that the state of the closed engine would have to move")]
+    OtherState {
+        /// The first difference.
+        what: &'static str,
+    },
     /// A call needs a pass.
     #[error("no pass has begun")]
     NoPass,

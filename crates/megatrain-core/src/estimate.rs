@@ -65,13 +65,17 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
     Ok(Clock::new(seconds).run(request, &first, &steady))
 }
 
-/// What [`crate::plan::plan`] prints.
-pub(crate) fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
+/// What [`crate::plan::plan`] prints: what the plan takes at the request's rates, which need not be those that it was made
+/// with.
+///
+/// # Errors
+/// As for [`Schedule::new`].
+pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     let request = &*captured(request, plan);
-    let expected_step_s = expected_step_s(request, plan)?;
+    let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, plan)?;
     let (request, plan) = condensed(request, plan);
     let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
-    Ok(Forecast { step_s, expected_step_s, bound, lanes })
+    Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes })
 }
 
 /// What launching a captured layer takes of what launching its kernels one by one takes.
@@ -98,12 +102,17 @@ pub(crate) fn allowance(device_updates: bool, stages: bool) -> f64 {
     (if device_updates { 1.02 } else { 1.0 }) * (if stages { 1.01 } else { 1.0 })
 }
 
-/// Seconds to expect of a step: simulated at the rates that a whole step sustains, with an allowance for what that leaves
-/// out. Plans are compared by this number.
+/// Seconds to expect of a step. Plans are compared by this number.
 pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
+    Ok(expected(request, plan)?.step_s)
+}
+
+/// A step simulated at the rates that a whole step sustains, its time with an allowance for what that leaves out.
+fn expected(request: &Request, plan: &Plan) -> Result<Estimate> {
     let (request, plan) = condensed(request, plan);
     let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
-    Ok(estimate(&request, &plan, &request.sustained_rates())?.step_s * allowance)
+    let found = estimate(&request, &plan, &request.sustained_rates())?;
+    Ok(Estimate { step_s: found.step_s * allowance, ..found })
 }
 
 /// Most micro-batches of a group that are simulated one by one.

@@ -5,6 +5,7 @@
 //! too. Units whose state the plan puts on the device have no planes here, only their update
 //! counts.
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -107,7 +108,10 @@ struct Unit {
 pub struct Store {
     units: Vec<Unit>,
     images: Arena,
-    state: Arena,
+    state: Mutex<Arena>,
+    /// Units whose residual and moments are registered.
+    registered: Mutex<Vec<usize>>,
+    registration_bytes: u64,
     pinning: Pinning,
 }
 
@@ -154,18 +158,41 @@ impl Store {
             }
             units[unit].planes = Some(planes);
         }
+        let registration_bytes =
+            if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
+        let mut registered = Vec::new();
         let pinning = match options.device {
             None => Pinning::default(),
             Some(device) => {
                 let pieces: Vec<_> = units.iter().filter_map(|u| u.image.clone()).collect();
-                let most =
-                    if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
-                let mut pinning = images.register(device, &pieces, most);
-                pinning.absorb(state.register(device, &pieces_of_state, most));
+                let mut pinning = images.register(device, &pieces, registration_bytes);
+                pinning.absorb(state.register(device, &pieces_of_state, registration_bytes));
+                registered.extend_from_slice(options.registered_state);
                 pinning
             }
         };
-        Ok(Self { units, images, state, pinning })
+        let (state, registered) = (Mutex::new(state), Mutex::new(registered));
+        Ok(Self { units, images, state, registered, registration_bytes, pinning })
+    }
+
+    /// Registers residual and moments of those of `units` that are on the host and not registered yet.
+    pub(crate) fn register_state(&self, device: &dyn Device, units: &[usize]) -> Pinning {
+        // Neither guards a value that a panic could leave half-changed.
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let more: Vec<usize> = units.iter().copied().filter(|unit| !registered.contains(unit)).collect();
+        let mut pieces: Vec<HostSpan> = more
+            .iter()
+            .filter_map(|&unit| self.units[unit].planes.as_ref())
+            .flat_map(|planes| planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]))
+            .cloned()
+            .collect();
+        pieces.sort_by_key(|piece| piece.address().addr());
+        registered.extend(more);
+        self.state().register(device, &pieces, self.registration_bytes)
+    }
+
+    fn state(&self) -> MutexGuard<'_, Arena> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many units there are, wherever their state is.
@@ -211,7 +238,7 @@ impl Store {
     /// Bytes of the two mappings; equal to the sum of [`Store::bytes`].
     #[must_use]
     pub fn mapped_bytes(&self) -> u64 {
-        self.images.bytes() + self.state.bytes()
+        self.images.bytes() + self.state().bytes()
     }
 
     /// How much could be registered.
@@ -224,7 +251,7 @@ impl Store {
     /// that a caller with more memory to pin can warn once for all of it.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
-        let mut warnings: Vec<String> = self.images.notes().iter().chain(self.state.notes()).cloned().collect();
+        let mut warnings: Vec<String> = self.images.notes().iter().chain(self.state().notes()).cloned().collect();
         warnings.dedup();
         warnings
     }

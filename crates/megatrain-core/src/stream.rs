@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::access::PlaneName;
 pub use self::compute::{ComputeOp, Phase};
+pub use self::kept::Kept;
 pub use self::lanes::{LaneState, Lanes};
 pub use self::rows::Rows;
 pub use self::save::{SaveFile, Saved};
@@ -43,6 +44,7 @@ mod device_update;
 mod disk_update;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
+mod kept;
 mod lanes;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
@@ -177,7 +179,26 @@ impl Engine {
         plan: &Plan,
         options: &Options,
     ) -> Result<Self> {
-        let shared = Arc::new(Shared::new(device, disk, request, plan, options)?);
+        Self::start(Shared::new(device, disk, request, plan, options, None)?)
+    }
+
+    /// An engine that takes over the state of one that was closed, under a plan by which all of that stays where it is. Where
+    /// this fails, another plan can be tried, such as the one before.
+    ///
+    /// # Errors
+    /// [`crate::Error::OtherState`] when it would not stay, and those of [`Engine::new`].
+    pub fn with_kept(
+        device: Arc<dyn Device>,
+        request: &Request,
+        plan: &Plan,
+        options: &Options,
+        kept: &Kept,
+    ) -> Result<Self> {
+        Self::start(Shared::new(device, Arc::new(RealDisk), request, plan, options, Some(kept))?)
+    }
+
+    fn start(shared: Shared) -> Result<Self> {
+        let shared = Arc::new(shared);
         let engine =
             Self { shared: Arc::clone(&shared), threads: std::sync::Mutex::default(), process: Process::current() };
         let started = workers::start(&shared, &mut engine.lock_threads());

@@ -8,7 +8,8 @@ use megatrain_core::layout::{Dtype, Role};
 use megatrain_core::plan::{Region, Request};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Options, PlaneName, Rows, SaveFile, Saved};
+use megatrain_core::stream::{Begin, Engine as CoreEngine, Group, Kept as CoreKept, Options, PlaneName};
+use megatrain_core::stream::{Rows, SaveFile, Saved};
 use megatrain_core::{Error, Result};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -50,6 +51,10 @@ impl Engine {
     }
 }
 
+/// The state of a model between two engines.
+#[pyclass(frozen, module = "megatrain._core")]
+pub(crate) struct Kept(Arc<CoreKept>);
+
 /// Rows of a table as an int64 array.
 fn looked_up(tensor: usize, rows: &Bound<'_, PyAny>) -> PyResult<Rows> {
     let array = Array::read("rows", rows)?;
@@ -62,15 +67,32 @@ fn looked_up(tensor: usize, rows: &Bound<'_, PyAny>) -> PyResult<Rows> {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (device, request, plan, options = "{}"))]
-    fn new(py: Python<'_>, device: &Device, request: &str, plan: &str, options: &str) -> PyResult<Self> {
+    #[pyo3(signature = (device, request, plan, options = "{}", kept = None))]
+    fn new(
+        py: Python<'_>,
+        device: &Device,
+        request: &str,
+        plan: &str,
+        options: &str,
+        kept: Option<&Kept>,
+    ) -> PyResult<Self> {
         let core = Arc::clone(device.core());
         let (request, plan, options) = (request.to_owned(), plan.to_owned(), options.to_owned());
+        let kept = kept.map(|kept| Arc::clone(&kept.0));
         let engine = interruptible(py, "megatrain-setup", move || {
             let options: Options = read("options", &options)?;
-            CoreEngine::new(core, &Request::from_json(&request)?, &read_plan(&plan)?, &options)
+            let (request, plan) = (Request::from_json(&request)?, read_plan(&plan)?);
+            match kept {
+                None => CoreEngine::new(core, &request, &plan, &options),
+                Some(kept) => CoreEngine::with_kept(core, &request, &plan, &options, &kept),
+            }
         })?;
         Ok(Self { engine: Arc::new(engine), cuda: device.cuda_ordinal() })
+    }
+
+    fn keep(&self, py: Python<'_>) -> PyResult<Kept> {
+        self.drain(py)?;
+        detached(py, || self.engine.keep()).map(|kept| Kept(Arc::new(kept)))
     }
 
     fn layout(&self, py: Python<'_>) -> PyResult<String> {

@@ -22,9 +22,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<op::ComputeOp>()?;
     module.add_class::<op::Outcome>()?;
     module.add_class::<engine::Engine>()?;
+    module.add_class::<engine::Kept>()?;
     module.add_function(wrap_pyfunction!(plan::make_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::fits, module)?)?;
     module.add_function(wrap_pyfunction!(plan::simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::forecast, module)?)?;
     module.add_function(wrap_pyfunction!(plan::schedule, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::adamw, module)?)?;
     module.add_function(wrap_pyfunction!(kernels::split, module)?)?;

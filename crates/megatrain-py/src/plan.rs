@@ -1,5 +1,5 @@
 //! Planning, the schedule and its simulation: JSON in, JSON out.
-use megatrain_core::estimate::estimate;
+use megatrain_core::estimate::{self, estimate};
 use megatrain_core::plan::{self, Placement, Plan, Rates, Request};
 use megatrain_core::schedule::{Pass, Schedule, ScheduleInputs, Shape, check};
 use megatrain_core::{Error, Result};
@@ -44,6 +44,18 @@ pub(crate) fn simulate(py: Python<'_>, request: &str, plan: &str, rates: &str) -
         let plan = read_plan(plan)?;
         plan.matches(&request)?;
         write("the estimate", &estimate(&request, &plan, &read::<Rates>("rates", rates)?)?)
+    })
+}
+
+/// What a plan takes at the rates of a request: the `estimate` of a plan.
+#[pyfunction]
+pub(crate) fn forecast(py: Python<'_>, request: &str, plan: &str) -> PyResult<String> {
+    detached(py, || {
+        let request = Request::from_json(request)?;
+        request.check()?;
+        let plan = read_plan(plan)?;
+        plan.matches(&request)?;
+        write("the forecast", &estimate::forecast(&request, &plan)?)
     })
 }
 

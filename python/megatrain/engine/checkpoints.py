@@ -97,6 +97,12 @@ class Checkpoints:
             log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
         return dict(saved.get("run", {}))
 
+    def release(self) -> None:
+        """Lets go of the last checkpoint, which refers to the core. Raises ConfigError while it is being written."""
+        if self._pending is not None and not self._pending.over:
+            raise ConfigError(f"{self._pending.folder} is still being written; call its finish or cancel first")
+        self._pending = None
+
     def cancel(self) -> None:
         """Cancels the checkpoint that is being written, if there is one, and removes what was written of it."""
         if self._pending is not None:

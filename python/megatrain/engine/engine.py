@@ -506,6 +506,17 @@ class Engine:
         next and what that waits for. From any thread, at any time; waits for nothing."""
         return self._runtime.lanes()
 
+    @on_cpu()
+    def change_plan(self, rates: Mapping[str, float], numbers: Mapping[str, Any]) -> None:
+        """Plans again for the same steps at other `rates`, with `numbers` of a plan asked for besides, by which all
+        state stays where it is: activations, gradients, buffers and the order of micro-batches may change, and no
+        result does. Raises ConfigError or DoesNotFit where that cannot be, with the plan as it was."""
+        self._usable()
+        if self._passes.waiting is not None:
+            raise ConfigError("gradients wait for optimizer_step; call that before the plan is changed")
+        self._checkpoints.release()
+        self._runtime.change_plan(rates, numbers)
+
     def drain(self) -> None:
         """Waits for pending updates."""
         self.core.drain()

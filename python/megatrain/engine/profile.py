@@ -306,7 +306,15 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
                 "input_bytes": aligned_input if unit.role == "layer" else 0,
                 "flops": head_flops if unit.role == "head" else work.flops,
-                **_beside_matmuls(unit, work, micro_batch, decoder.vocab_size, device, tiled.get(number, 1)),
+                **_beside_matmuls(
+                    unit,
+                    work,
+                    micro_batch,
+                    decoder.vocab_size,
+                    device,
+                    tiled.get(number, 1),
+                    (rates or {}).get("launch_s", LAUNCH_S),
+                ),
             }
         )
         if work.float8_flops and device != "cpu":
@@ -347,12 +355,19 @@ _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
 _MOVES_OF_A_PASS = 2.9
 """What forward and backward move together, in multiples of forward."""
-_LAUNCH_S = 1.2e-3
-"""Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches."""
+LAUNCH_S = 1.2e-3
+"""Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
+that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""
 
 
 def _beside_matmuls(
-    unit: Unit, work: Measured, micro_batch: tuple[int, int], vocab: int, device: str, tiles: int
+    unit: Unit,
+    work: Measured,
+    micro_batch: tuple[int, int],
+    vocab: int,
+    device: str,
+    tiles: int,
+    launch_s: float,
 ) -> dict[str, float]:
     """What a step's time is made of beside `flops`. On the CPU the measured rate of matmuls stands for everything."""
     if device == "cpu" or unit.role == "embed":
@@ -367,7 +382,7 @@ def _beside_matmuls(
         "attention_row": micro_batch[1],
         "spared_flops": work.flops if tiles > 1 else min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
-        "launch_s": _LAUNCH_S if unit.half is None else _LAUNCH_S / 2 * tiles,
+        "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
     }
 
 

@@ -1,9 +1,11 @@
 """The planned core of a model: made when it is first needed, filled, and given templates over its memory."""
 
 import contextlib
+import gc
 import json
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,6 +126,8 @@ class Runtime:
         """Why the weights belong to no single training step, after a load was interrupted."""
         self._emptied = False
         """Whether values were moved out of the model; they are lost when setting up fails after that."""
+        self._changing = False
+        """Whether the core is being replaced, which another thread may see that prepares inputs."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -231,8 +235,10 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        cut, _, found = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
-        planned = json.loads(found)
+        found = cuts(self._whole, self.settings, math.prod(self.micro_batch))
+        on_disk = self._plan["totals"]["disk"]
+        cut, _, plan = self._first_that_fits(found, self.micro_batch, self.micro_batches, on_disk)
+        planned = json.loads(plan)
         if cut == self.cut and _placement(planned) == _placement(self._plan):
             self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
         elif not between_passes:
@@ -281,7 +287,7 @@ class Runtime:
             raise EngineBroken(self.undefined)
         if self._core is not None:
             self._core.check()
-        elif self._emptied:
+        elif self._emptied and not self._changing:
             raise EngineBroken(
                 "creating the engine was interrupted after the model's weights were moved into it; load the model again"
             )
@@ -304,15 +310,26 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
-        cut, asked, planned = self._first_that_fits(micro_batch, micro_batches)
+        return self._make(micro_batch, micro_batches, self._bytes_beside_the_plan(), fill)
+
+    def _make(
+        self,
+        micro_batch: tuple[int, int],
+        micro_batches: int,
+        base: int,
+        fill: Callable[[_core.Engine], None],
+        kept: _core.Kept | None = None,
+    ) -> _core.Engine:
+        """`base`: see `_bytes_beside_the_plan`; `kept`: the units' state, which is taken over instead of filled in."""
+        found = cuts(self._whole, self.settings, math.prod(micro_batch)) if kept is None else [self.cut]
+        cut, asked, planned = self._first_that_fits(found, micro_batch, micro_batches)
         request = json.dumps(asked)
-        base = self._bytes_beside_the_plan()
         options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         options["seed"] = self._seed
         if self._disk is not None:
             options["disk"] = {"paths": self._disk.paths}
         try:
-            core = _core.Engine(self._core_device, request, planned, json.dumps(options))
+            core = _core.Engine(self._core_device, request, planned, json.dumps(options), kept)
         except ValueError as error:
             raise ConfigError(f"this cannot be planned: {error}") from error
         for warning in core.warnings():
@@ -332,10 +349,9 @@ class Runtime:
         return core
 
     def _first_that_fits(
-        self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
+        self, found: list[Cut], micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
     ) -> tuple[Cut, dict[str, Any], str]:
-        """How the model is cut, the request and the plan."""
-        found = cuts(self._whole, self.settings, math.prod(micro_batch))
+        """How the model is cut, of the cuts that were `found`, the request and the plan."""
 
         def asked(cut: Cut) -> dict[str, Any]:
             return self.request(cut, micro_batch, micro_batches, on_disk)
@@ -390,6 +406,42 @@ class Runtime:
             raise refusal from None
         before.close()
         return made
+
+    @torch.inference_mode(False)
+    def change_plan(self, rates: Mapping[str, float], numbers: Mapping[str, Any]) -> None:
+        """Plans again for the same sizes, at other rates and with more numbers asked for, by which all state stays
+        where it is. What else the core has is freed before it is allocated again. Where that fails, the plan is the
+        one before and the error is raised."""
+        core, base = self.core, self._bytes_beside_the_plan()
+        assert self.micro_batch is not None
+        assert self.micro_batches is not None
+        templates, before = self._templates, (self.settings, self._rates)
+        # another thread may ask for a check: there is no core for a while
+        self._changing, self._core, self._templates = True, None, None
+        try:
+            try:
+                kept = core.keep()
+            except BaseException as error:
+                self._core, self._templates = core, templates
+                if isinstance(error, ValueError):
+                    raise ConfigError(f"the plan cannot be changed now: {error}") from None
+                raise
+            del core, templates
+            gc.collect()  # arrays over what is to be freed may be in cycles
+            sizes = self.micro_batch, self.micro_batches, base, lambda _: None
+            self.settings, self._rates = {**self.settings, **numbers}, dict(rates)
+            with _current(self.device):
+                try:
+                    self._make(*sizes, kept)
+                except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # which refer to memory that is needed
+                    self.settings, self._rates = before
+                    self.undefined = "the plan could be changed neither to another one nor back"
+                    self._make(*sizes, kept)
+                    self.undefined = ""
+                    raise
+        finally:
+            self._changing = False
 
     def _machine(self) -> hardware.Machine:
         """This machine, with the engine's own card as the one that is used."""

@@ -59,7 +59,7 @@ def _planned(config: Config, decoder: "Decoder", run_plan: RunPlan, change: tupl
         return None
     if plan is None:
         return Alternative(change=f"plan.{key}={value}", expected_step_s=None, bound="")
-    if _decisions(plan) == _decisions(run_plan.plan):
+    if decisions(plan) == decisions(run_plan.plan):
         return None
     return Alternative(
         change=f"plan.{key}={value}",
@@ -68,5 +68,6 @@ def _planned(config: Config, decoder: "Decoder", run_plan: RunPlan, change: tupl
     )
 
 
-def _decisions(plan: dict[str, Any]) -> dict[str, Any]:
+def decisions(plan: dict[str, Any]) -> dict[str, Any]:
+    """What of a plan was decided, without the sums and times that follow."""
     return {key: value for key, value in plan.items() if key not in ("items", "totals", "estimate")}

@@ -13,17 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.errors import DeviceError, EngineBroken, MegatrainError, StorageError
+from megatrain.errors import (
+    ConfigError,
+    DeviceError,
+    DoesNotFit,
+    EngineBroken,
+    MegatrainError,
+    StorageError,
+    first_line,
+)
 from megatrain.system.atomic import storage_error
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import metrics, out_of_memory
 from megatrain.training.async_save import CheckpointWriter
+from megatrain.training.begin_again import BeginAgain
 from megatrain.training.callbacks import Callbacks, Run
 from megatrain.training.evaluation import HeldOut, evaluate_sets
 from megatrain.training.lr_schedule import Schedule
 from megatrain.training.measure import measure
 from megatrain.training.metrics import StepRecord, Throughput
 from megatrain.training.progress import Display, eval_sets
+from megatrain.training.replan import FasterPlan, StepTimes
 from megatrain.training.result import Result
 from megatrain.training.resume import Position
 from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
@@ -88,12 +98,23 @@ class TrainingLoop:
         self.doing: str = "the first evaluation"
         self.new_best: bool = False
         self.retried = False
-        """Whether this part of the run follows one that ran out of memory, which happens once."""
+        """Whether an earlier part of the run ran out of memory, after which it goes on once."""
+        self.times: StepTimes | None = None
+        """What the first steps take, and the plan that follows from it."""
+        self._plan_changed = False
+        """Whether it has changed by what steps took."""
+        self._undisturbed = True
+        """Whether nothing has run beside or between steps since the last one."""
         self.before: dict[str, Any] = {}
         """Measurements from before the first step, for the first record."""
         self.spikes: StepSpikes = StepSpikes()
         for record in folder.metrics()[-metrics.RECENT :]:
             self.spikes.add(record.get("loss"), record.get("grad_norm"))
+
+    def measure_steps(self, start_s: float, final: bool) -> None:
+        """Measures the first steps and, where the plan is not `final`, changes it where that pays. `start_s`: seconds
+        that loading took."""
+        self.times = StepTimes(self.planned, self.total, start_s, final=final)
 
     def train(self) -> Result:
         """Trains to the end of the schedule, or until asked to stop. Raises RunStopped."""
@@ -110,7 +131,8 @@ class TrainingLoop:
         )
         try:
             result = self._train()
-        except out_of_memory.PlanAgain:  # the run has not ended
+        except BeginAgain as again:  # the run has not ended
+            again.plan_changed |= self._plan_changed
             raise
         except BaseException:
             self.callbacks.end(None)
@@ -154,6 +176,8 @@ class TrainingLoop:
                 raise RunStopped(f"{self.callbacks.failure}; {self._last_good()}") from self.callbacks.error
             watched.close()  # an export is one long write
             exported = None if stopped else self._export()
+        except BeginAgain:
+            raise
         except (EngineBroken, StorageError, DeviceError) as error:
             raise RunStopped(f"{self.doing}: {error}; {self._last_good()}") from error
         except Exception as error:
@@ -268,7 +292,9 @@ class TrainingLoop:
         lr = self.schedule.lr(step, self.config.train.lr)
         self.engine.set_lr(lr)
         every = self.config.train.check_every
-        out = self.engine.step(prepared, check=every is not None and step % every == 0)
+        check = every is not None and step % every == 0
+        undisturbed, self._undisturbed = self._undisturbed and self.saves.running is None and not check, True
+        out = self.engine.step(prepared, check=check)
         seconds = self.throughput.add(batch.num_tokens)
         position.step = step
         position.tokens += batch.num_tokens
@@ -294,7 +320,9 @@ class TrainingLoop:
             record.extra = {**record.extra, "aux_loss": out.aux_loss}
         if out.total_weight is not None:
             record.extra = {**record.extra, "total_weight": out.total_weight}
-        measure(record, batch, self.engine, self.planned)
+        tokens = measure(record, batch, self.engine, self.planned)
+        if self.times is not None and not unsupervised:
+            self.times.add(record, tokens, undisturbed)
         self._flag_spikes(record)
         self.pending = record
         if unsupervised:
@@ -350,7 +378,8 @@ class TrainingLoop:
         if self.saves.running is not None and self.saves.running.is_written:
             self._complete_save()
         asked = self.stop.take_save_request()
-        if asked or self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best):
+        due = asked or self.saves.is_due(step) or (self.new_best and self.config.eval.keep_best)
+        if due:
             self._save()
         if asked:
             # Whoever sent the signal waits for a checkpoint that is on the disk, not for one that has begun.
@@ -359,8 +388,46 @@ class TrainingLoop:
             self._status("training")
         if step % 10 == 0 or last:
             self._status("training")
+        if not (ended or last or self._stopping):
+            self._change_plan(step, due)
         self.throughput.restart()
         return ended
+
+    def _change_plan(self, step: int, saved: bool) -> None:
+        """Changes to another plan where that pays: at once where all state stays where it is, else by FasterPlan, at a
+        checkpoint that is written anyway, or at once in a run that writes none before its end."""
+        times = self.times
+        faster = times.best(step) if times is not None else None
+        if times is None or faster is None:
+            return
+        at_once = faster.in_place is not None
+        if not (at_once or saved or self.config.output.save_every is None):
+            return
+        try:
+            if not at_once:
+                self._status("saving")
+                self._save()
+            self._complete_save()
+        except StorageError as error:
+            if saved or at_once:
+                raise
+            log.warning("the plan stays as it is: %s", error)
+            self.times = None
+            return
+        if not at_once:
+            raise FasterPlan(faster.run_plan, times.explain(faster, step))
+        self.doing = f"the change of plan after step {step}"
+        try:
+            self.engine.change_plan(faster.run_plan.rates, faster.in_place or {})
+        except (ConfigError, DoesNotFit, DeviceError) as error:
+            self.engine.drain()  # raises where it is broken
+            log.warning("the plan stays as it is: %s", first_line(error))
+            self.times = None
+            return
+        log.info("%s", times.explain(faster, step))
+        self.planned.run_plan, self._plan_changed = faster.run_plan, True
+        self.folder.write_plan(self.engine.plan, faster.run_plan.correction)
+        self.times = StepTimes(self.planned, self.total, 0.0, final=True)
 
     def _first_evaluation(self) -> None:
         if not self._eval_loaders or not self.config.eval.at_start or self.position.step > 0:
@@ -423,6 +490,7 @@ class TrainingLoop:
 
     def _held_out(self, step: int) -> HeldOut | None:
         """Over the held-out data; None when a stop request cut the evaluation off."""
+        self._undisturbed = False
         self.doing = f"the evaluation after step {step}" if step else "the first evaluation"
         self._status("evaluating")
         found = evaluate_sets(self.engine, self._eval_loaders, self.stop)
@@ -436,7 +504,7 @@ class TrainingLoop:
         from megatrain.training.sampling import sample
 
         settings = self.config.eval.samples
-        self.doing = f"the samples after step {step}"
+        self.doing, self._undisturbed = f"the samples after step {step}", False
         texts = []
         for prompt in settings.prompts:
             try:
@@ -492,6 +560,7 @@ class TrainingLoop:
         step = self.position.step
         if self.saves.has(step):
             return
+        self._undisturbed = False
         self._complete_save()
         self.doing = f"the checkpoint of step {step}"
         state = {

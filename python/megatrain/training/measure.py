@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from megatrain.training.setup import PlannedRun
 
 
-def measure(record: "StepRecord", batch: "StepBatch", engine: "Engine", planned: "PlannedRun") -> None:
-    """Fills the fields of a step's record that say what it cost. `record.step_s` is known."""
+def measure(record: "StepRecord", batch: "StepBatch", engine: "Engine", planned: "PlannedRun") -> int:
+    """Fills the fields of a step's record that say what it cost. `record.step_s` is known. Returns the tokens that were
+    computed, padding included."""
     flops = 0.0
     for micro in batch.micro_batches:
         rows, width = micro["input_ids"].shape
@@ -28,6 +29,7 @@ def measure(record: "StepRecord", batch: "StepBatch", engine: "Engine", planned:
     record.of_limit = _of_limit(record, computed, planned)
     record.host_peak_bytes = metrics.host_peak_bytes()
     record.gpu_peak_bytes = metrics.gpu_peak_bytes(_engine_gpu_bytes(engine, planned))
+    return computed
 
 
 def _of_limit(record: "StepRecord", tokens: int, planned: "PlannedRun") -> float | None:

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 from megatrain.errors import first_line
 from megatrain.system.hardware import format_bytes
 from megatrain.system.out_of_memory import wanted_bytes
+from megatrain.training.begin_again import BeginAgain
 
 if TYPE_CHECKING:
     from megatrain.planning.planner import RunPlan
 
 
-class PlanAgain(Exception):
-    """A step ran out of memory, every step before it is on the disk, and a safer plan may fit."""
+class PlanAgain(BeginAgain):
+    """A step ran out of memory, and a safer plan may fit."""
 
     def __init__(self, correction: dict[str, Any], explanation: str, micro_batch: tuple[int, int]) -> None:
-        super().__init__(explanation)
+        super().__init__(explanation, micro_batch)
         self.correction = correction
         """See `planner.safer`."""
-        self.micro_batch = micro_batch
-        """The split of a step, which has to stay for the numbers to."""
 
     def changes(self) -> str:
         """What is changed, in words."""

@@ -195,6 +195,7 @@ def prepare_run(
     resume: Path | None = None,  # the checkpoint that weights and moments come from
     numerics: dict[str, Any] | None = None,  # the numerics key it was computed under
     progress: Callable[[str, int, int], None] | None = None,  # what, done, total (0: unknown)
+    decided: RunPlan | None = None,  # the plan, of a run that has measured its steps
 ) -> PlannedRun:
     """Everything of a run but its engine. Raises ConfigError, DoesNotFit with the sum, StorageError."""
     config.require("data")
@@ -205,16 +206,19 @@ def prepare_run(
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
     correction = read_correction(folder) if folder is not None else None
-    plan_run = functools.partial(
-        planner.plan_run,
-        config,
-        decoder,
-        device=model_setup.device,
-        machine=machine,
-        saved=numerics,
-        correction=correction,
-    )
-    run_plan = plan_run(rows=nominal)
+
+    def plan_run(rows: int) -> RunPlan:
+        return decided or planner.plan_run(
+            config,
+            decoder,
+            device=model_setup.device,
+            machine=machine,
+            rows=rows,
+            saved=numerics,
+            correction=correction,
+        )
+
+    run_plan = plan_run(nominal)
     if folder is not None:
         needed = planner.disk_needed(config, decoder, decoder.precision)
         planner.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
@@ -228,7 +232,7 @@ def prepare_run(
     _warn_of_ends(model_setup, tokenizer, train)
     rows = most_rows(config, train, held_out)
     if rows != nominal:
-        run_plan = plan_run(rows=rows)
+        run_plan = plan_run(rows)
     size, pad = run_plan.micro_batch[0], _pad_id(tokenizer)
     planned = PlannedRun(
         model_setup=model_setup,
@@ -292,9 +296,10 @@ def assemble(
     resume: Path | None = None,
     numerics: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    decided: RunPlan | None = None,
 ) -> RunComponents:
     """All of a run, ready for its first step; arguments and errors as for `prepare_run`."""
-    planned = prepare_run(config, folder=folder, resume=resume, numerics=numerics, progress=progress)
+    planned = prepare_run(config, folder=folder, resume=resume, numerics=numerics, progress=progress, decided=decided)
     try:
         engine = build_engine(planned.model_setup, planned.run_plan, resume, progress)
     except BaseException:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
@@ -19,10 +20,12 @@ from megatrain.engine.options import known_keywords
 from megatrain.errors import DoesNotFit, MegatrainError, StorageError
 from megatrain.system.out_of_memory import is_out_of_memory
 from megatrain.training import out_of_memory
+from megatrain.training.begin_again import BeginAgain
 from megatrain.training.callbacks import Callback, Callbacks, check
 from megatrain.training.callbacks import configured as callbacks_of
 from megatrain.training.loop import TrainingLoop, last_good_checkpoint
 from megatrain.training.progress import Display, default_mode
+from megatrain.training.replan import FasterPlan
 from megatrain.training.result import Result
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
 from megatrain.training.run_dir import RunFolder, output_folder
@@ -74,48 +77,62 @@ class Trainer:
             folder.close()
 
     def _fit(self, folder: RunFolder) -> Result:
+        before: list[BeginAgain] = []
         try:
-            return self._part(folder, None)
-        except out_of_memory.PlanAgain as again:
-            before = again.with_traceback(None)
-            before.__context__ = None  # which refers to what ran out of memory
-        gc.collect()
-        log.warning("%s. Planning again, once, with %s", before, before.changes())
-        try:
-            return self._part_again(folder, before)
+            while True:
+                try:
+                    return self._part(folder, before)
+                except BeginAgain as again:
+                    before.append(again.with_traceback(None))
+                before[-1].__context__ = None  # which refers to what ran out of memory
+                gc.collect()
+                self._explain(folder, before[-1])
         finally:
-            self.callbacks.end(None)  # where it has not ended by itself
+            if before:
+                self.callbacks.end(None)  # where it has not ended by itself
 
-    def _part_again(self, folder: RunFolder, before: out_of_memory.PlanAgain) -> Result:
+    def _explain(self, folder: RunFolder, again: BeginAgain) -> None:
+        """Says why the run goes on under another plan, and notes what it has to change from now on."""
+        if isinstance(again, FasterPlan):
+            log.info("%s", again)
+            return
+        if not isinstance(again, out_of_memory.PlanAgain):
+            log.warning("%s", again)
+            return
+        log.warning("%s. Planning again, once, with %s", again, again.changes())
         try:
-            folder.correct_plan(before.correction)
+            folder.correct_plan(again.correction)
         except StorageError as error:
-            folder.write_status("failed", **folder.facts(), reason=f"{before}; {error}")
-            raise RunStopped(f"{before}; {error}; {last_good_checkpoint(folder)}") from error
-        return self._part(folder, before)
+            folder.write_status("failed", **folder.facts(), reason=f"{again}; {error}")
+            raise RunStopped(f"{again}; {error}; {last_good_checkpoint(folder)}") from error
 
-    def _part(self, folder: RunFolder, before: out_of_memory.PlanAgain | None) -> Result:
-        """The run from its newest checkpoint; `before` is why it is begun again."""
+    def _part(self, folder: RunFolder, before: list[BeginAgain]) -> Result:
+        """The run from its newest checkpoint; `before`: why it is begun again, the newest reason last."""
+        newest, began = before[-1] if before else None, time.monotonic()
         with contextlib.ExitStack() as stack:
             try:
                 with self.stop.interruptible():
                     folder.write_status("loading", **folder.facts())
                     origin, parts = resolve_resume(
-                        self._resumable(before), folder.path, lambda origin: self._assemble(folder, origin)
+                        self._resumable(newest), folder.path, lambda origin: self._assemble(folder, origin, newest)
                     )
                     stack.callback(parts.close)
-                    if before is not None and parts.planned.run_plan.micro_batch != before.micro_batch:
-                        raise DoesNotFit(f"micro-batches of {before.micro_batch[0]} rows do not fit")
+                    if newest is not None and parts.planned.run_plan.micro_batch != newest.micro_batch:
+                        raise DoesNotFit(f"micro-batches of {newest.micro_batch[0]} rows do not fit")
             except (MegatrainError, KeyboardInterrupt) as error:
-                if before is None:
+                if newest is None:
                     folder.withdraw()
                     raise
+                if isinstance(newest, FasterPlan) and not isinstance(error, KeyboardInterrupt):
+                    raise newest.failed(error) from None
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 folder.write_status(state, **folder.facts(), reason=_reason(error))
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                raise RunStopped(f"{before}; no other plan: {error}; {last_good_checkpoint(folder)}") from error
+                raise RunStopped(f"{newest}; no other plan: {error}; {last_good_checkpoint(folder)}") from error
             except BaseException as error:
+                if isinstance(newest, FasterPlan) and is_out_of_memory(error):
+                    raise newest.failed(error) from None
                 folder.write_status("failed", **folder.facts(), reason=_reason(error))
                 if is_out_of_memory(error):
                     raise RunStopped(out_of_memory.explain(error, "loading")) from error
@@ -123,21 +140,23 @@ class Trainer:
             facts = folder.facts
             try:
                 loop = self._begin(folder, parts, origin)
-                loop.retried = before is not None
+                loop.retried = any(isinstance(one, out_of_memory.PlanAgain) for one in before)
+                final = any(one.plan_changed for one in before)
+                loop.measure_steps(time.monotonic() - began, final)
                 facts = loop.facts
                 stack.callback(setattr, self.stop, "on_abandon", None)
                 self.stop.on_abandon = lambda reason: folder.write_status("killed", **loop.facts(), reason=reason)
                 return loop.train()
-            except out_of_memory.PlanAgain:
+            except BeginAgain:
                 raise
             except BaseException as error:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 folder.write_status(state, **facts(), reason=_reason(error))
                 raise
 
-    def _resumable(self, before: out_of_memory.PlanAgain | None) -> Config:
+    def _resumable(self, newest: BeginAgain | None) -> Config:
         """The configuration, under which a run that is begun again finds what this process has written."""
-        if before is None or self.config.output.resume != "never":
+        if newest is None or self.config.output.resume != "never":
             return self.config
         return dataclasses.replace(self.config, output=dataclasses.replace(self.config.output, resume="auto"))
 
@@ -173,7 +192,7 @@ class Trainer:
                 "output.save_every is not set: only the end of the run or a stop saves, and a kill loses every step"
             )
 
-    def _assemble(self, folder: RunFolder, origin: ResumePoint | None) -> "RunComponents":
+    def _assemble(self, folder: RunFolder, origin: ResumePoint | None, newest: BeginAgain | None) -> "RunComponents":
         from megatrain.training.setup import assemble
 
         folder.clear_leftovers()
@@ -183,6 +202,7 @@ class Trainer:
             resume=None if origin is None else origin.folder,
             numerics=None if origin is None else origin.numerics,
             progress=self.display.loading,
+            decided=newest.run_plan if isinstance(newest, FasterPlan) else None,
         )
 
 

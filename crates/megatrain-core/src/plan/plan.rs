@@ -98,6 +98,9 @@ pub struct Forecast {
     pub bound: String,
     /// Seconds busy, by lane.
     pub lanes: std::collections::BTreeMap<String, f64>,
+    /// Seconds busy, by lane, at the rates that a whole step sustains: what a run's lanes are compared with.
+    #[serde(default)]
+    pub expected_lanes: std::collections::BTreeMap<String, f64>,
 }
 
 /// Placement, order and sizes of everything. Changes nothing about the numbers of a run.

@@ -132,7 +132,7 @@ impl Engine {
         units.get(unit).ok_or(Error::UnknownUnit { index: unit, units: units.len() })
     }
 
-    fn drained(&self) -> Result<()> {
+    pub(super) fn drained(&self) -> Result<()> {
         while self.shared.drain(FOREVER)? == Poll::Pending {}
         Ok(())
     }

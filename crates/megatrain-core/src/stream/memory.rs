@@ -2,6 +2,7 @@
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::Options;
+use super::kept::Kept;
 use crate::device::{Device, DeviceMemory, Stream};
 use crate::disk::Disk;
 use crate::error::{Error, Item, Result, Tier};
@@ -15,7 +16,7 @@ use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 /// Device regions and host spans, as a placement asks for them.
 pub(crate) struct Memory {
     /// Weights, residuals and moments on the host.
-    pub(crate) store: Store,
+    pub(crate) store: Arc<Store>,
     /// State on disk.
     spill: RwLock<Option<Arc<Spill>>>,
     /// Buffers through which it passes.
@@ -47,27 +48,32 @@ fn fits(bytes: u64) -> usize {
 }
 
 impl Memory {
-    /// Allocates everything. When anything fails, all of it is freed.
+    /// Allocates everything but what is `kept`. When anything fails, all of it is freed.
     pub(crate) fn new(
         placement: &Placement,
         device: &dyn Device,
         pool: &Pool,
         disk: &Arc<dyn Disk>,
         options: &Options,
+        kept: Option<&Kept>,
     ) -> Result<Self> {
         let huge_pages = options.huge_pages;
         // Room on disk is asked for first: a disk that is full should not cost the time that memory takes.
-        let spill = match placement.disk_buffers.len() {
-            0 => None,
-            _ => {
+        let spill = match (kept, placement.disk_buffers.len()) {
+            (Some(kept), _) => kept.spill.clone(),
+            (None, 0) => None,
+            (None, _) => {
                 let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default())?;
                 Some(Arc::new(Spill::new(files, &placement.layouts, &placement.disk_parts)?))
             }
         };
         let spilled: Vec<usize> =
             (0..placement.layouts.len()).filter(|&unit| !placement.disk_parts[unit].is_empty()).collect();
-        let regions =
-            Region::ALL.iter().map(|&r| allocate(device, placement.region_bytes(r))).collect::<Result<_>>()?;
+        let region = |&region: &Region| {
+            let held = kept.and_then(|kept| kept.region(region));
+            held.map_or_else(|| allocate(device, placement.region_bytes(region)), Ok)
+        };
+        let regions = Region::ALL.iter().map(region).collect::<Result<_>>()?;
         let on_host: Vec<bool> = placement.host_state.iter().map(Option::is_some).collect();
         let registered: Vec<usize> =
             (0..on_host.len()).filter(|&unit| !placement.device_update_parts[unit].is_empty()).collect();
@@ -79,7 +85,12 @@ impl Memory {
             registered_state: &registered,
             spilled: &spilled,
         };
-        let store = Store::new(&placement.layouts, &on_host, options)?;
+        let store = match kept {
+            None => Arc::new(Store::new(&placement.layouts, &on_host, options)?),
+            Some(kept) => Arc::clone(&kept.store),
+        };
+        let mut pinning =
+            if kept.is_some() { store.register_state(device, &registered) } else { store.pinning().clone() };
 
         let arena = ArenaOptions { huge_pages, pool: Some(pool) };
         let area_bytes = |unit: usize| {
@@ -97,7 +108,6 @@ impl Memory {
         let all_sums = transfers.carve(placement.norm_bytes(), PAGE)?;
         let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).cloned().collect();
         pieces.extend([window.clone(), all_sums.clone()]);
-        let mut pinning = store.pinning().clone();
         pinning.absorb(transfers.register(device, &pieces, REGISTRATION_BYTES));
 
         let mut offset = 0;

@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use super::kept::Kept;
 use super::memory::Memory;
 use super::rows::Rows;
 use super::save::Saving;
@@ -122,17 +123,19 @@ impl Shared {
         request: &Request,
         plan: &Plan,
         options: &Options,
+        kept: Option<&Kept>,
     ) -> Result<Self> {
         request.check()?;
         plan.matches(request)?;
         let placement = Placement::new(request, plan)?;
+        kept.map_or(Ok(()), |kept| kept.check(&placement))?;
         let inputs = ScheduleInputs::from_placement(request, plan, &placement);
         let isa = Isa::select(options.isa.as_deref())?;
         let pool = Pool::new(options.threads, &Affinity::Free)?;
         pool.fail_run(options.fail_pool_run);
         // A failure, or a panic, half-way may leave copies queued, which hold memory until they have run.
         let unfinished = Unfinished(device.as_ref());
-        let memory = Memory::new(&placement, device.as_ref(), &pool, &disk, options)?;
+        let memory = Memory::new(&placement, device.as_ref(), &pool, &disk, options, kept)?;
         std::mem::forget(unfinished);
         // Statistics are kept of every run, so that events keep their times whether or not spans are recorded.
         device.keep_times(true);

@@ -184,3 +184,70 @@ fn device_updates_never_mix_in_their_buffers_under_any_delay() {
         }
     }
 }
+
+fn train_steps(run: &Run, steps: std::ops::Range<u64>, clip: Option<f64>) {
+    for step in steps {
+        run.toy.step(&run.engine, step, clip).unwrap();
+    }
+}
+
+#[test]
+fn a_plan_that_takes_over_the_state_of_another_changes_no_bit_and_moves_none_of_it() {
+    let mut taken = 0;
+    for (name, base) in precisions(&request(5, 3)) {
+        for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+            let base = Request { update, ..base.clone() };
+            let clip = (update == UpdateMode::JustInTime).then_some(0.5);
+            let reference = train_through(&base, queueing(0), &synchronous(), 4, clip);
+            let all = placements(&base);
+            for (index, (first, request)) in all.iter().enumerate() {
+                for (second, next) in all.iter().skip(index % 4).step_by(4) {
+                    let device = queueing(index as u64);
+                    let mut run = start(request, device.clone(), &options());
+                    train_steps(&run, 0..2, clip);
+                    let kept = run.engine.keep().unwrap();
+                    let places = |plan: &Plan| plan.units.iter().map(|unit| unit.state).collect::<Vec<_>>();
+                    let (other, device) = (plan(next).unwrap(), Arc::new(device));
+                    let slots = |plan: &Plan| places(plan).contains(&State::Device).then_some(plan.slots);
+                    let cut = |request: &Request, plan: &Plan| {
+                        places(plan).contains(&State::Disk).then_some(request.requests.parts)
+                    };
+                    let stays = places(&run.plan) == places(&other)
+                        && slots(&run.plan) == slots(&other)
+                        && cut(request, &run.plan) == cut(next, &other);
+                    drop(run.engine);
+                    let made = Engine::with_kept(Arc::clone(&device) as _, next, &other, &options(), &kept);
+                    run.engine = match made {
+                        Ok(engine) => {
+                            taken += 1;
+                            run.toy.request = next.clone();
+                            engine
+                        }
+                        Err(Error::OtherState { .. }) => {
+                            assert!(!stays, "{name}: {first} to {second}");
+                            // The plan before goes on where it was.
+                            Engine::with_kept(device, request, &run.plan, &options(), &kept).unwrap()
+                        }
+                        Err(error) => panic!("{name}: {first} to {second}: {error}"),
+                    };
+                    train_steps(&run, 2..4, clip);
+                    let found = run.toy.state(&run.engine).unwrap();
+                    assert!(found == reference, "{name}, {update:?}: {first} to {second}");
+                }
+            }
+        }
+    }
+    assert!(taken > 100, "only {taken} changes of plan kept the state where it was");
+}
+
+#[test]
+fn the_state_is_kept_between_steps_only() {
+    let run = start(&request(2, 2), queueing(1), &options());
+    run.toy.begin(&run.engine, Pass::Train, 2, false).unwrap();
+    assert!(matches!(run.engine.keep(), Err(Error::PassUnderWay { .. })));
+    run.toy.compute(&run.engine, 0).unwrap();
+    assert!(matches!(run.engine.keep(), Err(Error::PassUnderWay { .. })), "gradients wait for a decision");
+    run.toy.apply(&run.engine, None).unwrap();
+    run.engine.keep().unwrap();
+    assert!(matches!(run.engine.check(), Err(Error::Closed)));
+}

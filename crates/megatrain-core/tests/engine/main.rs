@@ -7,7 +7,7 @@ use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::device::{Device, Stream};
 use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::{Dtype, Master, Moments, Precision, StateFormat};
-use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, UpdateMode, plan};
+use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, State, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
 use megatrain_core::stream::{Begin, Engine, Group, Options, PlaneName};

@@ -1,6 +1,6 @@
 //! Plans: what is chosen, what is refused and how, and what a step is predicted to take.
 use megatrain_core::error::{Error, Tier};
-use megatrain_core::estimate::estimate;
+use megatrain_core::estimate::{estimate, forecast};
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{
     Activation, Auto, Budget, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UnitRole, UpdateMode,

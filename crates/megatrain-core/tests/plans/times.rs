@@ -247,3 +247,20 @@ fn attention_over_long_rows_comes_nearer_to_the_rate_of_matmuls() {
     assert!((ratio / (short / long) - 1.0).abs() < 0.02, "{ratio}");
     assert!((step_s(0) - step_s(1024)).abs() < 1e-9, "rows whose length is not known");
 }
+
+#[test]
+fn a_plan_is_timed_at_other_rates_than_it_was_made_with() {
+    let mut request = contended(8, 0.016, UpdateMode::JustInTime);
+    let made = plan(&request).unwrap();
+    assert_eq!(forecast(&request, &made).unwrap(), made.estimate);
+    let lanes = &made.estimate.expected_lanes;
+    request.rates.adamw_gparams /= 2.0;
+    let slower = forecast(&request, &made).unwrap();
+    // A rate changes its own lane, in proportion, and no other one.
+    for (name, seconds) in lanes {
+        let times = if name == "host" { 2.0 } else { 1.0 };
+        let (found, wanted) = (slower.expected_lanes[name], times * seconds);
+        assert!((found - wanted).abs() <= 1e-9 * wanted, "{name}: {found} is not {wanted}");
+    }
+    assert!(lanes["host"] > 0.0 && slower.expected_step_s > made.estimate.expected_step_s);
+}

@@ -1,0 +1,94 @@
+//! The state of a model between two engines: what stays where it is when a plan changes in what a step works in.
+use std::sync::Arc;
+
+use super::Engine;
+use crate::device::DeviceMemory;
+use crate::error::{Error, Result};
+use crate::plan::{DeviceState, Placement, Region};
+use crate::store::Store;
+use crate::store::spill::Spill;
+
+/// All weights, residuals, moments and counts of a model whose engine was closed. Nothing is copied: the next engine takes the
+/// memory and the files over, and only what a step works in is allocated anew.
+pub struct Kept {
+    placement: Placement,
+    pub(super) store: Arc<Store>,
+    pub(super) spill: Option<Arc<Spill>>,
+    weights: DeviceMemory,
+    state: DeviceMemory,
+}
+
+impl Engine {
+    /// Closes the engine and keeps the model's state, after every pending update. Other memory of the engine goes with the
+    /// engine itself.
+    ///
+    /// # Errors
+    /// [`Error`] when a pass is under way, gradients wait for a decision, a save has not been finished, or the engine is broken.
+    /// Nothing is closed then.
+    pub fn keep(&self) -> Result<Kept> {
+        self.drained()?;
+        let shared = &self.shared;
+        {
+            let core = shared.enter()?;
+            if core.computing() || core.undecided.is_some() || core.accumulated {
+                return Err(Error::PassUnderWay { remedy: "apply or abandon its gradients before the plan changes" });
+            }
+            if core.saving.is_some() {
+                return Err(Error::SaveUnderWay);
+            }
+        }
+        let kept = Kept {
+            placement: shared.placement.clone(),
+            store: Arc::clone(&shared.memory.store),
+            spill: shared.memory.spill(),
+            weights: self.region(Region::Weights),
+            state: self.region(Region::State),
+        };
+        self.close();
+        Ok(kept)
+    }
+}
+
+impl Kept {
+    /// Refuses a placement by which some of the state would be elsewhere.
+    pub(super) fn check(&self, next: &Placement) -> Result<()> {
+        let before = &self.placement;
+        let places = |p: &Placement| -> Vec<_> {
+            let state = |unit: usize| p.device_state[unit].as_ref().map(ranges);
+            // Weights of state on the host are sent again; of state on the device they are nowhere else.
+            (0..p.layouts.len()).map(|unit| state(unit).zip(p.own[unit])).collect()
+        };
+        let differs = if before.layouts != next.layouts {
+            Some("the model")
+        } else if before.host_state != next.host_state {
+            Some("which units have their state on the host")
+        } else if before.disk_parts != next.disk_parts {
+            Some("which state is on disk")
+        } else if places(before) != places(next) {
+            Some("which units have their state on the device")
+        } else if self.on_device() && before.region_bytes(Region::Weights) != next.region_bytes(Region::Weights) {
+            Some("the number of slots, beside which units have their state on the device,")
+        } else {
+            None
+        };
+        differs.map_or(Ok(()), |what| Err(Error::OtherState { what }))
+    }
+
+    /// The memory of a device region that holds state.
+    pub(super) fn region(&self, region: Region) -> Option<DeviceMemory> {
+        let held = match region {
+            Region::Weights => &self.weights,
+            Region::State => &self.state,
+            _ => return None,
+        };
+        self.on_device().then(|| held.clone())
+    }
+
+    fn on_device(&self) -> bool {
+        self.placement.device_state.iter().any(Option::is_some)
+    }
+}
+
+fn ranges(state: &DeviceState) -> [crate::plan::DeviceRange; 3] {
+    [state.residual, state.exp_avg, state.exp_avg_sq]
+}

@@ -398,6 +398,12 @@ pub enum Error {
         /// The tensor.
         tensor: String,
     },
+    /// A plan has weights on disk without the state that they are part of.
+    #[error("the plan has the weights of unit {unit} on disk, and its state elsewhere; plan again")]
+    WeightsWithoutState {
+        /// The unit's name.
+        unit: String,
+    },
     /// A unit's residual and moments are on disk, so that the host's planes of it are weights alone.
     #[error("the state of unit {unit} is on disk; read and write it through the engine")]
     StateOnDisk {

@@ -193,6 +193,7 @@ impl Durations<'_> {
             Kind::Backward => work.backward_s(r),
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::ReadState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_read_gbs * 1e9),
+            Kind::ReadWeights => layout.image_bytes as f64 / (r.state_read_gbs * 1e9),
             Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory((layout.update_bytes() * layout.num_trainable() as f64) as u64)

@@ -62,8 +62,8 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let updates = (0u32..7, 0u32..4, 0u32..9);
-    (counts, choices, 0u32..4, updates).prop_map(|(counts, choices, frozen, (device_updates, parts, on_disk))| {
+    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9);
+    (counts, choices, 0u32..4, updates).prop_map(|(counts, choices, frozen, (device_updates, parts, on_disk, weights))| {
         let (layers, micro_batches, slots, group, stage, slabs) = counts;
         let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
         let mut request = request(layers, micro_batches);
@@ -99,6 +99,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role != Role::Frozen);
             let left = order.filter(trains).count() as u32;
             request.requests.state_on_disk = Some(on_disk.min(left));
+            request.requests.weights_on_disk = Some(weights.min(on_disk).min(left));
             request.budget.disk = 1 << 30;
         }
         request

@@ -457,6 +457,9 @@ class PlanConfig:
     state_on_disk: int | None = None
     """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
     embedding. null: as few as let the others fit in host memory."""
+    weights_on_disk: int | None = None
+    """Of these units, how many have their weights there too, the first ones; they are read each time that they are sent
+    to the device. null: none, unless host memory is too small with all optimizer state on disk."""
     parts: int | None = None
     """Parts in which embedding and head are offloaded, updated and sent, in which a layer's state is copied to the
     device to be updated there, and in which state on disk is read and written."""
@@ -479,7 +482,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, state_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
+        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1)
+        _at_least("plan", self, threads=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,6 +102,12 @@ pub struct Forecast {
     pub bound: String,
     /// Seconds busy, by lane.
     pub lanes: std::collections::BTreeMap<String, f64>,
+    /// Bytes that a step reads from disk: state, and weights that are there too each time that they are sent.
+    #[serde(default)]
+    pub disk_read: u64,
+    /// Bytes that a step writes to disk.
+    #[serde(default)]
+    pub disk_written: u64,
 }
 
 /// Placement, order and sizes of everything. Changes nothing about the numbers of a run.

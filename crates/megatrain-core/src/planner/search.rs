@@ -122,7 +122,9 @@ impl OnDiskChoices {
     /// # Errors
     /// [`Error::TooFewUnitsForDisk`] when no candidate leaves as many units as were asked for.
     fn new(request: &Request, space: &Space<'_>, all: &[Candidate]) -> Result<Self> {
-        let asked = request.requests.state_on_disk.or(request.requests.weights_on_disk);
+        let (state, weights) = (request.requests.state_on_disk, request.requests.weights_on_disk);
+        let setting = if state.is_some() { "plan.state_on_disk" } else { "plan.weights_on_disk" };
+        let asked = state.or(weights);
         let (mut choices, mut most) = (HashMap::new(), 0);
         for state in all.iter().map(|candidate| candidate.point.state) {
             if let Entry::Vacant(place) = choices.entry(state) {
@@ -140,7 +142,7 @@ impl OnDiskChoices {
         let choices = Self(choices);
         match asked {
             Some(asked) if all.iter().all(|candidate| choices.of(candidate).is_empty()) => {
-                Err(Error::TooFewUnitsForDisk { asked, most })
+                Err(Error::TooFewUnitsForDisk { setting, asked, most })
             }
             _ => Ok(choices),
         }

@@ -373,7 +373,9 @@ impl Spill {
         let end = start + of.blocks(extent)[block].len as u64;
         let mut named: Vec<String> = Vec::new();
         for plane in [Plane::Weights, Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq] {
-            let Some((_, bytes, first)) = of.extents(plane).into_iter().find(|found| found.0 == extent) else { continue };
+            let Some((_, bytes, first)) = of.extents(plane).into_iter().find(|found| found.0 == extent) else {
+                continue;
+            };
             // Where a tensor's bytes of the plane are in the extent.
             let place = |t: &TensorLayout| {
                 let numel = t.spec.numel();

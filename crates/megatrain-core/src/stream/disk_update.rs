@@ -286,10 +286,8 @@ impl DiskWindow {
         let halves = |size: u64| usize::try_from(size * count).expect("inside the window");
         let upper = if image.is_none() { halves(size) } else { 0 };
         let planes = UnitPlanes {
-            image: image.map_or_else(
-                || window.slice(blocks, upper),
-                |image| within(image, &(first..first + count), size),
-            ),
+            image: image
+                .map_or_else(|| window.slice(blocks, upper), |image| within(image, &(first..first + count), size)),
             residual: (layout.precision == Precision::Bf16)
                 .then(|| window.slice(blocks + upper, halves(layout.residual_size()))),
             // Neither is reached through a window.

@@ -205,8 +205,7 @@ impl Memory {
         add("activations", Tier::Host, total(&self.areas), true);
         add("gradient store", Tier::Host, total(&self.accumulated), false);
         add("weights: read from disk", Tier::Host, total(&self.weight_buffers), true);
-        let carved =
-            total(&self.slabs) + total(&self.areas) + total(&self.weight_buffers) + self.window.len() as u64;
+        let carved = total(&self.slabs) + total(&self.areas) + total(&self.weight_buffers) + self.window.len() as u64;
         add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
         let (state, weights) = self.spill().map_or((0, 0), |spill| spill.bytes());

@@ -1,4 +1,5 @@
-"""Optimizer state, and weights, whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume and kill."""
+"""Optimizer state, and weights, whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume
+and kill."""
 
 import itertools
 import json

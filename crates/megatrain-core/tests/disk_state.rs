@@ -444,7 +444,7 @@ fn weights_on_disk_are_read_and_written_by_callers_as_those_in_memory_are() {
                 engine.write(2, tensor, PlaneName::State(plane), start, dtype, bytes).unwrap();
             };
             write(0, Plane::Master, 524_200, Dtype::F32, &floats(700_000));
-            write(0, Plane::Master, 2_000_000, Dtype::Bf16, &vec![0x3f; 40]);
+            write(0, Plane::Master, 2_000_000, Dtype::Bf16, &[0x3f; 40]);
             write(0, Plane::Weights, 1_500_001, precision.dtype(), &weights);
             write(1, Plane::Weights, 262_000, Dtype::F32, &floats(300));
             let refused = engine.write(2, 1, PlaneName::State(Plane::Weights), 0, Dtype::Bf16, &[0; 2]).unwrap_err();

@@ -35,8 +35,8 @@ def _disk(config: "Config") -> None:
             )
     if plan.state_on_disk is not None and (plan.weights_on_disk or 0) > plan.state_on_disk:
         raise ConfigError(
-            f"plan.weights_on_disk ({plan.weights_on_disk}) is more than plan.state_on_disk ({plan.state_on_disk}), and "
-            "weights go to disk only with the optimizer state of their unit; make it at most that"
+            f"plan.weights_on_disk ({plan.weights_on_disk}) is more than plan.state_on_disk ({plan.state_on_disk}), "
+            "and weights go to disk only with the optimizer state of their unit; make it at most that"
         )
 
 

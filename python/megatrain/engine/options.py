@@ -59,8 +59,8 @@ def check(
     for name in ("state_on_disk", "weights_on_disk"):
         if (plan or {}).get(name) and state_disk(memory) is None:
             raise ConfigError(
-                f"plan.{name} is {(plan or {})[name]!r}, and no disk is named; give memory={{'nvme': {{'path': …}}}}, a "
-                "folder on a fast disk"
+                f"plan.{name} is {(plan or {})[name]!r}, and no disk is named; give memory={{'nvme': {{'path': …}}}}, "
+                "a folder on a fast disk"
             )
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):

@@ -213,7 +213,7 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             } else {
                 list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
             }
-            if inputs.unit(unit).disk_parts > 1 {
+            if inputs.unit(unit).disk_parts > 1 || inputs.unit(unit).weights_on_disk {
                 list.push((Resource::Count(unit), Access::Write(unit, 0)));
             }
             if !inputs.unit(unit).weights_on_disk {
@@ -257,8 +257,9 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             list.extend((0..held).map(|part| (place(part), Access::Read(unit, 0))));
             let on_disk = 0..inputs.unit(unit).disk_parts;
             list.extend(on_disk.map(|part| (Resource::Disk(unit, part), Access::Read(unit, 0))));
-            // Of state that is updated on the device the next update begins, and counts, before it changes what the host holds.
-            if inputs.unit(unit).device_update_parts > 0 {
+            // Of state that is updated on the device, or in a buffer with its weights, the next update counts before it changes
+            // what the host or the disk holds.
+            if inputs.unit(unit).device_update_parts > 0 || inputs.unit(unit).weights_on_disk {
                 list.push((Resource::Count(unit), Access::Read(unit, 0)));
             }
             if unit > 0 {

@@ -96,14 +96,20 @@ def ways_that_fit(
         plan = planned(tried.config, tried.machine)
         if plan is not None:
             kinds.append(tried.kinds)
-            spilled, estimate = int(plan["totals"]["disk"]), plan["estimate"]
-            weights = any(unit.get("weights_on_disk", False) for unit in plan["units"])
-            moved = (int(estimate["disk_read"]), int(estimate["disk_written"])) if weights else None
-            words, hardware = " ".join(tried.words), ",".join(tried.hardware)
-            found.append(Way(settings=words, machine=hardware, spilled=spilled, moved=moved))
+            words, hardware, spilled = " ".join(tried.words), ",".join(tried.hardware), int(plan["totals"]["disk"])
+            found.append(
+                Way(settings=words, machine=hardware, spilled=spilled, moved=_moved(plan) if spilled else None)
+            )
             if len(found) == _MOST_SHOWN:
                 break
     return found
+
+
+def _moved(plan: dict[str, Any]) -> tuple[int, int] | None:
+    """Bytes that a step reads from disk and writes there, where weights are among them."""
+    if not any(unit.get("weights_on_disk", False) for unit in plan["units"]):
+        return None
+    return int(plan["estimate"]["disk_read"]), int(plan["estimate"]["disk_written"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -137,7 +137,8 @@ def test_every_way_that_is_named_fits_when_it_is_taken_and_hardware_comes_last(
         assert plan["totals"]["disk"] == way.spilled
         if way.moved is not None:
             moved = plan["estimate"]["disk_read"], plan["estimate"]["disk_written"]
-            assert way.moved == moved and f"of optimizer state and weights, {format_bytes(moved[0])} read" in str(way)
+            assert way.moved == moved
+            assert f"of optimizer state and weights, {format_bytes(moved[0])} read" in str(way)
     assert model == "qwen2.5-7b" or all(way.moved is not None for way in found)
     assert [bool(way.machine) for way in found] == sorted(bool(way.machine) for way in found)
 

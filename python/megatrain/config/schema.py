@@ -387,7 +387,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NvmeConfig:
-    """A place on fast disks for optimizer state that host memory cannot hold."""
+    """A place on fast disks for optimizer state, and then weights, that host memory cannot hold."""
 
     path: str | tuple[str, ...]
     """A folder, or several, best on different drives: state is spread over them evenly. They must be there."""

@@ -97,7 +97,8 @@ def row(report: forecast.Forecast) -> dict[str, Any]:
         "step_s": report.expected_step_s,
         "tokens_per_s": report.expected_tokens_per_s,
         "bound": report.bound,
-        "disk_bytes_a_step": 0 if disk is None else disk.bytes,
+        "disk_read_a_step": 0 if disk is None else disk.bytes_read,
+        "disk_written_a_step": 0 if disk is None else disk.bytes_written,
         "wear_a_day": 0 if disk is None else disk.bytes_written_a_day,
     }
 
@@ -132,7 +133,9 @@ def line(name: str, found: dict[str, Any]) -> str:
         for tier, groups in found["groups"].items()
         if groups
     )
-    traffic = f"{format_bytes(found['disk_bytes_a_step'])} each way" if found["disk_bytes_a_step"] else "–"
+    read, written = (format_bytes(found[f"disk_{way}_a_step"]) for way in ("read", "written"))
+    traffic = f"{read} each way" if read == written else f"{read} read, {written} written"
+    traffic = traffic if found["disk_read_a_step"] else "–"
     wear = f"{format_bytes(found['wear_a_day'])}" if found["wear_a_day"] else "–"
     cells = [
         name,

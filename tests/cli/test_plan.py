@@ -497,6 +497,35 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     assert "disk space for optimizer state" in capsys.readouterr().err
 
 
+def test_weights_follow_the_state_to_disk_and_the_plan_says_what_a_step_reads_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = H100 | {"host": {"memory": "20GiB", "cpus": 16}, "disk": {"free": "1TiB"}}
+    machine = written(tmp_path, "small.yaml", small)
+    words = ("qwen2.5-7b", "memory.gpu=16GiB", "train.batch_size=4", "data.seq_len=512", "memory.nvme.path=/nvme")
+    found = answer(capsys, *words, "--machine", machine)
+    plan, disk = found["plan"], found["state_on_disk"]
+    assert plan["totals"]["host"] <= found["budget"]["host"]
+    on_disk = [unit for unit in plan["units"] if unit.get("weights_on_disk")]
+    assert len(on_disk) > 2
+    assert all(unit["state"] != "host" for unit in plan["units"])
+    weights = sum(item["bytes"] for item in plan["items"] if item["tier"] == "disk" and item["what"] == "weights")
+    assert 0 < disk["weights"] == weights < disk["bytes"] == plan["totals"]["disk"]
+    # Everything once to be updated; weights once more for each time that they are sent.
+    assert disk["bytes_written"] == pytest.approx(disk["bytes"], rel=1e-3)
+    assert disk["bytes"] + weights <= disk["bytes_read"] <= disk["bytes"] + 2 * weights * found["micro_batches"]
+    assert disk["seconds"] == pytest.approx(max(disk["bytes_read"] / 2.5e9, disk["bytes_written"] / 2.0e9))
+    assert disk["bytes_written_a_day"] == pytest.approx(disk["bytes_written"] * 86400 / found["expected_step_s"])
+    assert found["expected_step_s"] >= disk["seconds"] * 0.999
+    assert main(["plan", *words, "--machine", machine]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("state on disk: "))
+    for size in (disk["weights"], disk["bytes_read"], disk["bytes_written"]):
+        assert format_bytes(size) in told
+    assert f"of it weights, of {len(on_disk)} units" in told
+    fewer = answer(capsys, *words, f"plan.weights_on_disk={len(on_disk) + 2}", "--machine", machine)
+    assert sum(unit.get("weights_on_disk", False) for unit in fewer["plan"]["units"]) == len(on_disk) + 2
+
+
 def test_layers_are_captured_where_a_card_has_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "qwen2.5-0.5b", "--machine", "h100", "data.seq_len=256", "train.batch_size=2"]
     assert main(words) == 0

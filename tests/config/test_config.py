@@ -378,6 +378,11 @@ def test_a_value_out_of_range_is_named(sections, message):
             r"data\.eval: 0\.05 cannot .*split 'train'",
         ),
         ({"plan": {"state_on_disk": 2}}, r"plan\.state_on_disk is 2, and no disk is named"),
+        ({"plan": {"weights_on_disk": 2}}, r"plan\.weights_on_disk is 2, and no disk is named"),
+        (
+            {"plan": {"state_on_disk": 2, "weights_on_disk": 3}, "memory": {"nvme": {"path": "d"}}},
+            r"plan\.weights_on_disk \(3\) is more than plan\.state_on_disk \(2\)",
+        ),
         (
             {"plan": {"state_on_disk": 2, "updates_on_device": 1}, "memory": {"nvme": {"path": "d"}}},
             r"plan\.state_on_disk \(2\) and plan\.updates_on_device \(1\)",

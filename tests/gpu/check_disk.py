@@ -1,8 +1,9 @@
-"""Optimizer state on disk while a card computes: the numbers of the run whose state is in host memory.
+"""Optimizer state and weights on disk while a card computes: the numbers of the run that has them in host memory.
 
 Run: python tests/gpu/check_disk.py [--device cuda|cpu] [--nvme DIR]. Clipped and immediate updates, each run whole with
-its state in memory, then with the state of six of eight layers on disk, stopped half-way and resumed; the checkpoints
-and losses are compared bit for bit. Prints one JSON line a check; exits 1 on a miss.
+everything in memory, then with the state of six of eight layers on disk, and again with the weights of five of these
+there too; both are stopped half-way and resumed. The checkpoints and losses are compared bit for bit. Prints one JSON
+line a check; exits 1 on a miss.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from megatrain.training.trainer import Trainer
 from support.trainer import At, assert_bit_equal, losses
 
 STEPS, STOPPED, ON_DISK = 8, 4, 6
+WEIGHTS = (0, 5)
 MODES: dict[str, dict[str, Any]] = {
     "just_in_time": {"max_grad_norm": 1.0},
     "immediate": {"max_grad_norm": None, "update": "immediate"},
@@ -54,6 +56,28 @@ def config(folder: Path, device: str, run: str, train: dict[str, Any], **more: A
     }
 
 
+def compared(folder: Path, device: str, train: dict[str, Any], weights: int) -> dict[str, Any]:
+    """A run in memory, which is made once, and one on disk."""
+    facts: dict[str, Any] = {}
+    if not (folder / "memory").exists():
+        started = time.perf_counter()
+        Trainer(config(folder, device, "memory", train), display=Display("none")).fit()
+        facts["memory_s"] = round(time.perf_counter() - started, 1)
+    run = f"disk-{weights}"
+    plan = {"state_on_disk": ON_DISK, "weights_on_disk": weights}
+    spilled = config(folder, device, run, train, plan=plan, memory={"nvme": {"path": str(folder)}})
+    started, stop = time.perf_counter(), Stop()
+    Trainer(spilled, stop=stop, display=At(STOPPED, lambda stop=stop: stop.request("SIGINT"))).fit()
+    result = Trainer(spilled, display=Display("none")).fit()
+    facts["disk_s"] = round(time.perf_counter() - started, 1)
+    assert_bit_equal(*(list_checkpoints(folder / one)[-1] for one in (run, "memory")))
+    units = json.loads((folder / run / "plan.json").read_text())["units"]
+    counts = sum(unit["state"] == "disk" for unit in units), sum(unit.get("weights_on_disk", False) for unit in units)
+    same = losses(folder / run) == losses(folder / "memory")
+    ok = same and counts == (ON_DISK, weights) and result.step == STEPS
+    return facts | {"state_on_disk": counts[0], "weights_on_disk": counts[1], "metrics_equal": same, "ok": ok}
+
+
 def main() -> int:
     """0 when nothing differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,33 +88,14 @@ def main() -> int:
     for mode, train in MODES.items():
         with tempfile.TemporaryDirectory(dir=args.nvme) as name:
             folder = Path(name)
-            facts: dict[str, Any] = {"check": f"state on disk, {mode}", "ok": False}
-            try:
-                started = time.perf_counter()
-                Trainer(config(folder, args.device, "memory", train), display=Display("none")).fit()
-                facts["memory_s"] = round(time.perf_counter() - started, 1)
-                spilled = config(
-                    folder,
-                    args.device,
-                    "disk",
-                    train,
-                    plan={"state_on_disk": ON_DISK},
-                    memory={"nvme": {"path": str(folder)}},
-                )
-                started, stop = time.perf_counter(), Stop()
-                Trainer(spilled, stop=stop, display=At(STOPPED, lambda stop=stop: stop.request("SIGINT"))).fit()
-                result = Trainer(spilled, display=Display("none")).fit()
-                facts["disk_s"] = round(time.perf_counter() - started, 1)
-                assert_bit_equal(*(list_checkpoints(folder / run)[-1] for run in ("disk", "memory")))
-                plan = json.loads((folder / "disk/plan.json").read_text())
-                facts["state_on_disk"] = sum(unit["state"] == "disk" for unit in plan["units"])
-                same = losses(folder / "disk") == losses(folder / "memory")
-                on_disk = facts["state_on_disk"] == ON_DISK
-                facts |= {"metrics_equal": same, "ok": same and on_disk and result.step == STEPS}
-            except Exception as error:  # the other mode is still of use
-                facts["error"] = f"{type(error).__name__}: {error}"[:600]
-            missed |= not facts["ok"]
-            print("DISK " + json.dumps(facts), flush=True)
+            for weights in WEIGHTS:
+                facts = {"check": f"state on disk, weights of {weights} units there, {mode}", "ok": False}
+                try:
+                    facts |= compared(folder, args.device, train, weights)
+                except Exception as error:  # the others are still of use
+                    facts["error"] = f"{type(error).__name__}: {error}"[:600]
+                missed |= not facts["ok"]
+                print("DISK " + json.dumps(facts), flush=True)
     return 1 if missed else 0
 
 

@@ -117,10 +117,11 @@ LLAMA_70B = {
         ("qwen2.5-7b", f"{RTX4090}32GiB", ["train.moments=8bit", "disk.count=1", "host.memory=128GiB"]),
         (
             "qwen2.5-7b",
-            f"{RTX4090}32GiB{DRIVES}",
-            ["train.update=immediate", "train.batch_tokens", "host.memory=48GiB"],
+            f"{RTX4090}24GiB{DRIVES}",
+            ["train.update=immediate", "train.batch_tokens", "host.memory=32GiB"],
         ),
-        ("llama-70b", f"{RTX4090}256GiB{DRIVES}", ["train.update=immediate", "host.memory=384GiB", "gpu.memory"]),
+        # With weights on the drives too, the host has room for all of it; the card has not.
+        ("llama-70b", f"{RTX4090}256GiB{DRIVES}", ["data.seq_len=2048 train.batch_tokens=2048", "gpu.memory=32GiB"]),
     ],
 )
 def test_every_way_that_is_named_fits_when_it_is_taken_and_hardware_comes_last(
@@ -133,7 +134,13 @@ def test_every_way_that_is_named_fits_when_it_is_taken_and_hardware_comes_last(
     assert len(found) == len(kinds)
     for way, kind in zip(found, kinds, strict=True):
         assert kind in f"{way.settings} {way.machine}", way
-        assert replayed(asked, described, way).plan["totals"]["disk"] == way.spilled
+        plan = replayed(asked, described, way).plan
+        assert plan["totals"]["disk"] == way.spilled
+        if way.moved is not None:
+            moved = plan["estimate"]["disk_read"], plan["estimate"]["disk_written"]
+            assert way.moved == moved
+            assert f"of optimizer state and weights, {format_bytes(moved[0])} read" in str(way)
+    assert model == "qwen2.5-7b" or all(way.moved is not None for way in found)
     assert [bool(way.machine) for way in found] == sorted(bool(way.machine) for way in found)
 
 

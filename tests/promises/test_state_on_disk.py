@@ -1,4 +1,5 @@
-"""Optimizer state whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume and kill."""
+"""Optimizer state, and weights, whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume
+and kill."""
 
 import itertools
 import json
@@ -45,13 +46,15 @@ MODES = {
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("units", [1, 3, UNITS])
-def test_state_on_disk_does_not_show(tmp_path: Path, units: int, mode: str, precision: str) -> None:
+@pytest.mark.parametrize(("units", "weights"), [(1, 0), (3, 0), (UNITS, 0), (1, 1), (UNITS, 2), (UNITS, UNITS)])
+def test_state_on_disk_does_not_show(tmp_path: Path, units: int, weights: int, mode: str, precision: str) -> None:
     plain = trained(started(precision, False, accumulation=2, **MODES[mode]))
     for activation, parts in itertools.product(["keep", "offload", "recompute"], [1, 3]):
         plan = {"state_on_disk": units, "activation": activation, "parts": parts, "poison": parts == 3}
+        plan |= {"weights_on_disk": weights, "slots": 2, "group": (parts + 1) // 2}
         engine = started(precision, False, accumulation=2, **on_disk(tmp_path, plan=plan, **MODES[mode]))
         assert [unit["state"] for unit in engine.plan["units"]].count("disk") == units
+        assert [unit.get("weights_on_disk", False) for unit in engine.plan["units"]].count(True) == weights
         assert engine.plan["totals"]["disk"] > 0
         losses, found = trained(engine)
         assert losses == plain[0], (activation, parts)
@@ -60,15 +63,16 @@ def test_state_on_disk_does_not_show(tmp_path: Path, units: int, mode: str, prec
 
 
 @pytest.mark.parametrize("first", ["host", "disk"])
+@pytest.mark.parametrize("weights", [0, 3])
 @pytest.mark.parametrize(
     ("precision", "tied", "accumulation"), [("fp32", False, 3), ("bf16", True, 1), ("bf16", False, 3)]
 )
 def test_a_run_resumes_bit_equal_from_host_to_disk_and_back(
-    tmp_path: Path, first: str, precision: str, tied: bool, accumulation: int
+    tmp_path: Path, first: str, weights: int, precision: str, tied: bool, accumulation: int
 ) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
-    disk = on_disk(spill, plan={"state_on_disk": 4, "parts": 2})
+    disk = on_disk(spill, plan={"state_on_disk": 4, "weights_on_disk": weights, "parts": 2})
     options = {"host": ({}, disk), "disk": (disk, {})}[first]
     straight = started(precision, tied, accumulation=accumulation)
     losses = [straight.step(batches(step, accumulation)).loss for step in range(6)]
@@ -90,6 +94,53 @@ def test_a_run_resumes_bit_equal_from_host_to_disk_and_back(
     straight.close()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_on_disk_are_evaluated_read_and_exported_as_those_in_memory(
+    tmp_path: Path, tied: bool, precision: str
+) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    plan = {"weights_on_disk": 4 if tied else UNITS, "slots": 2, "poison": True}
+    engines = [
+        started(precision, tied, accumulation=2),
+        started(precision, tied, accumulation=2, **on_disk(spill, plan=plan)),
+    ]
+    found = []
+    for engine in engines:
+        seen: list[Any] = [engine.evaluate(batches(7, 2))]
+        for step in range(2):
+            seen.append(engine.step(batches(step, 2)).loss)
+            # once with the updates of the step under way, and once with the weights still in slots
+            seen += [engine.evaluate(batches(7, 2)), engine.evaluate(batches(7, 2))]
+        seen.append([row.tolist() for row in engine.logprobs(batches(8, 2))])
+        folder = tmp_path / f"export-{len(found)}"
+        engine.save_pretrained(folder)
+        seen.append({file.name: file.read_bytes() for file in folder.glob("*.safetensors")})
+        seen.append(state(engine))
+        found.append(seen)
+    plain, other = found
+    assert other[:-1] == plain[:-1]
+    assert same(other[-1], plain[-1])
+    for engine in engines:
+        engine.close()
+
+
+def test_weights_on_disk_that_a_caller_overwrites_are_what_the_next_step_uses(tmp_path: Path) -> None:
+    plain = started("bf16", False, accumulation=1)
+    other = started("bf16", False, accumulation=1, **on_disk(tmp_path, plan={"weights_on_disk": UNITS}))
+    plain.save(tmp_path / "begin", step=0)
+    for engine in (plain, other):
+        for step in range(2):
+            engine.step(batches(step, 1))
+        engine.load(tmp_path / "begin")
+    losses = [[engine.step(batches(step, 1)).loss for step in range(3)] for engine in (plain, other)]
+    assert losses[0] == losses[1]
+    assert same(state(plain), state(other))
+    plain.close()
+    other.close()
+
+
 def larger(**options: Any) -> Engine:
     """An engine whose state is larger than the buffers that state on disk passes through."""
     shape = llama(hidden_size=128, intermediate_size=512, num_hidden_layers=6)
@@ -99,7 +150,8 @@ def larger(**options: Any) -> Engine:
 
 def test_state_is_spilled_only_where_the_host_is_too_small(tmp_path: Path) -> None:
     plan = {"slots": 2, "parts": 4, "activation": "recompute"}
-    roomy = larger(plan=plan, memory={"host": "1GiB", "nvme": {"path": tmp_path}})
+    roomy_memory = {"host": "1GiB", "nvme": {"path": tmp_path}}
+    roomy = larger(plan=plan, memory=roomy_memory)
     totals = roomy.plan["totals"]
     assert totals["disk"] == 0
     plain = trained(roomy)
@@ -116,6 +168,24 @@ def test_state_is_spilled_only_where_the_host_is_too_small(tmp_path: Path) -> No
     moved = engine.stats().raw
     assert moved["state_bytes_read"] == moved["state_bytes_written"] == totals["disk"]
     assert moved["lanes"]["state_read"] > 0
+    assert same(state(engine), plain[1])
+    engine.close()
+    # Smaller still than what is left with all state on disk.
+    everything = larger(plan=plan | {"state_on_disk": 8, "weights_on_disk": 0}, memory=roomy_memory)
+    limits = everything.plan["totals"]
+    everything.close()
+    tight = limits["device"] + limits["host"] - (1 << 20)
+    engine = larger(plan=plan, memory={"host": tight, "nvme": {"path": str(tmp_path), "size": "64MiB"}})
+    totals, units = engine.plan["totals"], engine.plan["units"]
+    assert totals["device"] + totals["host"] <= tight
+    assert all(unit["state"] == "disk" for unit in units)
+    assert 0 < sum(unit.get("weights_on_disk", False) for unit in units) < 8
+    for step in range(4):
+        engine.step(batches(step, 2))
+        engine.drain()
+    moved, estimate = engine.stats().raw, engine.plan["estimate"]
+    assert moved["state_bytes_written"] == estimate["disk_written"]
+    assert moved["state_bytes_read"] == estimate["disk_read"] > estimate["disk_written"]
     assert same(state(engine), plain[1])
     engine.close()
 
@@ -201,6 +271,12 @@ def test_two_engines_on_one_path_do_not_meet(tmp_path: Path) -> None:
         ({"nvme": {"path": ".", "sice": 3}}, {}, "memory.nvme: unknown key 'sice'; did you mean size"),
         ({"nvme": {"path": ".", "size": "much"}}, {}, "memory.nvme.size"),
         ({}, {"state_on_disk": 2}, "plan.state_on_disk is 2, and no disk is named"),
+        ({}, {"weights_on_disk": 2}, "plan.weights_on_disk is 2, and no disk is named"),
+        (
+            {"nvme": {"path": "."}},
+            {"weights_on_disk": 2, "state_on_disk": 1},
+            "plan.weights_on_disk = 2 contradicts plan.state_on_disk",
+        ),
     ],
 )
 def test_what_cannot_be_a_place_for_state_is_refused_by_name(
@@ -219,7 +295,7 @@ def run_settings(tmp_path: Path) -> dict[str, Any]:
         tmp_path,
         train={"steps": 30},
         memory={"nvme": {"path": paths, "size": "64MiB"}},
-        plan={"micro_batch": 2, "state_on_disk": 3, "parts": 2},
+        plan={"micro_batch": 2, "state_on_disk": 3, "weights_on_disk": 2, "parts": 2},
         output={"dir": str(tmp_path / "run"), "export": "never", "save_every": 3},
     )
 
@@ -228,7 +304,7 @@ def test_a_killed_run_with_state_on_disk_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, run_settings: dict[str, Any]
 ) -> None:
     straight = json.loads(json.dumps(run_settings))
-    del straight["memory"], straight["plan"]["state_on_disk"]
+    del straight["memory"], straight["plan"]["state_on_disk"], straight["plan"]["weights_on_disk"]
     straight["output"]["dir"] = str(tmp_path / "straight")
     Trainer(straight).fit()
     (tmp_path / "config.json").write_text(json.dumps(run_settings))

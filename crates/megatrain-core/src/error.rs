@@ -205,12 +205,14 @@ pub enum Error {
         /// What is counted.
         of: &'static str,
     },
-    /// More units' state was asked for on disk than there is.
+    /// The state, or the weights, of more units was asked for on disk than there is.
     #[error(
-        "plan.state_on_disk = {asked}, but only {most} units have state that may go to disk: it goes there for units that \
+        "{setting} = {asked}, but only {most} units have state that may go to disk: it goes there for units that \
          train and whose state is not on the device"
     )]
     TooFewUnitsForDisk {
+        /// The setting.
+        setting: &'static str,
         /// How many were asked for.
         asked: u32,
         /// How many there are at most.
@@ -397,6 +399,12 @@ pub enum Error {
     NoResidual {
         /// The tensor.
         tensor: String,
+    },
+    /// A plan has weights on disk without the state that they are part of.
+    #[error("the plan has the weights of unit {unit} on disk, and its state elsewhere; plan again")]
+    WeightsWithoutState {
+        /// The unit's name.
+        unit: String,
     },
     /// A unit's residual and moments are on disk, so that the host's planes of it are weights alone.
     #[error("the state of unit {unit} is on disk; read and write it through the engine")]

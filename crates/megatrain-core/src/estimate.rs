@@ -45,6 +45,10 @@ pub struct Estimate {
     pub lanes: BTreeMap<String, f64>,
     /// The busiest lane.
     pub bound: String,
+    /// Bytes read from disk in a step.
+    pub disk_read: u64,
+    /// Bytes written to disk in a step.
+    pub disk_written: u64,
     /// Every operation.
     pub spans: Vec<Span>,
 }
@@ -62,7 +66,9 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
     let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
     durations.contention = durations.contention(&steady);
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
-    Ok(Clock::new(seconds).run(request, &first, &steady))
+    let moved = |lane: Lane| steady.ops.iter().filter(|op| op.lane == lane).map(|op| durations.disk_bytes(op)).sum();
+    let (disk_read, disk_written) = (moved(Lane::StateRead), moved(Lane::StateWrite));
+    Ok(Estimate { disk_read, disk_written, ..Clock::new(seconds).run(request, &first, &steady) })
 }
 
 /// What [`crate::plan::plan`] prints: what the plan takes at the request's rates, which need not be those that it was made
@@ -74,8 +80,8 @@ pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     let request = &*captured(request, plan);
     let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, plan)?;
     let (request, plan) = condensed(request, plan);
-    let Estimate { step_s, lanes, bound, .. } = estimate(&request, &plan, &request.rates)?;
-    Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes })
+    let Estimate { step_s, lanes, bound, disk_read, disk_written, .. } = estimate(&request, &plan, &request.rates)?;
+    Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes, disk_read, disk_written })
 }
 
 /// What launching a captured layer takes of what launching its kernels one by one takes.
@@ -201,8 +207,8 @@ impl Durations<'_> {
             }
             Kind::Backward => work.backward_s(r),
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
-            Kind::ReadState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_read_gbs * 1e9),
-            Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize) as f64 / (r.state_write_gbs * 1e9),
+            Kind::ReadState | Kind::ReadWeights => self.disk_bytes(op) as f64 / (r.state_read_gbs * 1e9),
+            Kind::WriteState => self.disk_bytes(op) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory((layout.update_bytes() * layout.num_trainable() as f64) as u64)
             }
@@ -217,6 +223,16 @@ impl Durations<'_> {
             }
             // Steady state is that without a checkpoint.
             Kind::ClipDecision | Kind::WriteCheckpoint => 0.0,
+        }
+    }
+
+    /// What an operation moves between host and disk.
+    fn disk_bytes(&self, op: &Op) -> u64 {
+        let unit = op.unit as usize;
+        match op.kind {
+            Kind::ReadWeights => self.placement.layouts[unit].image_bytes,
+            Kind::ReadState | Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize),
+            _ => 0,
         }
     }
 
@@ -382,6 +398,6 @@ impl Clock {
             Span { lane: op.lane, kind: op.kind, unit, micro_batch: op.micro_batch, step: id.pass, start_s, end_s }
         });
         let spans = spans.collect();
-        Estimate { step_s, lanes, bound, spans }
+        Estimate { step_s, lanes, bound, disk_read: 0, disk_written: 0, spans }
     }
 }

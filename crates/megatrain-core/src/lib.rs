@@ -56,7 +56,9 @@ pub mod plan {
     mod request;
 
     pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
-    pub(crate) use self::placement::{TRANSFER_WINDOW, disk_cuts, staged_bytes, staged_on_host, torch_lines};
+    pub(crate) use self::placement::{
+        TRANSFER_WINDOW, disk_cuts, part_bytes, staged_bytes, staged_on_host, torch_lines,
+    };
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,

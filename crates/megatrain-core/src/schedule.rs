@@ -57,6 +57,8 @@ pub enum Kind {
     FetchState,
     /// Reads the state of a part of a unit from disk into a host buffer.
     ReadState,
+    /// Reads a unit's image from disk into a host buffer, from which it is loaded.
+    ReadWeights,
     /// Updates a unit's weights.
     Update,
     /// Writes the state of a part of a unit back to disk.
@@ -85,6 +87,7 @@ impl Kind {
             Self::ClipDecision => "clip_decision",
             Self::FetchState => "fetch_state",
             Self::ReadState => "read_state",
+            Self::ReadWeights => "read_weights",
             Self::Update => "update",
             Self::WriteState => "write_state",
             Self::WriteBackState => "write_back_state",
@@ -112,7 +115,7 @@ pub enum Lane {
     Caller,
     /// Files of checkpoints.
     Disk,
-    /// State read from disk to be updated.
+    /// State read from disk to be updated, and weights to be loaded.
     #[serde(rename = "state_read")]
     StateRead,
     /// State written back to disk.
@@ -147,7 +150,7 @@ impl Lane {
         !matches!(self, Self::Disk | Self::StateRead | Self::StateWrite)
     }
 
-    /// Whether its operations move optimizer state between disk and host.
+    /// Whether its operations move optimizer state, or weights, between disk and host.
     #[must_use]
     pub const fn moves_state_on_disk(self) -> bool {
         matches!(self, Self::StateRead | Self::StateWrite)
@@ -238,6 +241,9 @@ pub struct Op {
     /// The host buffer for state on disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_buffer: Option<u32>,
+    /// The host buffer for weights on disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_buffer: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
 }
@@ -261,6 +267,7 @@ impl Op {
             stage: None,
             state_buffer: None,
             disk_buffer: None,
+            weight_buffer: None,
             deps: Vec::new(),
         }
     }

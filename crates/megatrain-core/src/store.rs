@@ -116,7 +116,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Maps, touches and registers the planes of every unit for which `on_host` is true.
+    /// Maps, touches and registers the planes of every unit for which `on_host` is true, of which the host has any.
     ///
     /// # Errors
     /// [`Error::HostMemory`] when the system refuses memory, [`Error::Worker`] when a thread fails, [`Error`]
@@ -210,7 +210,7 @@ impl Store {
         &self.units[unit].layout
     }
 
-    /// A unit's image; `None` when the device holds it.
+    /// A unit's image; `None` when the device or a disk holds it.
     ///
     /// # Panics
     /// When there is no such unit.

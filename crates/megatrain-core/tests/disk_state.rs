@@ -47,6 +47,13 @@ fn options(paths: &[&Path], io: StateIo) -> Options {
     Options { threads: Some(1), huge_pages: false, disk: Some(StateFiles { paths, io }), ..Options::default() }
 }
 
+/// The same with the weights of the first of these units there too.
+fn with_weights(request: &Request, units: u32) -> Request {
+    let mut request = request.clone();
+    request.requests.weights_on_disk = Some(units);
+    request
+}
+
 /// Layers whose state takes several blocks of a file.
 fn spilled(update: UpdateMode, precision: Precision, units: u32) -> Request {
     let mut request = Request { update, precision, grad_precision: precision, ..request(3, 2) };
@@ -75,9 +82,10 @@ fn files_hold_what_memory_would_by_rings_and_by_threads_on_one_path_or_several()
             let toy = Toy::new(queueing(1), in_memory.clone());
             let engine = support::engine(&toy.device, &in_memory, &plan(&in_memory).unwrap(), &Options::default());
             let expected = train(&toy, &engine.unwrap());
-            for io in [StateIo::Auto, StateIo::Threads] {
+            for (io, weights) in [(StateIo::Auto, 0), (StateIo::Auto, 5), (StateIo::Threads, 0), (StateIo::Threads, 3)]
+            {
                 for paths in [&[&one.0 as &Path][..], &[&one.0, &other.0]] {
-                    let request = spilled(update, precision, 5);
+                    let request = with_weights(&spilled(update, precision, 5), weights);
                     let toy = Toy::new(queueing(2), request.clone());
                     let made = Engine::new(
                         Arc::new(toy.device.clone()),
@@ -88,7 +96,7 @@ fn files_hold_what_memory_would_by_rings_and_by_threads_on_one_path_or_several()
                     let engine = made.unwrap();
                     assert!(
                         train(&toy, &engine) == expected,
-                        "{update:?}, {precision:?}, {io:?}, {} paths",
+                        "{update:?}, {precision:?}, {io:?}, weights of {weights}, {} paths",
                         paths.len()
                     );
                     engine.close();
@@ -207,7 +215,7 @@ fn a_file_system_that_cannot_reserve_room_is_warned_of() {
     assert!(found.len() == 1 && found[0].contains("/more") && found[0].contains(" bytes"), "{found:?}");
 }
 
-/// Everything that uses state: filled, trained, read.
+/// Everything that uses state: filled, trained, evaluated, read.
 fn everything(request: &Request, disk: &SimDisk) -> Result<Vec<Vec<u8>>, Error> {
     let options = Options { threads: Some(1), huge_pages: false, poison: true, ..Options::default() };
     let toy = Toy::new(queueing(3), request.clone());
@@ -217,6 +225,8 @@ fn everything(request: &Request, disk: &SimDisk) -> Result<Vec<Vec<u8>>, Error> 
         for step in 0..2 {
             toy.step(&engine, step, Some(0.5))?;
         }
+        toy.begin(&engine, megatrain_core::schedule::Pass::Eval, 1, false)?;
+        toy.compute(&engine, 9)?;
         toy.state(&engine)
     })();
     if let Err(error) = &result {
@@ -233,10 +243,16 @@ const ENOSPC: i32 = 28;
 
 #[test]
 fn whatever_fails_at_any_call_is_named_and_ends_the_run_and_nothing_wrong_is_ever_used() {
-    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+    for (update, weights) in [
+        (UpdateMode::JustInTime, 0),
+        (UpdateMode::Immediate, 0),
+        (UpdateMode::JustInTime, 3),
+        (UpdateMode::Immediate, 3),
+    ] {
         let precision = Precision::Bf16;
         let mut request = Request { update, precision, grad_precision: precision, ..request(2, 1) };
         (request.requests.state_on_disk, request.requests.parts) = (Some(3), Some(2));
+        request.requests.weights_on_disk = Some(weights);
         request.budget.disk = 1 << 30;
         let whole = support::state_disk();
         whole.arm(Vec::new());
@@ -319,9 +335,217 @@ fn state_is_read_once_and_written_once_in_a_step_however_many_passes_it_adds_up(
     }
 }
 
+/// Blocks that a step reads and writes of the whole plan's state and weights on disk, weights that are sent not counted.
+fn blocks_of_updates(engine: &Engine, planned: &Plan) -> u64 {
+    let blocks = |bytes: u64| bytes.div_ceil(1 << 20);
+    let layout = |unit: usize| &engine.layouts()[unit];
+    let of = |unit: usize| {
+        let weights = if planned.units[unit].weights_on_disk { blocks(2 * layout(unit).elements) } else { 0 };
+        blocks(10 * layout(unit).elements) + weights
+    };
+    (0..planned.units.len()).filter(|&unit| planned.units[unit].state == State::Disk).map(of).sum()
+}
+
+#[test]
+fn weights_on_disk_are_read_once_for_each_load_and_once_with_the_state_and_written_once() {
+    for (update, group, slots) in [
+        (UpdateMode::JustInTime, 2, 2),
+        (UpdateMode::JustInTime, 1, 2),
+        (UpdateMode::JustInTime, 2, 3),
+        (UpdateMode::Immediate, 2, 2),
+        (UpdateMode::Immediate, 1, 3),
+    ] {
+        let mut request = with_weights(&spilled(update, Precision::Bf16, 5), 5);
+        (request.requests.group, request.requests.slots) = (Some(group), Some(slots));
+        let planned = plan(&request).unwrap();
+        let (disk, toy) = (support::state_disk(), Toy::new(queueing(1), request.clone()));
+        let options = Options { threads: Some(1), huge_pages: false, ..Options::default() };
+        let engine = support::engine_on(&disk, &toy.device, &request, &planned, &options).unwrap();
+        toy.fill(&engine).unwrap();
+        let moved = || {
+            while engine.drain(FOREVER).unwrap().is_pending() {}
+            let calls = disk.calls();
+            disk.arm(Vec::new());
+            ["read", "write"].map(|kind| calls.iter().filter(|call| call.starts_with(kind)).count() as u64)
+        };
+        moved();
+        let updates = blocks_of_updates(&engine, &planned);
+        // Weights of a unit, and a page of what is frozen.
+        let image = |unit: usize| (2 * engine.layouts()[unit].elements).div_ceil(1 << 20) + 1;
+        let all: u64 = (0..5).map(image).sum();
+        // A layer is loaded for forward and for backward of each group, unless one of the slots has it from before.
+        let groups = 2 / group;
+        let again = u64::from(3 - slots) * u64::from(2 * groups - 1) * image(1);
+        for step in 0..3 {
+            toy.step(&engine, step, Some(0.5)).unwrap();
+            assert_eq!(moved(), [updates + all + again, updates], "{update:?}, groups of {group}, {slots} slots");
+        }
+        let bytes = engine.stats().unwrap();
+        let images = planned.items.iter().find(|item| item.tier == Tier::Disk && item.what == "weights").unwrap().bytes;
+        assert_eq!(planned.totals.disk, sums(&planned).1);
+        // (Immediate updates fall before or after the decision at which figures are taken.)
+        let least = planned.totals.disk - (5 << 12) + images;
+        assert!(update == UpdateMode::Immediate || bytes.state_bytes_read >= least);
+        // An evaluation reads what it loads and writes nothing; a second one finds embedding and head, and what the slots hold.
+        for held in [0, 2] {
+            toy.begin(&engine, megatrain_core::schedule::Pass::Eval, 2, false).unwrap();
+            toy.compute(&engine, 9).unwrap();
+            let kept = if held == 0 { 0 } else { image(0) + image(4) + if slots == 3 { 3 * image(1) } else { 0 } };
+            let forward: u64 = if group == 1 && slots < 3 { all + again / 3 } else { all };
+            assert_eq!(moved(), [forward - kept, 0], "{update:?}, groups of {group}, {slots} slots, {held} held");
+        }
+    }
+}
+
+#[test]
+fn weights_on_disk_are_read_and_written_by_callers_as_those_in_memory_are() {
+    for precision in [Precision::Bf16, Precision::Fp32] {
+        let mut request = spilled(UpdateMode::JustInTime, precision, 5);
+        for unit in &mut request.units {
+            unit.tensors[0].shape = vec![700_001, 3];
+            // A frozen tensor of several blocks.
+            unit.tensors[1].shape = vec![300_007];
+        }
+        let in_memory = Request { requests: Default::default(), ..request.clone() };
+        let engines = [in_memory, with_weights(&request, 5)].map(|request| {
+            let toy = Toy::new(queueing(1), request.clone());
+            let options = Options { threads: Some(1), huge_pages: false, ..Options::default() };
+            let disk = support::state_disk();
+            let engine = support::engine_on(&disk, &toy.device, &request, &plan(&request).unwrap(), &options).unwrap();
+            toy.fill(&engine).unwrap();
+            (engine, toy, disk)
+        });
+        let size = precision.dtype().size() as usize;
+        let read = |engine: &Engine, tensor, plane, start, bytes: usize| {
+            let mut out = vec![0; bytes];
+            engine.read(2, tensor, PlaneName::State(plane), start, &mut out).map(|()| out)
+        };
+        let same = |tensor, plane, start, bytes| {
+            let [one, other] = [0, 1].map(|i| read(&engines[i].0, tensor, plane, start, bytes).unwrap());
+            assert!(one == other, "{precision:?}: {plane:?} of tensor {tensor} from {start}");
+        };
+        let everything = || {
+            for (start, count) in [(0, 2_100_003), (1, 1), (524_287, 3), (600_000, 1_200_001), (2_100_002, 1)] {
+                same(0, Plane::Weights, start, count * size);
+                same(0, Plane::Master, start, count * 4);
+            }
+            same(2, Plane::Master, 3, 20 * 4);
+            for (start, count) in [(0, 300_007), (262_143, 2), (7, 1)] {
+                same(1, Plane::Weights, start, count * 4);
+            }
+        };
+        everything();
+        // Pieces of masters, weights and frozen tensors, across blocks and inside one.
+        let value = |i: usize| (i % 77) as f32 / 8.0;
+        let floats = |count: usize| (0..count).flat_map(|i| value(i).to_le_bytes()).collect::<Vec<u8>>();
+        let weights: Vec<u8> = if size == 4 { floats(300_000) } else { vec![0x3f; 600_000] };
+        for (engine, ..) in &engines {
+            let write = |tensor, plane, start, dtype, bytes: &[u8]| {
+                engine.write(2, tensor, PlaneName::State(plane), start, dtype, bytes).unwrap();
+            };
+            write(0, Plane::Master, 524_200, Dtype::F32, &floats(700_000));
+            write(0, Plane::Master, 2_000_000, Dtype::Bf16, &[0x3f; 40]);
+            write(0, Plane::Weights, 1_500_001, precision.dtype(), &weights);
+            write(1, Plane::Weights, 262_000, Dtype::F32, &floats(300));
+            let refused = engine.write(2, 1, PlaneName::State(Plane::Weights), 0, Dtype::Bf16, &[0; 2]).unwrap_err();
+            assert!(refused.to_string().contains("takes f32, not bf16"), "{refused}");
+            let refused = engine.write(2, 0, PlaneName::State(Plane::Master), 0, Dtype::F32, &f32::NAN.to_le_bytes());
+            assert!(refused.unwrap_err().to_string().contains("NaN"));
+        }
+        everything();
+        for (engine, toy, _) in &engines {
+            toy.step(engine, 0, Some(0.5)).unwrap();
+        }
+        everything();
+        let [one, other] = [0, 1].map(|i| engines[i].1.state(&engines[i].0).unwrap());
+        assert!(one == other);
+        // What the disk returns otherwise is named by its tensor, whoever reads it.
+        let (engine, _, disk) = &engines[1];
+        disk.arm(vec![Fault { call: 0, kind: FaultKind::FlipBit }]);
+        let (tensor, name) = match precision {
+            Precision::Bf16 => (0, "weights of layers.1.weight"),
+            Precision::Fp32 => (1, "weights of layers.1.scale"),
+        };
+        let error = read(engine, tensor, Plane::Weights, 0, 8).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("damaged"), "{error}");
+    }
+}
+
+#[test]
+fn weights_follow_the_state_to_disk_only_where_the_host_is_still_too_small() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut base = Request { requests: Default::default(), ..spilled(update, Precision::Bf16, 0) };
+        // Parts small enough that the buffers they pass through do not take what the weights leave.
+        base.requests.parts = Some(8);
+        base.requests.slabs = (update == UpdateMode::Immediate).then_some(1);
+        let with = |units: u32, weights: u32| {
+            let mut request = with_weights(&base, weights);
+            request.requests.state_on_disk = Some(units);
+            request.requests.slabs = (update == UpdateMode::Immediate).then_some(1);
+            let plan = plan(&request).unwrap();
+            assert_eq!(plan.units.iter().filter(|unit| unit.weights_on_disk).count() as u32, weights);
+            assert!(plan.units.iter().all(|unit| !unit.weights_on_disk || unit.state == State::Disk));
+            plan
+        };
+        let count = |plan: &Plan| {
+            let of = |is: fn(&&megatrain_core::plan::UnitPlan) -> bool| plan.units.iter().filter(is).count();
+            (of(|unit| unit.state == State::Disk), of(|unit| unit.weights_on_disk))
+        };
+        let roomy = plan(&base).unwrap();
+        let needs: Vec<Plan> = (0..=5).map(|n| with(n, 0)).chain((1..=5).map(|n| with(5, n))).collect();
+        let least = needs.iter().map(|plan| plan.totals.host).min().unwrap();
+        let mut last = f64::INFINITY;
+        let mut seen = std::collections::BTreeSet::new();
+        let steps = (least..roomy.totals.host + 4096).step_by(64 << 10);
+        for host in steps.chain(needs.iter().map(|plan| plan.totals.host)).collect::<std::collections::BTreeSet<_>>() {
+            let mut request = base.clone();
+            request.budget.host = host;
+            assert!(megatrain_core::plan::fits(&request).unwrap());
+            let found = plan(&request).unwrap();
+            found.matches(&request).unwrap();
+            assert!(found.totals.host <= host && sums(&found) == (found.totals.host, found.totals.disk));
+            let first = needs.iter().find(|plan| plan.totals.host <= host).unwrap();
+            assert_eq!(count(&found), count(first), "{update:?}: {host} bytes");
+            assert!(found.estimate.expected_step_s <= last * 1.0005, "{update:?}: {host} bytes make it slower");
+            last = found.estimate.expected_step_s;
+            seen.insert(count(&found));
+        }
+        assert!(seen.iter().any(|&(units, weights)| units == 5 && weights > 1), "{seen:?}");
+        let mut small = base.clone();
+        small.budget.host = least - 1;
+        assert!(!megatrain_core::plan::fits(&small).unwrap());
+        assert!(matches!(plan(&small), Err(Error::DoesNotFit { tier: Tier::Host, .. })));
+    }
+}
+
+#[test]
+fn a_step_with_weights_on_disk_is_expected_to_take_as_long_as_reading_them() {
+    for groups in [1, 2] {
+        let mut request = with_weights(&spilled(UpdateMode::JustInTime, Precision::Bf16, 5), 5);
+        request.requests.group = Some(2 / groups);
+        // A disk slower than everything else.
+        (request.rates.state_read_gbs, request.rates.state_write_gbs) = (1e-3, 1.0);
+        let found = plan(&request).unwrap();
+        let image =
+            found.items.iter().find(|item| item.tier == Tier::Disk && item.what == "weights").unwrap().bytes / 5;
+        let loads = 5 + u64::from(2 * groups - 1);
+        let read = found.totals.disk - 5 * 4096 + loads * image;
+        let off = found.estimate.step_s / (read as f64 / 1e6) - 1.0;
+        assert!(off.abs() < 0.02, "{groups}: {} s for {read} bytes", found.estimate.step_s);
+        assert_eq!(found.estimate.bound, "state_read");
+        assert_eq!((found.estimate.disk_read, found.estimate.disk_written), (read, found.totals.disk - 5 * 4096));
+    }
+}
+
 #[test]
 fn a_caller_reads_no_block_of_a_plane_twice_and_writes_each_once() {
-    let mut request = spilled(UpdateMode::JustInTime, Precision::Bf16, 5);
+    for weights in [0, 5] {
+        no_block_twice(weights);
+    }
+}
+
+fn no_block_twice(weights: u32) {
+    let mut request = with_weights(&spilled(UpdateMode::JustInTime, Precision::Bf16, 5), weights);
     for unit in &mut request.units {
         unit.tensors[0].shape = vec![700_001, 3];
     }
@@ -340,7 +564,12 @@ fn a_caller_reads_no_block_of_a_plane_twice_and_writes_each_once() {
         engine.read(2, 0, PlaneName::State(plane), 0, &mut out).unwrap();
         // A plane's ends may be inside a block; a master is joined by two blocks of lower halves at a time.
         let blocks = stored.div_ceil(1 << 20) + 1;
-        let most = if plane == Plane::Master { blocks + stored.div_ceil(2 << 20) } else { blocks };
+        let most = match plane {
+            // By windows of half as many elements, of upper halves as well as lower ones.
+            Plane::Master if weights > 0 => 2 * (stored.div_ceil(1 << 20) + stored.div_ceil(1 << 20) + 1),
+            Plane::Master => blocks + stored.div_ceil(2 << 20),
+            _ => blocks,
+        };
         assert!(counted("read") <= most, "{plane:?}: {} reads of {blocks} blocks", counted("read"));
         disk.arm(Vec::new());
         engine.write(2, 0, PlaneName::State(plane), 0, dtype, &out).unwrap();
@@ -451,6 +680,28 @@ fn what_cannot_be_is_refused_by_name() {
     both.requests.updates_on_device = Some(Count::Units(1));
     let error = plan(&both).unwrap_err().to_string();
     assert!(error.contains("plan.state_on_disk = 2 contradicts plan.updates_on_device"), "{error}");
+    let mut more = with_weights(&request, 3);
+    let error = plan(&more).unwrap_err().to_string();
+    assert!(error.contains("plan.weights_on_disk = 3 contradicts plan.state_on_disk"), "{error}");
+    more.requests.state_on_disk = None;
+    assert_eq!(plan(&more).unwrap().units.iter().filter(|unit| unit.weights_on_disk).count(), 3);
+    more.requests.updates_on_device = Some(Count::Units(1));
+    let error = plan(&more).unwrap_err().to_string();
+    assert!(error.contains("plan.weights_on_disk = 3 contradicts plan.updates_on_device"), "{error}");
+    more.requests.updates_on_device = None;
+    more.requests.weights_on_disk = Some(6);
+    let error = plan(&more).unwrap_err().to_string();
+    assert!(error.contains("plan.weights_on_disk = 6") && error.contains('5'), "{error}");
+    // A plan from a file that puts weights where no state is, or names no buffer for them.
+    let written = plan(&with_weights(&request, 2)).unwrap();
+    let mut wrong = written.clone();
+    wrong.units.iter_mut().for_each(|unit| unit.weights_on_disk = true);
+    let error = Engine::new(device(), &request, &wrong, &Options::default()).err().unwrap().to_string();
+    assert!(error.contains("the weights of unit embed on disk, and its state elsewhere"), "{error}");
+    let mut wrong = written;
+    wrong.weight_buffers = 0;
+    let error = Engine::new(device(), &request, &wrong, &Options::default()).err().unwrap().to_string();
+    assert!(error.contains("weight_buffers") && error.contains("weights on disk pass through them"), "{error}");
     let mut many = request;
     many.requests.state_on_disk = Some(6);
     let error = plan(&many).unwrap_err().to_string();

@@ -132,7 +132,12 @@ fn placements(base: &Request) -> Vec<Request> {
         r.requests.parts = Some(2);
     });
     add(&|r| {
+        on_disk(r, 6);
+        (r.requests.parts, r.requests.weights_on_disk) = (Some(2), Some(6));
+    });
+    add(&|r| {
         on_disk(r, 2);
+        r.requests.weights_on_disk = Some(1);
         r.requests.state_on_device = Some(Count::Units(3));
     });
     all

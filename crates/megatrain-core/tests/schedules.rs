@@ -340,7 +340,7 @@ fn a_schedule_survives_json() {
 
 /// Every way in which one operation can be wrong that leaves the list well-formed, with a name.
 fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
-    const KINDS: [Kind; 17] = [
+    const KINDS: [Kind; 18] = [
         Kind::Load,
         Kind::Embed,
         Kind::Forward,
@@ -354,6 +354,7 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
         Kind::ClipDecision,
         Kind::FetchState,
         Kind::ReadState,
+        Kind::ReadWeights,
         Kind::Update,
         Kind::WriteState,
         Kind::WriteBackState,
@@ -384,13 +385,14 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
     }
     with("early".to_owned(), &|op| op.early ^= true);
     type Field = fn(&mut Op) -> &mut Option<u32>;
-    let buffers: [(&str, Field, usize); 6] = [
+    let buffers: [(&str, Field, usize); 7] = [
         ("slot", |op| &mut op.slot, facts.slots as usize),
         ("grad", |op| &mut op.grad, facts.shared_grads.len() + 3),
         ("slab", |op| &mut op.slab, facts.shared_slabs.len() + 3),
         ("stage", |op| &mut op.stage, facts.stage_buffers as usize),
         ("state buffer", |op| &mut op.state_buffer, facts.state_buffers as usize),
         ("disk buffer", |op| &mut op.disk_buffer, facts.disk_buffers as usize),
+        ("weight buffer", |op| &mut op.weight_buffer, facts.weight_buffers as usize),
     ];
     for (name, field, count) in buffers {
         let numbers = [0, 1, 2, count as u32, count as u32 + 7, u32::MAX].map(Some);

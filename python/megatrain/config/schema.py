@@ -387,7 +387,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NvmeConfig:
-    """A place on fast disks for optimizer state that host memory cannot hold."""
+    """A place on fast disks for optimizer state, and then weights, that host memory cannot hold."""
 
     path: str | tuple[str, ...]
     """A folder, or several, best on different drives: state is spread over them evenly. They must be there."""
@@ -464,6 +464,9 @@ class PlanConfig:
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.
     auto: 1, and as many as make a single row fit where it does not otherwise."""
+    weights_on_disk: int | None = None
+    """Of these units, how many have their weights there too, the first ones; they are read each time that they are sent
+    to the device. null: none, unless host memory is too small with all optimizer state on disk."""
     parts: int | None = None
     """Parts in which embedding and head are offloaded, updated and sent, in which a layer's state is copied to the
     device to be updated there, and in which state on disk is read and written."""
@@ -486,7 +489,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, state_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1, threads=1)
+        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1)
+        _at_least("plan", self, threads=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,15 +21,22 @@ def check(config: "Config") -> None:
 
 
 def _disk(config: "Config") -> None:
-    if config.plan.state_on_disk and config.memory.nvme is None:
+    plan = config.plan
+    for name, count in (("state_on_disk", plan.state_on_disk), ("weights_on_disk", plan.weights_on_disk)):
+        if count and config.memory.nvme is None:
+            raise ConfigError(
+                f"plan.{name} is {count}, and no disk is named; set memory.nvme.path to a folder on a fast disk, or "
+                "remove it"
+            )
+        if count and plan.updates_on_device:
+            raise ConfigError(
+                f"plan.{name} ({count}) and plan.updates_on_device ({plan.updates_on_device}) are both given, and the "
+                "latter is about state in host memory; keep one"
+            )
+    if plan.state_on_disk is not None and (plan.weights_on_disk or 0) > plan.state_on_disk:
         raise ConfigError(
-            f"plan.state_on_disk is {config.plan.state_on_disk}, and no disk is named; set memory.nvme.path to a "
-            "folder on a fast disk, or remove it"
-        )
-    if config.plan.state_on_disk and config.plan.updates_on_device:
-        raise ConfigError(
-            f"plan.state_on_disk ({config.plan.state_on_disk}) and plan.updates_on_device "
-            f"({config.plan.updates_on_device}) are both given, and the latter is about state in host memory; keep one"
+            f"plan.weights_on_disk ({plan.weights_on_disk}) is more than plan.state_on_disk ({plan.state_on_disk}), "
+            "and weights go to disk only with the optimizer state of their unit; make it at most that"
         )
 
 

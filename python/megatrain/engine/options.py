@@ -56,11 +56,12 @@ def check(
     for name, given in (("memory", memory), ("plan", plan)):
         mapping(name, given)
     memory_limits(memory)
-    if (plan or {}).get("state_on_disk") and state_disk(memory) is None:
-        raise ConfigError(
-            f"plan.state_on_disk is {(plan or {})['state_on_disk']!r}, and no disk is named; give memory={{'nvme': "
-            "{'path': …}}, a folder on a fast disk"
-        )
+    for name in ("state_on_disk", "weights_on_disk"):
+        if (plan or {}).get(name) and state_disk(memory) is None:
+            raise ConfigError(
+                f"plan.{name} is {(plan or {})[name]!r}, and no disk is named; give memory={{'nvme': {{'path': …}}}}, "
+                "a folder on a fast disk"
+            )
     chunk = (plan or {}).get("loss_chunk")
     if chunk is not None and not is_count(chunk, 1):
         raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")

@@ -456,6 +456,7 @@ REQUESTS = (
     "state_on_device",
     "updates_on_device",
     "state_on_disk",
+    "weights_on_disk",
     "stage_buffers",
     "parts",
     "accumulate",

@@ -35,7 +35,9 @@ class Way:
     machine: str = ""
     """`key=value` words for `--machine`; empty where the machine stays."""
     spilled: int = 0
-    """Bytes of optimizer state that are then on a disk."""
+    """Bytes of optimizer state, and weights, that are then on a disk."""
+    moved: tuple[int, int] | None = None
+    """Bytes that a step reads and writes there, where weights are among them and the two differ."""
 
     def __str__(self) -> str:
         words = self.settings
@@ -44,7 +46,11 @@ class Way:
         if not self.spilled:
             return words
         disk = f"{_FOLDER} on a fast disk: " if _FOLDER in words else ""
-        return f"{words}  ({disk}{format_bytes(self.spilled)} of optimizer state, read and written once per step)"
+        what, traffic = "optimizer state", "read and written once per step"
+        if self.moved is not None:
+            read, written = map(format_bytes, self.moved)
+            what, traffic = "optimizer state and weights", f"{read} read and {written} written per step"
+        return f"{words}  ({disk}{format_bytes(self.spilled)} of {what}, {traffic})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,11 +96,20 @@ def ways_that_fit(
         plan = planned(tried.config, tried.machine)
         if plan is not None:
             kinds.append(tried.kinds)
-            spilled = int(plan["totals"]["disk"])
-            found.append(Way(settings=" ".join(tried.words), machine=",".join(tried.hardware), spilled=spilled))
+            words, hardware, spilled = " ".join(tried.words), ",".join(tried.hardware), int(plan["totals"]["disk"])
+            found.append(
+                Way(settings=words, machine=hardware, spilled=spilled, moved=_moved(plan) if spilled else None)
+            )
             if len(found) == _MOST_SHOWN:
                 break
     return found
+
+
+def _moved(plan: dict[str, Any]) -> tuple[int, int] | None:
+    """Bytes that a step reads from disk and writes there, where weights are among them."""
+    if not any(unit.get("weights_on_disk", False) for unit in plan["units"]):
+        return None
+    return int(plan["estimate"]["disk_read"]), int(plan["estimate"]["disk_written"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -324,7 +339,7 @@ def explained(
     names = {
         "device": "device memory" if device == "cuda" else "memory that stands in for a device's",
         "host": "host memory",
-        "disk": "disk space for optimizer state",
+        "disk": "disk space for optimizer state and weights",
     }
     sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
     allowed = {"disk": 0} | budget

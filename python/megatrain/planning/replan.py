@@ -101,7 +101,7 @@ def _faster_plan(
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, rates, run_plan.options | numbers)
     planner.budget = run_plan.budget  # of which this run holds a part now
     try:
-        _, request, plan = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches)
+        request, plan, _ = planner.fit(run_plan.micro_batch[0], run_plan.micro_batches)
     except (DoesNotFit, ConfigError):  # nothing but rates has changed, so a plan that fits must be there
         return None
     if decisions(plan) == decisions(run_plan.plan):

@@ -36,10 +36,15 @@ FEW_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateOnDisk:
-    """What a step does with optimizer state whose home is a disk."""
+    """What a step does with optimizer state, and weights, whose home is a disk."""
 
     bytes: int
-    """Read, and written, once in a step."""
+    """On the disk; `weights` of them are weights."""
+    weights: int
+    bytes_read: int
+    """In a step: everything once to be updated, and weights each time that they are sent to the device."""
+    bytes_written: int
+    """In a step: everything once."""
     seconds: float
     """That the slower of reading and writing takes; both run at once, and beside computing."""
     bytes_written_a_day: float
@@ -134,15 +139,20 @@ class Forecast:
 
     @property
     def state_on_disk(self) -> StateOnDisk | None:
-        """Traffic of optimizer state with the disk; None where none is kept there."""
-        size = int(self.timed.plan["totals"]["disk"])
+        """Traffic of optimizer state and weights with the disk; None where none are kept there."""
+        plan, rates = self.timed.plan, self.timed.rates
+        size = int(plan["totals"]["disk"])
         if not size:
             return None
-        slowest = min(self.timed.rates["state_read_gbs"], self.timed.rates["state_write_gbs"])
+        read, written = int(plan["estimate"]["disk_read"]), int(plan["estimate"]["disk_written"])
+        on_disk = [item for item in plan["items"] if item["tier"] == "disk"]
         return StateOnDisk(
             bytes=size,
-            seconds=size / (slowest * 1e9),
-            bytes_written_a_day=size * 86400 / self.expected_step_s,
+            weights=sum(int(item["bytes"]) for item in on_disk if item["what"] == "weights"),
+            bytes_read=read,
+            bytes_written=written,
+            seconds=max(read / (rates["state_read_gbs"] * 1e9), written / (rates["state_write_gbs"] * 1e9)),
+            bytes_written_a_day=written * 86400 / self.expected_step_s,
         )
 
     @property

@@ -98,9 +98,14 @@ def _state_on_disk(report: "Forecast") -> list[str]:
     budget, units = report.run_plan.budget["disk"], report.run_plan.plan["units"]
     count = sum(unit["state"] == "disk" for unit in units)
     spilled, daily = format_bytes(disk.bytes), format_bytes(disk.bytes_written_a_day)
+    weights, moved = "", "reads and writes it once"
+    if disk.weights:
+        of = sum(unit.get("weights_on_disk", False) for unit in units)
+        weights = f" ({format_bytes(disk.weights)} of it weights, of {of} units)"
+        moved = f"reads {format_bytes(disk.bytes_read)} and writes {format_bytes(disk.bytes_written)}"
     text = (
-        f"state on disk: {spilled} of {format_bytes(budget)}, of {count} of {len(units)} units; a step reads and "
-        f"writes it once, in about {_seconds(disk.seconds)}; wear: {daily} written per day"
+        f"state on disk: {spilled} of {format_bytes(budget)}, of {count} of {len(units)} units{weights}; a step "
+        f"{moved}, in about {_seconds(disk.seconds)}; wear: {daily} written per day"
     )
     return [text]
 
@@ -300,6 +305,9 @@ def _larger_steps(report: "Forecast") -> list[str]:
         return ["more tokens per step (train.batch_tokens): weights cross the link once per step, whatever its size"]
     if report.bound in ("state_read", "state_write"):
         more = "more tokens per step (train.batch_tokens), or more drives (memory.nvme.path)"
+        disk = report.state_on_disk
+        if disk is not None and disk.weights:
+            return [f"{more}: what is on disk is read a few times and written once per step, whatever its size"]
         return [f"{more}: state on disk is read and written once per step, whatever its size"]
     if report.bound == "host" and not hidden:
         return [f"from {free:,} tokens per step on (train.batch_tokens) the host's updates cost no time"]

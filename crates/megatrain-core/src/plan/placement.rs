@@ -4,7 +4,7 @@ use std::ops::Range;
 use super::{Plan, Totals};
 use crate::error::Item;
 use crate::layout::{Precision, UnitLayout};
-use crate::store::spill::state_bytes;
+use crate::store::spill::{state_bytes, weights_bytes};
 
 pub(crate) use self::build::TRANSFER_WINDOW;
 pub(crate) use self::cut::disk_cuts;
@@ -136,6 +136,10 @@ pub struct Placement {
     pub disk_parts: Vec<Vec<Range<u64>>>,
     /// Bytes of each host buffer through which that state passes.
     pub disk_buffers: Vec<u64>,
+    /// Whether a unit's weights are on disk with its state.
+    pub weights_on_disk: Vec<bool>,
+    /// Bytes of each host buffer through which those are sent to the device.
+    pub weight_buffers: Vec<u64>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
     pub own: Vec<Option<DeviceRange>>,
     /// The slots.
@@ -156,7 +160,7 @@ pub struct Placement {
     pub norm: Vec<Option<NormPlace>>,
     /// Blocks of all units.
     pub norm_blocks: u64,
-    /// Planes on the host.
+    /// Planes on the host; `None` where the device or a disk holds all of them.
     pub host_state: Vec<Option<HostState>>,
     /// Bytes of each slab: those of single units, then the shared ones.
     pub slabs: Vec<u64>,
@@ -218,10 +222,10 @@ impl Placement {
         (state + count * self.grad_precision.dtype().size(), state)
     }
 
-    /// Bytes of one part of a unit's state on disk.
+    /// Bytes of one part of a unit's state on disk, with its weights where they are there too.
     pub(crate) fn disk_bytes(&self, unit: usize, part: usize) -> u64 {
         let elements = &self.disk_parts[unit][part];
-        state_bytes(&self.layouts[unit], elements.end - elements.start)
+        part_bytes(&self.layouts[unit], elements, self.weights_on_disk[unit])
     }
 
     /// Bytes of a unit's gradient as it is sent.
@@ -245,4 +249,10 @@ impl Placement {
     fn layers(&self) -> std::ops::Range<usize> {
         1..self.layouts.len() - 1
     }
+}
+
+/// Bytes that are read and written of one part of a unit's state on disk, `weights` included or not.
+pub(crate) fn part_bytes(layout: &UnitLayout, elements: &Range<u64>, weights: bool) -> u64 {
+    let count = elements.end - elements.start;
+    state_bytes(layout, count) + if weights { weights_bytes(layout, count) } else { 0 }
 }

@@ -11,8 +11,8 @@ use crate::error::{Error, Item, Result, Tier};
 pub enum State {
     /// On the host; its weights are sent to the device when they are needed, and updated by the host's optimizer.
     Host,
-    /// Weights on the host, residual and moments on disk, from which they are read part by part to be updated by the host's
-    /// optimizer.
+    /// Residual and moments on disk, from which they are read part by part to be updated by the host's optimizer; weights on
+    /// the host, or on disk too ([`UnitPlan::weights_on_disk`]).
     Disk,
     /// On the device for good, and updated there.
     Device,
@@ -55,6 +55,10 @@ pub struct UnitPlan {
     pub input: Place,
     /// Where it is updated: where its state lives, or on the device, through which its state then passes.
     pub update: Place,
+    /// Whether the weights of a unit whose state lives on disk are there too, from which they are read each time that they are
+    /// sent to the device.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub weights_on_disk: bool,
 }
 
 impl UnitPlan {
@@ -101,6 +105,12 @@ pub struct Forecast {
     /// Seconds busy, by lane, at the rates that a whole step sustains: what a run's lanes are compared with.
     #[serde(default)]
     pub expected_lanes: std::collections::BTreeMap<String, f64>,
+    /// Bytes that a step reads from disk: state, and weights that are there too each time that they are sent.
+    #[serde(default)]
+    pub disk_read: u64,
+    /// Bytes that a step writes to disk.
+    #[serde(default)]
+    pub disk_written: u64,
 }
 
 /// Placement, order and sizes of everything. Changes nothing about the numbers of a run.
@@ -125,6 +135,9 @@ pub struct Plan {
     /// Host buffers through which state passes that lives on disk.
     #[serde(default)]
     pub disk_buffers: u32,
+    /// Host buffers through which weights on disk are sent to the device.
+    #[serde(default)]
+    pub weight_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// Micro-batches of a step, at most.

@@ -172,6 +172,8 @@ pub struct Requests {
     /// Units whose state lives on disk: layers from the last one backwards, then `head` and `embed`. Those whose state is on
     /// the device, or that train nothing, are passed over.
     pub state_on_disk: Option<u32>,
+    /// Units whose weights are on disk too: the first ones of those whose state is.
+    pub weights_on_disk: Option<u32>,
     /// Device buffers between activations and the host, at least 2.
     pub stage_buffers: Option<u32>,
     /// Parts in which the embedding and the head are offloaded, updated and sent, in which a layer is updated on the device,
@@ -598,11 +600,25 @@ impl Request {
         {
             return Err(exceeds("plan.state_on_disk", count, self.units.len(), "units"));
         }
-        if r.state_on_disk.is_some_and(|count| count > 0)
+        if let (Some(weights), Some(state)) = (r.weights_on_disk, r.state_on_disk)
+            && weights > state
+        {
+            return Err(contradicts("plan.weights_on_disk", weights, "plan.state_on_disk, which is less"));
+        }
+        if let Some(count) = r.weights_on_disk
+            && count as usize > self.units.len()
+        {
+            return Err(exceeds("plan.weights_on_disk", count, self.units.len(), "units"));
+        }
+        if r.state_on_disk.or(r.weights_on_disk).is_some_and(|count| count > 0)
             && matches!(r.updates_on_device, Some(Count::Units(count)) if count > 0)
         {
             let other = "plan.updates_on_device, whose state lives on the host";
-            return Err(contradicts("plan.state_on_disk", r.state_on_disk.unwrap_or(0), other));
+            let (setting, count) = match (r.state_on_disk, r.weights_on_disk) {
+                (Some(count), _) => ("plan.state_on_disk", count),
+                (None, count) => ("plan.weights_on_disk", count.unwrap_or(0)),
+            };
+            return Err(contradicts(setting, count, other));
         }
         if let Some(Count::Units(count)) = r.updates_on_device {
             if count as usize > layers {

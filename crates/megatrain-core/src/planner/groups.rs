@@ -5,14 +5,15 @@
 //! link for each micro-batch or stay on the device, where gradients are summed too. Groups are of equal size and in
 //! order, so gradients are summed in the same order whatever the size.
 use super::search;
-use crate::error::{Error, Result};
+use super::space::disk_traffic;
+use crate::error::{Error, Result, Tier};
 use crate::estimate::expected_step_s;
 use crate::plan::{Plan, Request, State, UnitPlan};
 
 /// Step times that differ by less than this factor are alike.
 const ALIKE: f64 = 1.0005;
 
-/// The fastest plan over the group sizes, of those that fit; fewer bytes of state on disk come before speed. Of plans that
+/// The fastest plan over the group sizes, of those that fit; fewer bytes read from disk and written there come before speed. Of plans that
 /// take as long, the one that leaves least to the host and the link. Of those, larger groups load fewer weights; with all
 /// state on the device nothing is loaded, and the smallest group has the fewest activations waiting.
 ///
@@ -33,8 +34,8 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         let seconds = expected_step_s(&asked, &plan)?;
         found.push((plan, seconds));
     }
-    let fewest = found.iter().map(|(plan, _)| plan.totals.disk).min().unwrap_or(0);
-    found.retain(|(plan, _)| plan.totals.disk == fewest);
+    let fewest = found.iter().map(|(plan, _)| traffic(plan)).min().unwrap_or(0);
+    found.retain(|(plan, _)| traffic(plan) == fewest);
     let least = found.iter().map(|found| found.1).fold(f64::INFINITY, f64::min);
     found.retain(|found| found.1 < least * ALIKE);
     let best = found.into_iter().map(|(plan, _)| plan).min_by_key(|plan| {
@@ -55,6 +56,12 @@ pub(super) fn any_fits(request: &Request) -> Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// What a step of a plan reads from disk and writes there.
+fn traffic(plan: &Plan) -> u64 {
+    let weights = plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == "weights");
+    disk_traffic(plan.totals.disk, weights.map(|item| item.bytes).sum(), plan.micro_batches.div_ceil(plan.group))
 }
 
 /// The request with each of the group sizes that are compared asked for.

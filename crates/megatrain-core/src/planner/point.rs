@@ -27,6 +27,8 @@ pub(super) struct Point {
     pub(super) stage_buffers: u32,
     /// Units whose state lives on disk, in the order of [`disk_order`].
     pub(super) on_disk: usize,
+    /// The first ones of those, whose weights are there too.
+    pub(super) weights: usize,
 }
 
 impl Point {
@@ -38,6 +40,7 @@ impl Point {
         let layers = request.num_layers();
         let on_device: Vec<usize> = state_order(request).take(self.state).collect();
         let on_disk: Vec<usize> = disk_order(request, self.state).take(self.on_disk).collect();
+        let weights = &on_disk[..self.weights];
         let offloads = request.requests.activation == Some(Activation::Offload);
         let other = if offloads { Activation::Offload } else { Activation::Recompute };
         let unit = |index: usize| {
@@ -54,6 +57,7 @@ impl Point {
                 // A kept layer holds its input among what it keeps; embed and head have none that waits.
                 input: if kept { Place::Device } else { self.inputs },
                 update: if on_device.contains(&index) { Place::Device } else { Place::Host },
+                weights_on_disk: weights.contains(&index),
             }
         };
         let units: Vec<UnitPlan> = (0..request.units.len()).map(unit).collect();
@@ -75,6 +79,7 @@ impl Point {
             stage_bytes: 0,
             state_buffers: 0,
             disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
+            weight_buffers: if weights.is_empty() { 0 } else { WEIGHT_BUFFERS },
             group: request.requests.group.unwrap_or(request.micro_batches),
             micro_batches: request.micro_batches,
             graphs: false,
@@ -99,6 +104,8 @@ impl Point {
 
 /// One buffer for state on disk is filled, one is updated, one is emptied.
 pub(super) const DISK_BUFFERS: u32 = 3;
+/// One buffer for weights on disk is filled, one is sent to the device.
+pub(super) const WEIGHT_BUFFERS: u32 = 2;
 
 /// Units in the order in which their state goes to disk, with the first `state` units' on the device: layers from the last one
 /// backwards, which the next forward needs last and whose gradients come first; then head and embedding, of whose rows the

@@ -3,7 +3,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::point::Point;
+use super::point::{Point, disk_order};
 use super::space::{Candidate, OnDisk, Space};
 use crate::error::{Error, Result, Tier};
 use crate::estimate::{expected_step_s, simulated_micro_batches};
@@ -28,7 +28,7 @@ const ALIKE: f64 = 1.0005;
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let space = Space::new(request)?;
     let all = space.candidates()?;
-    let asked = request.requests.state_on_disk.is_some();
+    let asked = asked(request);
     let mut fitting = if asked { Vec::new() } else { fitting_in_memory(request, &all) };
     if fitting.is_empty() {
         let on_disk = OnDiskChoices::new(request, &space, &all)?;
@@ -81,11 +81,16 @@ pub(super) fn fits(request: &Request) -> Result<bool> {
     if all.is_empty() {
         return Ok(false);
     }
-    if request.requests.state_on_disk.is_none() && !fitting_in_memory(request, &all).is_empty() {
+    if !asked(request) && !fitting_in_memory(request, &all).is_empty() {
         return Ok(true);
     }
     let on_disk = OnDiskChoices::new(request, &space, &all)?;
     Ok(!fitting_with_disk(request, &all, &on_disk).is_empty())
+}
+
+/// Whether it was asked for what is on disk.
+const fn asked(request: &Request) -> bool {
+    request.requests.state_on_disk.is_some() || request.requests.weights_on_disk.is_some()
 }
 
 /// Points that fit with all state in memory, each with the least seconds of its step.
@@ -94,13 +99,13 @@ fn fitting_in_memory(request: &Request, all: &[Candidate]) -> Vec<(Point, f64)> 
     all.iter().filter_map(fits).collect()
 }
 
-/// Those that fit with the fewest bytes of state on disk: a disk is far slower than everything else, so that nothing makes up
-/// for more.
+/// Those that fit with the fewest bytes that a step reads from disk and writes there: a disk is far slower than everything
+/// else, so that nothing makes up for more.
 fn fitting_with_disk(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Vec<(Point, f64)> {
     let fits = |candidate: &Candidate| {
         choices.of(candidate).iter().find_map(|on_disk| {
             let point = fitted(candidate, on_disk, request)?;
-            Some((point, candidate.least_s.max(on_disk.least_s), on_disk.disk))
+            Some((point, candidate.least_s.max(on_disk.least_s), on_disk.traffic))
         })
     };
     let found: Vec<(Point, f64, u64)> = all.iter().filter_map(fits).collect();
@@ -117,7 +122,9 @@ impl OnDiskChoices {
     /// # Errors
     /// [`Error::TooFewUnitsForDisk`] when no candidate leaves as many units as were asked for.
     fn new(request: &Request, space: &Space<'_>, all: &[Candidate]) -> Result<Self> {
-        let asked = request.requests.state_on_disk;
+        let (state, weights) = (request.requests.state_on_disk, request.requests.weights_on_disk);
+        let setting = if state.is_some() { "plan.state_on_disk" } else { "plan.weights_on_disk" };
+        let asked = state.or(weights);
         let (mut choices, mut most) = (HashMap::new(), 0);
         for state in all.iter().map(|candidate| candidate.point.state) {
             if let Entry::Vacant(place) = choices.entry(state) {
@@ -125,8 +132,8 @@ impl OnDiskChoices {
                 if asked.is_some() || request.budget.disk > 0 {
                     found = space.on_disk(state)?;
                 }
-                most = most.max(found.len() - 1);
-                if let Some(asked) = asked {
+                most = most.max(disk_order(request, state).count());
+                if let Some(asked) = request.requests.state_on_disk {
                     found.retain(|on_disk| on_disk.units == asked as usize);
                 }
                 place.insert(found);
@@ -135,7 +142,7 @@ impl OnDiskChoices {
         let choices = Self(choices);
         match asked {
             Some(asked) if all.iter().all(|candidate| choices.of(candidate).is_empty()) => {
-                Err(Error::TooFewUnitsForDisk { asked, most })
+                Err(Error::TooFewUnitsForDisk { setting, asked, most })
             }
             _ => Ok(choices),
         }
@@ -153,7 +160,7 @@ impl OnDiskChoices {
 /// The candidate with as many slabs as fit, if it fits at all.
 fn fitted(candidate: &Candidate, on_disk: &OnDisk, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
-    let point = Point { on_disk: on_disk.units, ..point };
+    let point = Point { on_disk: on_disk.units, weights: on_disk.weights, ..point };
     let host = host.saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
     let Budget { device: on_device, host: on_host, disk } = request.budget;
     // A sum that is too large for its type is more than there is.
@@ -193,7 +200,8 @@ fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Err
     };
     let pairs = all.iter().flat_map(|candidate| choices.of(candidate).iter().map(move |on_disk| (candidate, on_disk)));
     let (nearest, on_disk) = pairs.min_by_key(excess).expect("there is always a candidate");
-    let point = Point { slabs: request.requests.slabs.unwrap_or(1), on_disk: on_disk.units, ..nearest.point };
+    let (slabs, weights) = (request.requests.slabs.unwrap_or(1), on_disk.weights);
+    let point = Point { slabs, on_disk: on_disk.units, weights, ..nearest.point };
     let plan = match point.plan(request) {
         Ok((plan, _)) => plan,
         Err(error) => return error,

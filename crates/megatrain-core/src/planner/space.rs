@@ -2,14 +2,16 @@
 //!
 //! Which points there are follows from the model, the rates and what was asked for, and never from the budgets: see
 //! [`crate::planner`].
-use super::point::{DISK_BUFFERS, Point, disk_order, hosted_layers};
+use std::ops::Range;
+
+use super::point::{DISK_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, hosted_layers};
 use crate::error::Result;
 use crate::estimate::{allowance, simulated_micro_batches};
+use crate::layout::UnitLayout;
 use crate::plan::{
     Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, TRANSFER_WINDOW, UnitPlan,
-    UnitRequest, UpdateMode, disk_cuts, staged_bytes, staged_on_host, torch_lines,
+    UnitRequest, UpdateMode, disk_cuts, part_bytes, staged_bytes, staged_on_host, torch_lines,
 };
-use crate::store::spill::state_bytes;
 
 /// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
 /// the next gradient while the link lags or leads by a few layers.
@@ -44,18 +46,51 @@ pub(super) struct Candidate {
     pub(super) least_s: f64,
 }
 
-/// What it takes and gives to have the state of some units on disk.
+/// What it takes and gives to have the state of some units on disk, and the weights of some of those.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OnDisk {
     /// How many units, in the order in which their state goes there.
     pub(super) units: usize,
+    /// How many of them have their weights there too, the first ones.
+    pub(super) weights: usize,
     /// Bytes on disk.
     pub(super) disk: u64,
+    /// Bytes that a step reads and writes: see [`disk_traffic`].
+    pub(super) traffic: u64,
     /// Host bytes that are no longer needed, and those of the buffers that are.
     pub(super) freed: u64,
     pub(super) buffers: u64,
     /// Seconds that a step's reading and writing takes at least.
     pub(super) least_s: f64,
+}
+
+/// Sums over the first units whose state goes to disk.
+#[derive(Clone, Copy, Default)]
+struct FirstOnDisk {
+    /// Bytes of their state on disk, and those that the host no longer holds.
+    state: u64,
+    freed: u64,
+    /// Bytes of their images.
+    images: u64,
+    /// The largest of these, and of the parts in which state comes and goes, without and with its weights.
+    largest_image: u64,
+    largest_part: u64,
+    largest_whole_part: u64,
+}
+
+impl FirstOnDisk {
+    fn and(self, layout: &UnitLayout, parts: &[Range<u64>]) -> Self {
+        let bytes = |weights: bool| parts.iter().map(move |part| part_bytes(layout, part, weights));
+        let largest = |weights| bytes(weights).max().unwrap_or(0);
+        Self {
+            state: self.state.saturating_add(bytes(false).sum()),
+            freed: total([self.freed, layout.residual_bytes(), 2 * layout.moment_bytes()]),
+            images: self.images.saturating_add(layout.image_bytes),
+            largest_image: self.largest_image.max(layout.image_bytes),
+            largest_part: self.largest_part.max(largest(false)),
+            largest_whole_part: self.largest_whole_part.max(largest(true)),
+        }
+    }
 }
 
 /// Sizes and seconds of a model from which those of every point are sums.
@@ -131,7 +166,8 @@ impl<'a> Space<'a> {
             sums.recompute_s += times * sizes.recompute_s(&rates);
             for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
                 let name = sizes.name.clone();
-                let choice = UnitPlan { name, state: State::Host, activation, input, update: Place::Host };
+                let (state, update, weights_on_disk) = (State::Host, Place::Host, false);
+                let choice = UnitPlan { name, state, activation, input, update, weights_on_disk };
                 let staged = staged_bytes(sizes, &choice);
                 let crossing = u64::from(request.micro_batches).saturating_mul(staged);
                 sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
@@ -149,26 +185,60 @@ impl<'a> Space<'a> {
         Ok(Self { request, rates, group, first_layers, kept })
     }
 
-    /// With the first `state` units' state on the device: what it takes to have none, one, two, … of the others' on disk.
+    /// With the first `state` units' state on the device: what it takes to have none, one, two, … of the others' on disk, with
+    /// the weights of none, one, two, … of them; ascending in both.
     pub(super) fn on_disk(&self, state: usize) -> Result<Vec<OnDisk>> {
         let layouts = self.request.layouts()?;
-        let window = if state == 0 { TRANSFER_WINDOW } else { 0 };
-        let (mut sums, mut largest) = (OnDisk::default(), 0);
-        let mut found = vec![sums];
+        let mut sums = vec![FirstOnDisk::default()];
         for unit in disk_order(self.request, state) {
-            let layout = &layouts[unit];
-            let parts = disk_cuts(self.request, layout);
-            let bytes = || parts.iter().map(|part| state_bytes(layout, part.end - part.start));
-            largest = largest.max(bytes().max().unwrap_or(0));
-            sums.units += 1;
-            sums.disk = sums.disk.saturating_add(bytes().sum());
-            sums.freed = sums.freed.saturating_add(total([layout.residual_bytes(), 2 * layout.moment_bytes()]));
-            sums.buffers = u64::from(DISK_BUFFERS).saturating_mul(largest).saturating_add(window);
-            let seconds = |gbs: f64| sums.disk as f64 / (gbs * 1e9);
-            sums.least_s = seconds(self.rates.state_read_gbs).max(seconds(self.rates.state_write_gbs));
-            found.push(sums);
+            let last = sums[sums.len() - 1];
+            sums.push(last.and(&layouts[unit], &disk_cuts(self.request, &layouts[unit])));
+        }
+        let all = sums.len() - 1;
+        let mut found = Vec::new();
+        for count in 0..=all {
+            let weights = self.weights_beside(count, all);
+            found.extend(weights.map(|weights| self.with_disk(&sums, count, weights, state)));
         }
         Ok(found)
+    }
+
+    /// How many of `count` units with their state on disk may have their weights there too, where `all` could have their state
+    /// there. Reading weights again and again costs most, so that state goes there first.
+    fn weights_beside(&self, count: usize, all: usize) -> std::ops::RangeInclusive<usize> {
+        let r = &self.request.requests;
+        match r.weights_on_disk {
+            Some(asked) => asked as usize..=(asked as usize).min(count),
+            None if count == all || r.state_on_disk.is_some() => 0..=count,
+            None => 0..=0,
+        }
+    }
+
+    fn with_disk(&self, sums: &[FirstOnDisk], units: usize, weights: usize, state: usize) -> OnDisk {
+        if units == 0 {
+            return OnDisk::default();
+        }
+        let (of_state, of_weights) = (&sums[units], &sums[weights]);
+        let disk = of_state.state.saturating_add(of_weights.images);
+        let window = if state == 0 { TRANSFER_WINDOW } else { 0 };
+        let part = of_state.largest_part.max(of_weights.largest_whole_part);
+        let buffers = [
+            u64::from(DISK_BUFFERS).saturating_mul(part),
+            u64::from(WEIGHT_BUFFERS).saturating_mul(of_weights.largest_image),
+            window,
+        ];
+        // Weights are read at least once to be sent.
+        let seconds = |bytes: u64, gbs: f64| bytes as f64 / (gbs * 1e9);
+        let read = seconds(disk.saturating_add(of_weights.images), self.rates.state_read_gbs);
+        OnDisk {
+            units,
+            weights,
+            disk,
+            traffic: disk_traffic(disk, of_weights.images, self.request.micro_batches.div_ceil(self.group)),
+            freed: of_state.freed.saturating_add(of_weights.images),
+            buffers: total(buffers),
+            least_s: read.max(seconds(disk, self.rates.state_write_gbs)),
+        }
     }
 
     /// Every point that is compared.
@@ -282,6 +352,7 @@ impl<'a> Space<'a> {
                         grad_buffers,
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
                         on_disk: 0,
+                        weights: 0,
                     };
                     self.candidate(point, base)
                 };
@@ -312,6 +383,7 @@ impl<'a> Space<'a> {
             grad_buffers: GRAD_BUFFERS,
             stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
             on_disk: 0,
+            weights: 0,
         };
         for slots in r.slots.map_or_else(|| slot_counts(base.hosted), |slots| vec![slots]) {
             for keep in self.keeps() {
@@ -446,6 +518,7 @@ impl<'a> Space<'a> {
             grad_buffers: LEAST_GRAD_BUFFERS,
             stage_buffers: LEAST_STAGE_BUFFERS,
             on_disk: 0,
+            weights: 0,
         };
         let (plan, placement) = point.plan(request)?;
         let layers = 1..=request.num_layers();
@@ -490,6 +563,12 @@ impl<'a> Space<'a> {
             written,
         })
     }
+}
+
+/// What a step reads and writes of so many bytes on disk, in as many groups of micro-batches: everything once, to be updated, and
+/// weights for forward and backward of each group. (A slot may spare one of these; which plan is taken does not depend on it.)
+pub(super) fn disk_traffic(disk: u64, weights: u64, groups: u32) -> u64 {
+    disk.saturating_mul(2).saturating_add(weights.saturating_mul(2 * u64::from(groups)))
 }
 
 /// Bytes fetched to the device, and written back, for updates there of units whose state lives on the host.

@@ -26,8 +26,9 @@ struct Builder<'a> {
     offloads: usize,
     /// Uses so far of state buffers, handed out in turn too: of those for what holds up an offload, and of the others.
     state_buffered: [u32; 2],
-    /// Uses of buffers for state on disk.
+    /// Uses of buffers for state on disk, and of those for weights there.
     disk_buffered: u32,
+    weights_read: u32,
 }
 
 pub(super) fn build(
@@ -57,6 +58,7 @@ pub(super) fn build(
         offloads: 0,
         state_buffered: [0; 2],
         disk_buffered: 0,
+        weights_read: 0,
     };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
@@ -189,16 +191,34 @@ impl Builder<'_> {
     fn load_own(&mut self, unit: u32, group: &std::ops::Range<u32>) {
         let there = self.inputs.unit(unit).on_device || self.resident.contains(&Resident { unit, slot: None });
         if group.start == 0 && !there {
+            let buffer = self.read_weights(unit);
             for part in 0..self.inputs.unit(unit).parts {
-                self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| op.part = part);
+                self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| {
+                    (op.part, op.weight_buffer) = (part, buffer);
+                });
             }
         }
     }
 
     fn load(&mut self, unit: u32, turn: Option<Turn>) {
         if let Some(Turn { slot, load: true }) = turn {
-            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| op.slot = Some(slot));
+            let buffer = self.read_weights(unit);
+            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| {
+                (op.slot, op.weight_buffer) = (Some(slot), buffer);
+            });
         }
+    }
+
+    /// Reads what is about to be loaded from disk, where it is there; the buffers are handed out in turn. What an update has
+    /// just written is read again: by the time that the next pass loads it, other units' weights have had its buffer.
+    fn read_weights(&mut self, unit: u32) -> Option<u32> {
+        if !self.inputs.unit(unit).weights_on_disk {
+            return None;
+        }
+        let buffer = Some(self.weights_read % self.inputs.weight_buffers);
+        self.weights_read += 1;
+        self.push(Kind::ReadWeights, unit, 0, Lane::StateRead, self.computed, |op| op.weight_buffer = buffer);
+        buffer
     }
 
     fn compute(&mut self, kind: Kind, unit: u32, micro_batch: u32, grad: Option<u32>) {

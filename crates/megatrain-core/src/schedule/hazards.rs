@@ -6,12 +6,14 @@ use super::{Dep, Edge, Kind, Lane, Op, Pass, ScheduleInputs, Shape};
 /// Something that operations share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Resource {
-    /// A part of a unit's planes on the host.
+    /// A part of a unit's planes on the host; of one whose weights are on disk, those.
     Image(u32, u32),
     /// A part of a unit's state on disk.
     Disk(u32, u32),
     /// A host buffer for state on disk.
     DiskBuffer(u32),
+    /// A host buffer for weights on disk.
+    WeightBuffer(u32),
     /// A part of a unit's own place on the device.
     Own(u32, u32),
     /// A slot.
@@ -80,6 +82,17 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
         }
     };
     match op.kind {
+        Kind::Load if inputs.unit(unit).weights_on_disk => {
+            list.push((weight_buffer(op), Access::Read(unit, 0)));
+            list.push((op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot), Access::Write(unit, 0)));
+        }
+        Kind::ReadWeights => {
+            for part in 0..inputs.unit(unit).disk_parts {
+                list.push((Resource::Image(unit, part), Access::Read(unit, 0)));
+                list.push((Resource::Disk(unit, part), Access::Read(unit, 0)));
+            }
+            list.push((weight_buffer(op), Access::Write(unit, 0)));
+        }
         Kind::Load => {
             // The whole of a unit is sent, whatever the parts in which it is updated.
             let images = if inputs.unit(unit).updated_apart() {
@@ -187,6 +200,9 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
         Kind::WriteState => {
             list.push((disk_buffer(op), Access::Read(unit, buffer_content(op.part, true))));
             list.push((Resource::Disk(unit, op.part), Access::Write(unit, 0)));
+            if inputs.unit(unit).weights_on_disk {
+                list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
+            }
         }
         Kind::Update if inputs.unit(unit).disk_parts > 0 => {
             list.push(decided(inputs, unit));
@@ -197,10 +213,12 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             } else {
                 list.push((Resource::Slab(op.slab.unwrap_or(0), 0), Access::Read(unit, 0)));
             }
-            if inputs.unit(unit).disk_parts > 1 {
+            if inputs.unit(unit).disk_parts > 1 || inputs.unit(unit).weights_on_disk {
                 list.push((Resource::Count(unit), Access::Write(unit, 0)));
             }
-            list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
+            if !inputs.unit(unit).weights_on_disk {
+                list.push((Resource::Image(unit, op.part), Access::Write(unit, 0)));
+            }
         }
         Kind::Update => {
             if op.early {
@@ -239,8 +257,9 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             list.extend((0..held).map(|part| (place(part), Access::Read(unit, 0))));
             let on_disk = 0..inputs.unit(unit).disk_parts;
             list.extend(on_disk.map(|part| (Resource::Disk(unit, part), Access::Read(unit, 0))));
-            // Of state that is updated on the device the next update begins, and counts, before it changes what the host holds.
-            if inputs.unit(unit).device_update_parts > 0 {
+            // Of state that is updated on the device, or in a buffer with its weights, the next update counts before it changes
+            // what the host or the disk holds.
+            if inputs.unit(unit).device_update_parts > 0 || inputs.unit(unit).weights_on_disk {
                 list.push((Resource::Count(unit), Access::Read(unit, 0)));
             }
             if unit > 0 {
@@ -256,6 +275,13 @@ const fn disk_buffer(op: &Op) -> Resource {
     match op.disk_buffer {
         Some(buffer) => Resource::DiskBuffer(buffer),
         None => Resource::DiskBuffer(0),
+    }
+}
+
+const fn weight_buffer(op: &Op) -> Resource {
+    match op.weight_buffer {
+        Some(buffer) => Resource::WeightBuffer(buffer),
+        None => Resource::WeightBuffer(0),
     }
 }
 

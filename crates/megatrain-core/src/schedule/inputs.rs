@@ -19,6 +19,8 @@ pub struct ScheduleInputs {
     pub state_buffers: u32,
     /// Host buffers for state on disk.
     pub disk_buffers: u32,
+    /// Host buffers for weights on disk.
+    pub weight_buffers: u32,
     /// Micro-batches a group.
     pub group: u32,
     /// Micro-batches at most.
@@ -48,6 +50,8 @@ pub struct UnitInputs {
     pub device_update_parts: u32,
     /// Parts in which its state is read from disk, updated by the host and written back; 0 where its home is elsewhere.
     pub disk_parts: u32,
+    /// Whether its weights are on disk with its state, and are read from there to be loaded.
+    pub weights_on_disk: bool,
     /// Its own gradient buffer.
     pub own_grad: Option<u32>,
     /// Its own slab.
@@ -77,6 +81,7 @@ impl ScheduleInputs {
             parts: u32::try_from(placement.parts[u].len()).expect("fewer parts than 2^32"),
             device_update_parts: u32::try_from(placement.device_update_parts[u].len()).expect("fewer parts than 2^32"),
             disk_parts: u32::try_from(placement.disk_parts[u].len()).expect("fewer parts than 2^32"),
+            weights_on_disk: placement.weights_on_disk[u],
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
@@ -90,6 +95,7 @@ impl ScheduleInputs {
             stage_buffers: plan.stage_buffers,
             state_buffers: plan.state_buffers,
             disk_buffers: plan.disk_buffers,
+            weight_buffers: plan.weight_buffers,
             group: plan.group,
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,

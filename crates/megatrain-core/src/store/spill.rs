@@ -1,7 +1,9 @@
-//! State whose home is a disk: residuals and moments in files of checksummed blocks.
+//! State whose home is a disk: residuals and moments, and of some units weights too, in files of checksummed blocks.
 //!
-//! A unit's state is cut into parts, each of which is read, updated and written as a whole while a step runs. A part is one
-//! extent: its residual (none under fp32), first moments, second moments, one after the other, each beginning on a page. Extents consist of blocks of at
+//! A unit's state is cut into parts, each of which is read, updated and written as a whole while a step runs. The state of a
+//! part is one extent: its residual (none under fp32), first moments, second moments, one after the other, each beginning on a
+//! page. The weights of a part are an extent of their own, and so is what a unit has frozen: together they are its image,
+//! which is read without the rest each time that it is sent to the device. Extents consist of blocks of at
 //! most [`BLOCK_BYTES`], dealt to the files in turn, so that several drives work at once. Of each block a CRC32 is kept in
 //! memory: the files are scratch, so that it need not outlive them, and a disk that returns other bytes than it was given is
 //! noticed before they are used.
@@ -14,7 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
 use crate::host::span::PAGE;
-use crate::layout::{Precision, Role, UnitLayout};
+use crate::layout::{Precision, Role, TensorLayout, UnitLayout};
 use crate::store::Plane;
 
 mod files;
@@ -81,12 +83,62 @@ struct Block {
 
 struct Part {
     elements: Range<u64>,
-    blocks: Vec<Block>,
+    /// Residual and moments.
+    state: Vec<Block>,
+    /// Weights; none where they are on the host.
+    weights: Vec<Block>,
 }
 
 struct SpilledUnit {
     layout: UnitLayout,
     parts: Vec<Part>,
+    /// What of its image is frozen; none where its weights are on the host.
+    frozen: Vec<Block>,
+    /// Whether its weights are here too.
+    weights: bool,
+}
+
+/// What lies in blocks one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// Residual and moments of a part.
+    State(usize),
+    /// Weights of a part.
+    Weights(usize),
+    /// What of the image is frozen.
+    Frozen,
+}
+
+impl SpilledUnit {
+    fn blocks(&self, extent: Extent) -> &[Block] {
+        match extent {
+            Extent::State(part) => &self.parts[part].state,
+            Extent::Weights(part) => &self.parts[part].weights,
+            Extent::Frozen => &self.frozen,
+        }
+    }
+
+    /// The extents that make up the image, each with its bytes of that.
+    fn image(&self) -> impl Iterator<Item = (Extent, Range<u64>)> + '_ {
+        let size = self.layout.precision.dtype().size();
+        let weights = self.parts.iter().enumerate();
+        let weights =
+            weights.map(move |(i, part)| (Extent::Weights(i), part.elements.start * size..part.elements.end * size));
+        weights.chain([(Extent::Frozen, self.layout.elements * size..self.layout.image_bytes)])
+    }
+
+    /// The extents that hold a plane: each with its bytes of that, and where in the extent they begin.
+    fn extents(&self, plane: Plane) -> Vec<(Extent, Range<u64>, u64)> {
+        if plane == Plane::Weights {
+            return self.image().map(|(extent, bytes)| (extent, bytes, 0)).collect();
+        }
+        let of_part = |(index, Part { elements, .. }): (usize, &Part)| {
+            let bytes = |element| plane_bytes(&self.layout, plane, element);
+            let first = plane_range(&self.layout, elements.end - elements.start, plane).start;
+            (Extent::State(index), bytes(elements.start)..bytes(elements.end), first)
+        };
+        self.parts.iter().enumerate().map(of_part).collect()
+    }
 }
 
 /// The state on disk of those units whose home that is.
@@ -113,7 +165,7 @@ fn plane_bytes(layout: &UnitLayout, plane: Plane, elements: u64) -> u64 {
     }
 }
 
-/// Bytes on disk of the state of a part of so many elements.
+/// Bytes on disk of the state of a part of so many elements, without their weights.
 #[must_use]
 pub fn state_bytes(layout: &UnitLayout, elements: u64) -> u64 {
     let [.., (_, last)] = planes(layout, elements);
@@ -126,8 +178,16 @@ fn plane_range(layout: &UnitLayout, elements: u64, plane: Plane) -> Range<u64> {
     found.unwrap_or_else(|| unreachable!("{} is not on disk", plane.name())).1
 }
 
+/// Bytes of the weights of so many elements.
+#[must_use]
+pub const fn weights_bytes(layout: &UnitLayout, elements: u64) -> u64 {
+    elements * layout.precision.dtype().size()
+}
+
 /// A part's state in memory.
 pub struct PartPlanes {
+    /// Its weights; `None` where they are on the host.
+    pub weights: Option<HostSpan>,
     /// Low halves of the masters; `None` under fp32.
     pub residual: Option<HostSpan>,
     /// First moments.
@@ -138,11 +198,16 @@ pub struct PartPlanes {
 
 impl Spill {
     /// Gives the files their sizes. `parts`: by unit, the elements of each part; none where its home is elsewhere. Parts begin
-    /// at multiples of 2,048 elements. All state is zero.
+    /// at multiples of 2,048 elements. `weights`: whose weights are here too. All state is zero.
     ///
     /// # Errors
     /// [`Error::StateFilesFull`] and [`Error::StateFolder`].
-    pub fn new(mut files: BlockFiles, layouts: &[UnitLayout], parts: &[Vec<Range<u64>>]) -> Result<Self> {
+    pub fn new(
+        mut files: BlockFiles,
+        layouts: &[UnitLayout],
+        parts: &[Vec<Range<u64>>],
+        weights: &[bool],
+    ) -> Result<Self> {
         let mut ends = vec![0u64; files.count()];
         let mut next = 0;
         let mut block = |len: usize| {
@@ -152,30 +217,42 @@ impl Spill {
             ends[file] += len as u64;
             Block { file, offset, len, sum: AtomicU32::new(zeros(len)) }
         };
-        let mut part = |elements: &Range<u64>, layout: &UnitLayout| {
-            let bytes = usize::try_from(state_bytes(layout, elements.end - elements.start))
-                .map_err(|_| Error::AddressSpace { bytes: u64::MAX })?;
-            debug_assert!(bytes.is_multiple_of(PAGE), "a part has whole pages of every plane");
+        let mut extent = |bytes: u64| {
+            let bytes = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes: u64::MAX })?;
+            debug_assert!(bytes.is_multiple_of(PAGE), "an extent has whole pages");
             let starts = (0..bytes).step_by(BLOCK_BYTES);
-            let blocks = starts.map(|start| block(BLOCK_BYTES.min(bytes - start))).collect();
-            Ok(Part { elements: elements.clone(), blocks })
+            Ok(starts.map(|start| block(BLOCK_BYTES.min(bytes - start))).collect::<Vec<_>>())
         };
-        let unit = |(layout, parts): (&UnitLayout, &Vec<Range<u64>>)| {
-            let parts = parts.iter().map(|elements| part(elements, layout)).collect::<Result<Vec<_>>>()?;
-            Ok((!parts.is_empty()).then(|| SpilledUnit { layout: layout.clone(), parts }))
-        };
-        let units = layouts.iter().zip(parts).map(unit).collect::<Result<_>>()?;
+        let mut units = Vec::new();
+        for ((layout, elements), &weights) in layouts.iter().zip(parts).zip(weights) {
+            let mut parts = Vec::new();
+            for elements in elements {
+                let count = elements.end - elements.start;
+                let of_weights = if weights { weights_bytes(layout, count) } else { 0 };
+                let (state, weights) = (extent(state_bytes(layout, count))?, extent(of_weights)?);
+                parts.push(Part { elements: elements.clone(), state, weights });
+            }
+            let frozen = if weights { layout.image_bytes - weights_bytes(layout, layout.elements) } else { 0 };
+            let frozen = extent(frozen)?;
+            let unit = SpilledUnit { layout: layout.clone(), parts, frozen, weights };
+            units.push((!unit.parts.is_empty()).then_some(unit));
+        }
         for (file, &bytes) in ends.iter().enumerate() {
             files.allocate(file, bytes)?;
         }
         Ok(Self { files, units })
     }
 
-    /// Bytes of all files.
+    /// Bytes of all files: of state, and of weights.
     #[must_use]
-    pub fn bytes(&self) -> u64 {
-        let units = self.units.iter().flatten();
-        units.flat_map(|unit| &unit.parts).flat_map(|part| &part.blocks).map(|block| block.len as u64).sum()
+    pub fn bytes(&self) -> (u64, u64) {
+        let sum = |blocks: &[Block]| blocks.iter().map(|block| block.len as u64).sum::<u64>();
+        let (mut state, mut weights) = (0, 0);
+        for unit in self.units.iter().flatten() {
+            state += unit.parts.iter().map(|part| sum(&part.state)).sum::<u64>();
+            weights += sum(&unit.frozen) + unit.parts.iter().map(|part| sum(&part.weights)).sum::<u64>();
+        }
+        (state, weights)
     }
 
     /// What could not be used, each in a sentence.
@@ -191,39 +268,61 @@ impl Spill {
     /// Where in `buffer` each plane of a part is.
     #[must_use]
     pub fn planes(&self, unit: usize, part: usize, buffer: &HostSpan) -> PartPlanes {
-        let SpilledUnit { layout, parts } = self.unit(unit);
+        let SpilledUnit { layout, parts, weights, .. } = self.unit(unit);
         let len = parts[part].elements.end - parts[part].elements.start;
         let at = |plane| {
             let range = plane_range(layout, len, plane);
             crate::store::slice(buffer, range.start, range.end - range.start)
         };
+        // After the state, as they are transferred.
+        let upper = || crate::store::slice(buffer, state_bytes(layout, len), weights_bytes(layout, len));
         PartPlanes {
+            weights: weights.then(upper),
             residual: (layout.precision == Precision::Bf16).then(|| at(Plane::Residual)),
             exp_avg: at(Plane::ExpAvg),
             exp_avg_sq: at(Plane::ExpAvgSq),
         }
     }
 
-    /// Reads a part into the beginning of `buffer`, or writes it from there.
+    /// Reads a part, with its weights where they are here, into the beginning of `buffer`, or writes it from there.
     ///
     /// # Errors
     /// [`Error::StateFile`], [`Error::StateFileShort`], [`Error::StateDamaged`].
     pub fn transfer(&self, direction: Direction, unit: usize, part: usize, buffer: &HostSpan) -> Result<()> {
-        let blocks = &self.unit(unit).parts[part].blocks;
-        self.transfer_blocks(direction, unit, part, 0..blocks.len(), buffer)
+        let extents = [Extent::State(part), Extent::Weights(part)];
+        self.transfer_extents(direction, unit, extents.into_iter(), buffer)
     }
 
-    /// The same for some of a part's blocks.
+    /// Reads a unit's image into the beginning of `buffer`.
+    ///
+    /// # Errors
+    /// As for [`Spill::transfer`].
+    pub fn read_image(&self, unit: usize, buffer: &HostSpan) -> Result<()> {
+        let extents = self.unit(unit).image().map(|(extent, _)| extent);
+        self.transfer_extents(Direction::Read, unit, extents, buffer)
+    }
+
+    /// Whole extents, one after the other.
+    fn transfer_extents(
+        &self,
+        direction: Direction,
+        unit: usize,
+        extents: impl Iterator<Item = Extent>,
+        buffer: &HostSpan,
+    ) -> Result<()> {
+        let held = |extent| (0..self.unit(unit).blocks(extent).len()).map(move |block| (extent, block));
+        self.transfer_blocks(direction, unit, &extents.flat_map(held).collect::<Vec<_>>(), buffer)
+    }
+
+    /// Blocks of extents, one after the other.
     fn transfer_blocks(
         &self,
         direction: Direction,
         unit: usize,
-        part: usize,
-        blocks: Range<usize>,
+        named: &[(Extent, usize)],
         buffer: &HostSpan,
     ) -> Result<()> {
-        let first = blocks.start;
-        let blocks = &self.unit(unit).parts[part].blocks[blocks];
+        let blocks: Vec<&Block> = named.iter().map(|&(extent, index)| &self.unit(unit).blocks(extent)[index]).collect();
         let mut at = 0;
         let pieces: Vec<Piece> = blocks
             .iter()
@@ -243,7 +342,8 @@ impl Spill {
             if sum == expected {
                 return Ok(());
             }
-            let (tensors, path) = (self.tensors(unit, part, first + index), self.files.path(pieces[index].file));
+            let (extent, block) = named[index];
+            let (tensors, path) = (self.tensors(unit, extent, block), self.files.path(pieces[index].file));
             let (unit, offset, bytes) = (self.unit(unit).layout.name.clone(), pieces[index].offset, span.len());
             Err(Error::StateDamaged { unit, tensors, path, offset, bytes, expected, got: sum })
         };
@@ -266,20 +366,31 @@ impl Spill {
     }
 
     /// The tensors of which a block holds anything, as a message names them.
-    fn tensors(&self, unit: usize, part: usize, block: usize) -> String {
-        let SpilledUnit { layout, parts } = self.unit(unit);
-        let Part { elements, blocks } = &parts[part];
-        let len = elements.end - elements.start;
+    fn tensors(&self, unit: usize, extent: Extent, block: usize) -> String {
+        let of = self.unit(unit);
+        let layout = &of.layout;
         let start = (block * BLOCK_BYTES) as u64;
-        let end = start + blocks[block].len as u64;
+        let end = start + of.blocks(extent)[block].len as u64;
         let mut named: Vec<String> = Vec::new();
-        for (plane, place) in planes(layout, len) {
-            let bytes = |element: u64| plane_bytes(layout, plane, element - elements.start);
-            let held = |t: &&crate::layout::TensorLayout| {
-                let first = t.element.clamp(elements.start, elements.end);
-                let past = (t.element + t.spec.numel()).clamp(elements.start, elements.end);
-                let (from, to) = (place.start + bytes(first), place.start + bytes(past));
-                t.spec.role == Role::Trainable && from < to && from < end && start < to
+        for plane in [Plane::Weights, Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq] {
+            let Some((_, bytes, first)) = of.extents(plane).into_iter().find(|found| found.0 == extent) else {
+                continue;
+            };
+            // Where a tensor's bytes of the plane are in the extent.
+            let place = |t: &TensorLayout| {
+                let numel = t.spec.numel();
+                let (from, to) = match (plane, t.spec.role) {
+                    (Plane::Weights, Role::Trainable) => (t.byte, t.byte + weights_bytes(layout, numel)),
+                    (Plane::Weights, Role::Frozen) => (t.byte, t.byte + numel * t.spec.dtype.size()),
+                    (_, Role::Frozen) => (0, 0),
+                    _ => (plane_bytes(layout, plane, t.element), plane_bytes(layout, plane, t.element + numel)),
+                };
+                let inside = |byte: u64| first + byte.clamp(bytes.start, bytes.end) - bytes.start;
+                inside(from)..inside(to)
+            };
+            let held = |t: &&TensorLayout| {
+                let place = place(t);
+                !place.is_empty() && place.start < end && start < place.end
             };
             named.extend(layout.tensors.iter().filter(held).map(|t| format!("{} of {}", plane.name(), t.spec.name)));
         }
@@ -295,8 +406,8 @@ impl Spill {
     /// # Errors
     /// As for [`Spill::transfer`].
     pub fn read(&self, unit: usize, plane: Plane, start: u64, out: &mut [u8], bounce: &HostSpan) -> Result<()> {
-        self.ranges(unit, plane, start, out.len(), bounce, |part, blocks, inside, bytes| {
-            self.transfer_blocks(Direction::Read, unit, part, blocks, bounce)?;
+        self.ranges(unit, plane, start, out.len(), bounce, |blocks, inside, bytes| {
+            self.transfer_blocks(Direction::Read, unit, blocks, bounce)?;
             bounce.slice(inside.start, inside.len()).copy_to(&mut out[bytes]);
             Ok(())
         })
@@ -307,18 +418,18 @@ impl Spill {
     /// # Errors
     /// As for [`Spill::transfer`]. Blocks before the one that failed have been written.
     pub fn write(&self, unit: usize, plane: Plane, start: u64, source: &[u8], bounce: &HostSpan) -> Result<()> {
-        self.ranges(unit, plane, start, source.len(), bounce, |part, blocks, inside, bytes| {
-            let held: usize = self.unit(unit).parts[part].blocks[blocks.clone()].iter().map(|block| block.len).sum();
+        self.ranges(unit, plane, start, source.len(), bounce, |blocks, inside, bytes| {
+            let held: usize = blocks.iter().map(|&(extent, block)| self.unit(unit).blocks(extent)[block].len).sum();
             if inside.len() < held {
                 // What else is in these blocks stays as it is.
-                self.transfer_blocks(Direction::Read, unit, part, blocks.clone(), bounce)?;
+                self.transfer_blocks(Direction::Read, unit, blocks, bounce)?;
             }
             bounce.slice(inside.start, inside.len()).copy_from(&source[bytes]);
-            self.transfer_blocks(Direction::Write, unit, part, blocks, bounce)
+            self.transfer_blocks(Direction::Write, unit, blocks, bounce)
         })
     }
 
-    /// Divides bytes of a plane from byte `start` on into ranges of blocks that `bounce` holds: `work` is given the part,
+    /// Divides bytes of a plane from byte `start` on into ranges of blocks that `bounce` holds: `work` is given
     /// the blocks, which of their bytes are meant, and which of the caller's these are.
     fn ranges(
         &self,
@@ -327,17 +438,13 @@ impl Spill {
         start: u64,
         bytes: usize,
         bounce: &HostSpan,
-        mut work: impl FnMut(usize, Range<usize>, Range<usize>, Range<usize>) -> Result<()>,
+        mut work: impl FnMut(&[(Extent, usize)], Range<usize>, Range<usize>) -> Result<()>,
     ) -> Result<()> {
-        let SpilledUnit { layout, parts } = self.unit(unit);
         let most = bounce.len() / BLOCK_BYTES;
         assert!(most > 0, "a bounce buffer holds a block");
         let inside_of = |bytes: u64| usize::try_from(bytes).expect("inside a part, whose bytes fit the address space");
         let mut done = 0;
-        for (index, part) in parts.iter().enumerate() {
-            let first = plane_range(layout, part.elements.end - part.elements.start, plane).start;
-            let of_plane =
-                plane_bytes(layout, plane, part.elements.start)..plane_bytes(layout, plane, part.elements.end);
+        for (extent, of_plane, first) in self.unit(unit).extents(plane) {
             while done < bytes && of_plane.contains(&(start + done as u64)) {
                 let from = start + done as u64;
                 let at = inside_of(first + from - of_plane.start);
@@ -346,7 +453,8 @@ impl Spill {
                 let end = (at + left).div_ceil(BLOCK_BYTES).min(block + most);
                 let count = left.min(end * BLOCK_BYTES - at);
                 let inside = at - block * BLOCK_BYTES;
-                work(index, block..end, inside..inside + count, done..done + count)?;
+                let blocks: Vec<_> = (block..end).map(|block| (extent, block)).collect();
+                work(&blocks, inside..inside + count, done..done + count)?;
                 done += count;
             }
         }

@@ -179,10 +179,10 @@ impl Shared {
         self.placement.device_state.get(unit).is_some_and(Option::is_some)
     }
 
-    /// Whether a tensor has state on disk: frozen ones are part of the image.
+    /// Whether anything of a tensor is on disk: frozen ones are part of the image.
     fn keeps_on_disk(&self, unit: usize, tensor: usize) -> Result<bool> {
         let (_, found) = self.find(unit, tensor)?;
-        Ok(self.on_disk(unit) && found.spec.role == Role::Trainable)
+        Ok(self.on_disk(unit) && (found.spec.role == Role::Trainable || self.weights_on_disk(unit)))
     }
 
     /// The dtype in which a plane of a tensor is read, and how many values of it there are.

@@ -1,5 +1,6 @@
-//! Updates of state whose home is a disk, part by part: read into a buffer, updated there by the host, written back. And the way
-//! of callers and checkpoints to that state.
+//! Updates of state whose home is a disk, part by part: read into a buffer, updated there by the host, written back. Weights
+//! that are on disk too come and go with it, and are read by themselves to be sent to the device. And the way of callers and
+//! checkpoints to what is on disk.
 use std::sync::{Arc, PoisonError};
 
 use super::execute::{within, within_moments};
@@ -14,14 +15,16 @@ use crate::store::spill::{BLOCK_BYTES, Direction, PartPlanes, Spill};
 use crate::store::{Plane, UnitPlanes, check_stored, elements_in};
 
 /// The first blocks of the window hold what was read from disk or is about to be written there. As many bytes after them hold
-/// the low halves of the masters that are being joined or split.
+/// what is on disk of the masters that are being joined or split: low halves, and upper ones where weights are there too.
 const WINDOW_BLOCKS: usize = 2;
-/// Elements of a master that are joined or split for a caller at a time.
-const WINDOW_ELEMENTS: u64 = (WINDOW_BLOCKS * BLOCK_BYTES / 2) as u64;
 
 impl Shared {
     pub(super) fn on_disk(&self, unit: usize) -> bool {
         !self.placement.disk_parts[unit].is_empty()
+    }
+
+    pub(super) fn weights_on_disk(&self, unit: usize) -> bool {
+        self.placement.weights_on_disk[unit]
     }
 
     fn spill(&self) -> Result<Arc<Spill>> {
@@ -44,6 +47,16 @@ impl Shared {
         self.spill()?.transfer(Direction::Read, op.unit as usize, op.part as usize, buffer)
     }
 
+    /// Reads a unit's image into the buffer from which it is sent.
+    pub(super) fn read_weights(&self, op: &Op) -> Result<()> {
+        let buffer = op.weight_buffer.expect("weights on disk are sent through a buffer");
+        let buffer = &self.memory.weight_buffers[buffer as usize];
+        if self.options.poison {
+            buffer.fill(0xff);
+        }
+        self.spill()?.read_image(op.unit as usize, buffer)
+    }
+
     /// Writes it back; nothing when the updates are skipped.
     pub(super) fn write_state(&self, op: &Op, decision: Option<&Decision>) -> Result<()> {
         if decision.is_some_and(|decision| decision.skip) {
@@ -57,8 +70,8 @@ impl Shared {
         let (unit, part) = (op.unit as usize, op.part as usize);
         let Some(coefficients) = self.coefficients(op, decision)? else { return Ok(()) };
         let layout = &self.placement.layouts[unit];
-        let image = self.memory.store.image(unit).expect("weights of state on disk are on the host");
-        let PartPlanes { residual, exp_avg, exp_avg_sq } = self.spill()?.planes(unit, part, self.disk_buffer(op));
+        let PartPlanes { weights, residual, exp_avg, exp_avg_sq } =
+            self.spill()?.planes(unit, part, self.disk_buffer(op));
         let (grad, grad_dtype) = self.host_gradient(op);
         let elements = &self.placement.disk_parts[unit][part];
         let mut updates = Vec::new();
@@ -70,8 +83,12 @@ impl Shared {
             let of_unit = first..first + range.len;
             let of_part = first - elements.start..first - elements.start + range.len;
             let moments = |span: &HostSpan| within_moments(layout, span, &of_part);
+            let size = layout.precision.dtype().size();
             updates.push(TensorUpdate {
-                weights: within(image, &of_unit, layout.precision.dtype().size()),
+                weights: match &weights {
+                    Some(weights) => within(weights, &of_part, size),
+                    None => within(self.image_on_host(unit), &of_unit, size),
+                },
                 residual: residual.as_ref().map(|span| within(span, &of_part, layout.residual_size())),
                 exp_avg: moments(&exp_avg),
                 exp_avg_sq: moments(&exp_avg_sq),
@@ -86,6 +103,15 @@ impl Shared {
         self.adamw.update(&self.pool, &updates)
     }
 
+    fn image_on_host(&self, unit: usize) -> &HostSpan {
+        self.memory.store.image(unit).expect("weights that are not on disk are on the host")
+    }
+
+    /// Whether a plane's bytes are on disk as callers read and write them.
+    fn stored_on_disk(&self, unit: usize, plane: Plane) -> bool {
+        is_stored(plane) || (plane == Plane::Weights && self.weights_on_disk(unit))
+    }
+
     /// Reads elements of a plane from `start` on for a caller; the engine is broken where that fails. What is stored as it is
     /// read passes through the whole window, so that no block is read twice and several are under way.
     pub(super) fn read_from_disk(
@@ -98,9 +124,9 @@ impl Shared {
     ) -> Result<()> {
         let (dtype, _) = self.plane_of(unit, tensor, plane)?;
         let (len, size) = (out.len(), usize::try_from(dtype.size()).expect("a few bytes"));
-        if is_stored(plane) {
+        if self.stored_on_disk(unit, plane) {
             return self.alone_on_disk(unit, tensor, plane, start, len, dtype, "read", |layout, found, _| {
-                let first = stored_offset(layout, plane, found.element) + start * dtype.size();
+                let first = first_byte(layout, found, plane) + start * dtype.size();
                 self.spill()?.read(unit, plane, first, out, &self.memory.window)
             });
         }
@@ -123,11 +149,11 @@ impl Shared {
         source: &[u8],
     ) -> Result<()> {
         let (len, size) = (source.len(), usize::try_from(dtype.size()).expect("a few bytes"));
-        if is_stored(plane) {
+        if self.stored_on_disk(unit, plane) {
             let (own, _) = self.plane_of(unit, tensor, plane)?;
             return self.alone_on_disk(unit, tensor, plane, start, len, dtype, "write", |layout, found, _| {
                 check_stored(found, plane, own, start, dtype, source)?;
-                let first = stored_offset(layout, plane, found.element) + start * own.size();
+                let first = first_byte(layout, found, plane) + start * own.size();
                 self.spill()?.write(unit, plane, first, source, &self.memory.window)
             });
         }
@@ -189,10 +215,11 @@ impl Shared {
         len: u64,
         mut work: impl FnMut(&DiskWindow, usize, usize) -> Result<()>,
     ) -> Result<()> {
-        let image = self.memory.store.image(unit).expect("weights of state on disk are on the host");
+        let image = (!self.weights_on_disk(unit)).then(|| self.image_on_host(unit));
+        let most = DiskWindow::most_elements(layout, image.is_none());
         let mut done = 0;
         while done < len {
-            let count = WINDOW_ELEMENTS.min(len - done);
+            let count = most.min(len - done);
             let window = DiskWindow::new(&self.memory.window, image, layout, unit, tensor, start + done, count)?;
             let fits = "inside the caller's bytes";
             work(&window, usize::try_from(done).expect(fits), usize::try_from(count).expect(fits))?;
@@ -210,13 +237,18 @@ pub(super) fn stored_offset(layout: &UnitLayout, plane: Plane, element: u64) -> 
     }
 }
 
+/// Where a tensor's first element of a plane that is stored as it is begins in its unit's plane, in bytes.
+fn first_byte(layout: &UnitLayout, tensor: &TensorLayout, plane: Plane) -> u64 {
+    if plane == Plane::Weights { tensor.byte } else { stored_offset(layout, plane, tensor.element) }
+}
+
 /// Whether a plane's bytes are stored as callers read and write them, apart from the weights.
 pub(super) const fn is_stored(plane: Plane) -> bool {
     matches!(plane, Plane::Residual | Plane::ExpAvg | Plane::ExpAvgSq)
 }
 
-/// Elements of one tensor laid out as a unit of its own, for masters: their upper halves where the weights are, the lower ones
-/// in the window.
+/// Elements of one tensor laid out as a unit of its own, for masters: their upper halves where the weights are, or in the window
+/// where those are on disk; the lower ones in the window.
 struct DiskWindow {
     planes: UnitPlanes,
     layout: UnitLayout,
@@ -224,12 +256,21 @@ struct DiskWindow {
     /// The first of the elements in the unit.
     first: u64,
     bounce: HostSpan,
+    /// Whether the weights are on disk.
+    weights: bool,
 }
 
 impl DiskWindow {
+    /// How many elements it holds; `weights`: whether their weights are on disk.
+    fn most_elements(layout: &UnitLayout, weights: bool) -> u64 {
+        let size = if weights { layout.precision.dtype().size() } else { 0 } + layout.residual_size();
+        // Under fp32 with the weights on the host, nothing passes through the window.
+        (WINDOW_BLOCKS * BLOCK_BYTES) as u64 / size.max(2)
+    }
+
     fn new(
         window: &HostSpan,
-        image: &HostSpan,
+        image: Option<&HostSpan>,
         layout: &UnitLayout,
         unit: usize,
         tensor: &TensorLayout,
@@ -240,34 +281,44 @@ impl DiskWindow {
         let mut spec = tensor.spec.clone();
         spec.shape = vec![count];
         let own = UnitLayout::new(layout.name.as_str(), vec![spec], layout.precision)?.with_state(layout.state);
-        let low = usize::try_from(layout.residual_size() * count).expect("inside the window");
         let blocks = WINDOW_BLOCKS * BLOCK_BYTES;
+        let size = layout.precision.dtype().size();
+        let halves = |size: u64| usize::try_from(size * count).expect("inside the window");
+        let upper = if image.is_none() { halves(size) } else { 0 };
         let planes = UnitPlanes {
-            image: within(image, &(first..first + count), layout.precision.dtype().size()),
-            residual: (layout.precision == Precision::Bf16).then(|| window.slice(blocks, low)),
+            image: image
+                .map_or_else(|| window.slice(blocks, upper), |image| within(image, &(first..first + count), size)),
+            residual: (layout.precision == Precision::Bf16)
+                .then(|| window.slice(blocks + upper, halves(layout.residual_size()))),
             // Neither is reached through a window.
             exp_avg: window.slice(0, 0),
             exp_avg_sq: window.slice(0, 0),
         };
-        Ok(Self { planes, layout: own, unit, first, bounce: window.slice(0, blocks) })
+        let (bounce, weights) = (window.slice(0, blocks), image.is_none());
+        Ok(Self { planes, layout: own, unit, first, bounce, weights })
     }
 
-    /// Lower halves in the window; None of weights, and of masters that are not split.
-    fn low_halves(&self, plane: Plane) -> Option<&HostSpan> {
-        self.planes.residual.as_ref().filter(|_| plane == Plane::Master)
+    /// What a plane takes from disk: which planes, where in the window, and where of the unit's in bytes.
+    fn pieces(&self, plane: Plane) -> impl Iterator<Item = (Plane, &HostSpan, u64)> {
+        let weights = (Plane::Weights, &self.planes.image, self.first * self.layout.precision.dtype().size());
+        let low = self.planes.residual.as_ref().filter(|_| plane == Plane::Master);
+        let low = low.map(|span| (Plane::Residual, span, self.first * self.layout.residual_size()));
+        self.weights.then_some(weights).into_iter().chain(low)
     }
 
     /// Reads what `plane` needs.
     fn fill(&self, spill: &Spill, plane: Plane) -> Result<()> {
-        let Some(span) = self.low_halves(plane) else { return Ok(()) };
-        let mut out = span.elements_mut::<u8>(0, span.len() as u64);
-        spill.read(self.unit, Plane::Residual, self.first * self.layout.residual_size(), &mut out, &self.bounce)
+        self.pieces(plane).try_for_each(|(plane, span, start)| {
+            let mut out = span.elements_mut::<u8>(0, span.len() as u64);
+            spill.read(self.unit, plane, start, &mut out, &self.bounce)
+        })
     }
 
     /// Writes what `plane` has changed.
     fn keep(&self, spill: &Spill, plane: Plane) -> Result<()> {
-        let Some(span) = self.low_halves(plane) else { return Ok(()) };
-        let source = span.elements::<u8>(0, span.len() as u64);
-        spill.write(self.unit, Plane::Residual, self.first * self.layout.residual_size(), &source, &self.bounce)
+        self.pieces(plane).try_for_each(|(plane, span, start)| {
+            let source = span.elements::<u8>(0, span.len() as u64);
+            spill.write(self.unit, plane, start, &source, &self.bounce)
+        })
     }
 }

@@ -36,6 +36,7 @@ impl Shared {
             match op.kind {
                 Kind::AccumulateGrad => self.accumulate_grad(op)?,
                 Kind::ReadState => self.read_state(op, decision)?,
+                Kind::ReadWeights => self.read_weights(op)?,
                 Kind::WriteState => self.write_state(op, decision)?,
                 Kind::Update if op.disk_buffer.is_some() => self.update_from_disk(op, decision)?,
                 Kind::Update => self.update_on_host(op, decision)?,
@@ -66,14 +67,17 @@ impl Shared {
         let unit = op.unit as usize;
         let place = op.slot.map_or(self.placement.own[unit], |slot| Some(self.placement.slots[slot as usize]));
         let place = self.memory.at(place.expect("a unit without a slot has a place of its own"));
-        let image = self.memory.store.image(unit).expect("only units whose weights are on the host are loaded");
+        let image = match op.weight_buffer {
+            Some(buffer) => &self.memory.weight_buffers[buffer as usize],
+            None => self.memory.store.image(unit).expect("weights that are loaded are on the host or read from disk"),
+        };
         let part = &self.placement.parts[unit][op.part as usize].image;
         let place = place.slice(part.start, part.end - part.start);
         if self.options.poison {
             self.device.fill(Stream::Upload, &place, 0xff)?;
         }
-        // SAFETY: the schedule orders every write of the image (an update, state that returns) before or after its loads,
-        // which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
+        // SAFETY: the schedule orders every write of the image (an update, state that returns), or of the buffer that weights
+        // on disk are read to, before or after its loads, which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
         unsafe { self.device.copy_to_device(Stream::Upload, &within(image, part, 1), &place) }
     }
 

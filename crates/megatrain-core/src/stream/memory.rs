@@ -21,6 +21,8 @@ pub(crate) struct Memory {
     spill: RwLock<Option<Arc<Spill>>>,
     /// Buffers through which it passes.
     pub(crate) disk_buffers: Vec<HostSpan>,
+    /// Buffers through which weights on disk are sent to the device.
+    pub(crate) weight_buffers: Vec<HostSpan>,
     /// Slabs of gradients.
     pub(crate) slabs: Vec<HostSpan>,
     /// Staged activations of each unit, those of a group's micro-batches one after the other.
@@ -64,7 +66,8 @@ impl Memory {
             (None, 0) => None,
             (None, _) => {
                 let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default())?;
-                Some(Arc::new(Spill::new(files, &placement.layouts, &placement.disk_parts)?))
+                let (layouts, parts) = (&placement.layouts, &placement.disk_parts);
+                Some(Arc::new(Spill::new(files, layouts, parts, &placement.weights_on_disk)?))
             }
         };
         let spilled: Vec<usize> =
@@ -98,15 +101,18 @@ impl Memory {
         };
         let units = 0..placement.layouts.len();
         let bytes: u64 = placement.slabs.iter().sum::<u64>()
+            + placement.weight_buffers.iter().sum::<u64>()
             + units.clone().map(area_bytes).sum::<u64>()
             + placement.norm_bytes()
             + placement.window;
         let mut transfers = Arena::new(bytes, arena)?;
         let slabs = placement.slabs.iter().map(|&b| transfers.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
         let areas = units.clone().map(|u| transfers.carve(area_bytes(u), PAGE)).collect::<Result<Vec<_>>>()?;
+        let weight_buffers =
+            placement.weight_buffers.iter().map(|&b| transfers.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
         let window = transfers.carve(placement.window, PAGE)?;
         let all_sums = transfers.carve(placement.norm_bytes(), PAGE)?;
-        let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).cloned().collect();
+        let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).chain(&weight_buffers).cloned().collect();
         pieces.extend([window.clone(), all_sums.clone()]);
         pinning.absorb(transfers.register(device, &pieces, REGISTRATION_BYTES));
 
@@ -135,6 +141,7 @@ impl Memory {
             store,
             spill: RwLock::new(spill),
             disk_buffers,
+            weight_buffers,
             slabs,
             areas,
             accumulated,
@@ -207,10 +214,13 @@ impl Memory {
         add("gradient slabs", Tier::Host, total(&self.slabs), true);
         add("activations", Tier::Host, total(&self.areas), true);
         add("gradient store", Tier::Host, total(&self.accumulated), false);
-        let carved = total(&self.slabs) + total(&self.areas) + self.window.len() as u64;
+        add("weights: read from disk", Tier::Host, total(&self.weight_buffers), true);
+        let carved = total(&self.slabs) + total(&self.areas) + total(&self.weight_buffers) + self.window.len() as u64;
         add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
-        add("optimizer state", Tier::Disk, self.spill().map_or(0, |spill| spill.bytes()), false);
+        let (state, weights) = self.spill().map_or((0, 0), |spill| spill.bytes());
+        add("optimizer state", Tier::Disk, state, false);
+        add("weights", Tier::Disk, weights, false);
         add("disk buffers", Tier::Host, total(&self.disk_buffers), false);
         items
     }

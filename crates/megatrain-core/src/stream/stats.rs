@@ -23,9 +23,9 @@ pub struct Stats {
     pub bytes_to_device: u64,
     /// Bytes sent to the host.
     pub bytes_to_host: u64,
-    /// Bytes of state read from disk.
+    /// Bytes of state read from disk, and of weights that are there too each time that they are sent to the device.
     pub state_bytes_read: u64,
-    /// Bytes of state written to disk.
+    /// Bytes of state, and of weights, written to disk.
     pub state_bytes_written: u64,
     /// Parameters updated by the host's optimizer.
     pub parameters_updated: u64,
@@ -99,6 +99,7 @@ impl Counters {
             Kind::FetchState => self.to_device += placement.device_update_bytes(unit, op.part as usize).0,
             Kind::WriteBackState => self.to_host += placement.device_update_bytes(unit, op.part as usize).1,
             Kind::ReadState => self.state_read += placement.disk_bytes(unit, op.part as usize),
+            Kind::ReadWeights => self.state_read += placement.layouts[unit].image_bytes,
             Kind::WriteState => self.state_written += placement.disk_bytes(unit, op.part as usize),
             // The last part speaks for all.
             Kind::Update

@@ -130,6 +130,24 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         on_disk(r, 7);
         (r.requests.keep, r.requests.activation) = (Some(2), Some(Activation::Offload));
     });
+    for (units, weights) in [(1, 1), (4, 2), (7, 7)] {
+        add(&format!("state of {units} units on disk, with the weights of {weights}"), &|r| {
+            on_disk(r, units);
+            r.requests.weights_on_disk = Some(weights);
+        });
+    }
+    add("weights on disk in parts, with slots to spare", &|r| {
+        on_disk(r, 7);
+        (r.requests.weights_on_disk, r.requests.parts, r.requests.slots) = (Some(7), Some(3), Some(99));
+    });
+    add("weights on disk, inputs on the host in groups", &|r| {
+        on_disk(r, 7);
+        (r.requests.weights_on_disk, r.requests.inputs, r.requests.group) = (Some(6), Some(Place::Host), Some(1));
+    });
+    add("weights on disk beside state on the device", &|r| {
+        on_disk(r, 3);
+        (r.requests.weights_on_disk, r.requests.state_on_device) = (Some(2), Some(Count::Units(2)));
+    });
     add("state on disk, on the host and on the device", &|r| {
         on_disk(r, 2);
         r.requests.state_on_device = Some(Count::Units(3));

@@ -96,6 +96,45 @@ proptest! {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn with_a_disk_more_host_memory_never_moves_more_to_and_from_it_and_every_plan_passes_its_check(request in any_model()) {
+        let mut request = request;
+        (request.budget.disk, request.requests.parts) = (1 << 40, Some(4));
+        let parameters = (request.units.len() as u64) << 20;
+        let (mut least, mut most) = (0, 0);
+        for percent in (1u64..=60).rev().step_by(2) {
+            let mut request = request.clone();
+            request.budget.host = 16 * parameters * percent / 50;
+            let Ok(found) = plan(&request) else {
+                least = u64::MAX;
+                continue;
+            };
+            prop_assert!(least < u64::MAX, "refused with more memory, accepted with {}%", percent);
+            // Everything once each way, and weights for forward and backward of each group.
+            let weights = found.items.iter().filter(|item| item.tier == Tier::Disk && item.what == "weights");
+            let groups = u64::from(found.micro_batches.div_ceil(found.group));
+            let moved = 2 * found.totals.disk + 2 * groups * weights.map(|item| item.bytes).sum::<u64>();
+            prop_assert!(moved >= least, "{} bytes with {}% and {} with more", moved, percent, least);
+            least = moved;
+            let count = |is: fn(&&megatrain_core::plan::UnitPlan) -> bool| found.units.iter().filter(is).count();
+            let on_disk = (count(|unit| unit.state == State::Disk), count(|unit| unit.weights_on_disk));
+            prop_assert!(on_disk.0 >= on_disk.1);
+            most = most.max(on_disk.0);
+            prop_assert!(found.totals.host <= request.budget.host);
+            prop_assert_eq!(Plan::sum(&found.items), found.totals);
+            found.matches(&request).unwrap();
+            let facts = ScheduleInputs::new(&request, &found).unwrap();
+            let shape = Shape::new(Pass::Train, found.micro_batches);
+            let (first, steady) = Schedule::steady(&facts, shape).unwrap();
+            check(&facts, &steady, Some(&first)).unwrap();
+        }
+        prop_assert!(most > 0 || request.device == DeviceKind::Cuda, "nothing went to disk");
+    }
+}
+
+proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]

@@ -62,47 +62,50 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let updates = (0u32..7, 0u32..4, 0u32..9);
-    (counts, choices, 0u32..4, updates).prop_map(|(counts, choices, frozen, (device_updates, parts, on_disk))| {
-        let (layers, micro_batches, slots, group, stage, slabs) = counts;
-        let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
-        let mut request = request(layers, micro_batches);
-        request.tied = tied;
-        (request.precision, request.grad_precision) = match precision {
-            0 => (Precision::Fp32, Precision::Fp32),
-            1 => (Precision::Bf16, Precision::Bf16),
-            _ => (Precision::Bf16, Precision::Fp32),
-        };
-        request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
-        let r = &mut request.requests;
-        (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
-        r.slabs = immediate.then_some(slabs);
-        r.accumulate = accumulate && !immediate;
-        r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
-        r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
-        let (resident, updated) = (r.state_on_device, r.updates_on_device);
-        r.parts = (parts > 0).then_some(parts);
-        r.inputs = host_inputs.then_some(Place::Host);
-        r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
-        r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
-        // Some units without anything to train.
-        for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
-            unit.tensors.iter_mut().for_each(|t| t.role = Role::Frozen);
-        }
-        if !request.units.iter().any(|u| u.tensors.iter().any(|t| t.role != Role::Frozen)) {
-            request.units[0].tensors[0].role = Role::Trainable;
-        }
-        if updated == Some(Count::Units(0)) {
-            // Of the units with state: those that train and are not among the first ones, whose state is on the device.
-            let Some(Count::Units(resident)) = resident else { unreachable!("set above") };
-            let order = [0, layers + 1].into_iter().chain(1..=layers).skip(resident as usize);
-            let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role != Role::Frozen);
-            let left = order.filter(trains).count() as u32;
-            request.requests.state_on_disk = Some(on_disk.min(left));
-            request.budget.disk = 1 << 30;
-        }
-        request
-    })
+    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9);
+    (counts, choices, 0u32..4, updates).prop_map(
+        |(counts, choices, frozen, (device_updates, parts, on_disk, weights))| {
+            let (layers, micro_batches, slots, group, stage, slabs) = counts;
+            let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
+            let mut request = request(layers, micro_batches);
+            request.tied = tied;
+            (request.precision, request.grad_precision) = match precision {
+                0 => (Precision::Fp32, Precision::Fp32),
+                1 => (Precision::Bf16, Precision::Bf16),
+                _ => (Precision::Bf16, Precision::Fp32),
+            };
+            request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
+            let r = &mut request.requests;
+            (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
+            r.slabs = immediate.then_some(slabs);
+            r.accumulate = accumulate && !immediate;
+            r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
+            r.updates_on_device = Some(Count::Units(if r.accumulate { 0 } else { device_updates.min(layers as u32) }));
+            let (resident, updated) = (r.state_on_device, r.updates_on_device);
+            r.parts = (parts > 0).then_some(parts);
+            r.inputs = host_inputs.then_some(Place::Host);
+            r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
+            r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
+            // Some units without anything to train.
+            for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
+                unit.tensors.iter_mut().for_each(|t| t.role = Role::Frozen);
+            }
+            if !request.units.iter().any(|u| u.tensors.iter().any(|t| t.role != Role::Frozen)) {
+                request.units[0].tensors[0].role = Role::Trainable;
+            }
+            if updated == Some(Count::Units(0)) {
+                // Of the units with state: those that train and are not among the first ones, whose state is on the device.
+                let Some(Count::Units(resident)) = resident else { unreachable!("set above") };
+                let order = [0, layers + 1].into_iter().chain(1..=layers).skip(resident as usize);
+                let trains = |u: &usize| request.units[*u].tensors.iter().any(|t| t.role != Role::Frozen);
+                let left = order.filter(trains).count() as u32;
+                request.requests.state_on_disk = Some(on_disk.min(left));
+                request.requests.weights_on_disk = Some(weights.min(on_disk).min(left));
+                request.budget.disk = 1 << 30;
+            }
+            request
+        },
+    )
 }
 
 /// An engine whose files are in memory, with state on disk, where the plan has any, in two folders.

@@ -1,17 +1,14 @@
 //! Puts everything in its place, kind by kind.
 
-use std::ops::Range;
-
 use super::carver::Carver;
 use super::cut::{device_update_parts, disk_parts, parts};
 use super::sizes::{staged_bytes, staged_on_host};
 use super::torch::torch_items;
-use super::{DeviceState, HostState, NormPlace, Placement, Region, StateBuffer};
+use super::{DeviceState, HostState, NormPlace, Placement, Region, StateBuffer, part_bytes};
 use crate::error::{Error, Result, Tier};
 use crate::layout::Precision;
 use crate::plan::request::MOST_BUFFERS;
 use crate::plan::{Plan, Request, State, UpdateMode};
-use crate::store::spill::state_bytes;
 
 /// Bytes of the window for reading and writing state on the device and on disk.
 pub(crate) const TRANSFER_WINDOW: u64 = 4 << 20;
@@ -35,6 +32,8 @@ impl Placement {
             state_buffers: Vec::new(),
             disk_parts: (0..n).map(|unit| disk_parts(request, plan, unit, &layouts[unit])).collect(),
             disk_buffers: Vec::new(),
+            weights_on_disk: plan.units.iter().map(|unit| unit.weights_on_disk).collect(),
+            weight_buffers: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -202,12 +201,18 @@ impl Placement {
     }
 
     fn place_disk(&mut self, plan: &Plan, carver: &mut Carver) -> Result<()> {
-        let mut largest = 0;
-        for (layout, parts) in self.layouts.iter().zip(&self.disk_parts) {
-            let bytes = |part: &Range<u64>| state_bytes(layout, part.end - part.start);
-            largest = largest.max(parts.iter().map(bytes).max().unwrap_or(0));
-            if !parts.is_empty() {
-                carver.item("optimizer state", Tier::Disk, parts.iter().map(bytes).sum(), false);
+        let (mut largest, mut largest_image) = (0, 0);
+        for (unit, (layout, parts)) in self.layouts.iter().zip(&self.disk_parts).enumerate() {
+            let weights = self.weights_on_disk[unit];
+            if weights && parts.is_empty() {
+                return Err(Error::WeightsWithoutState { unit: layout.name.clone() });
+            }
+            let bytes = |weights: bool| parts.iter().map(move |part| part_bytes(layout, part, weights));
+            largest = largest.max(bytes(weights).max().unwrap_or(0));
+            carver.item("optimizer state", Tier::Disk, bytes(false).sum(), false);
+            if weights {
+                largest_image = largest_image.max(layout.image_bytes);
+                carver.item("weights", Tier::Disk, layout.image_bytes, false);
             }
         }
         if largest > 0 && plan.disk_buffers == 0 {
@@ -217,6 +222,14 @@ impl Placement {
         for _ in 0..plan.disk_buffers {
             carver.item("disk buffers", Tier::Host, largest, false);
             self.disk_buffers.push(largest);
+        }
+        if largest_image > 0 && plan.weight_buffers == 0 {
+            let why = "weights on disk pass through them";
+            return Err(Error::OutOfRange { setting: "weight_buffers", value: 0, least: 1, most: None, why });
+        }
+        for _ in 0..plan.weight_buffers {
+            carver.item("weights: read from disk", Tier::Host, largest_image, true);
+            self.weight_buffers.push(largest_image);
         }
         Ok(())
     }
@@ -238,7 +251,7 @@ impl Placement {
         for unit in 0..=last {
             let layout = &self.layouts[unit];
             let on_disk = plan.units[unit].state == State::Disk;
-            if plan.units[unit].state != State::Device {
+            if plan.units[unit].state != State::Device && !self.weights_on_disk[unit] {
                 let (residual, moment) =
                     if on_disk { (0, 0) } else { (layout.residual_bytes(), layout.moment_bytes()) };
                 let state = HostState { image: layout.image_bytes, residual, moment };
@@ -294,6 +307,7 @@ fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
         ("stage_buffers", plan.stage_buffers, 0, MOST_BUFFERS.into()),
         ("visit_buffers", plan.state_buffers, 0, MOST_BUFFERS.into()),
         ("disk_buffers", plan.disk_buffers, 0, MOST_BUFFERS.into()),
+        ("weight_buffers", plan.weight_buffers, 0, MOST_BUFFERS.into()),
         ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
         ("group", plan.group, 1, plan.micro_batches.into()),
     ] {

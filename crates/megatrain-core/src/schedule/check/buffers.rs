@@ -11,6 +11,8 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
     let train = schedule.shape.pass == Pass::Train;
     // Where forward left a micro-batch's activations, and where they were fetched to.
     let mut staged: HashMap<(Kind, u32, u32), Option<u32>> = HashMap::new();
+    // Where a unit's weights were read to.
+    let mut read: HashMap<u32, Option<u32>> = HashMap::new();
     for op in &schedule.ops {
         let (kind, of) = (op.kind, inputs.unit(op.unit));
         let computes_layer = matches!(kind, Kind::Forward | Kind::Backward);
@@ -64,6 +66,22 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
         let spilled = matches!(kind, Kind::ReadState | Kind::Update | Kind::WriteState) && of.disk_parts > 0;
         if !named(op.disk_buffer, spilled, |buffer| buffer < inputs.disk_buffers) {
             return Err(broken(op, "state on disk passes through a buffer of the host's"));
+        }
+        let sent = matches!(kind, Kind::Load | Kind::ReadWeights) && of.weights_on_disk;
+        if !named(op.weight_buffer, sent, |buffer| buffer < inputs.weight_buffers) {
+            return Err(broken(op, "weights on disk, and no others, are sent through a buffer of the host's"));
+        }
+        match kind {
+            Kind::ReadWeights if !of.weights_on_disk => {
+                return Err(broken(op, "only weights on disk are read from there"));
+            }
+            Kind::ReadWeights => {
+                read.insert(op.unit, op.weight_buffer);
+            }
+            Kind::Load if sent && read.remove(&op.unit) != Some(op.weight_buffer) => {
+                return Err(broken(op, "weights are sent from the buffer that they were read to, once"));
+            }
+            _ => {}
         }
     }
     Ok(())

@@ -26,14 +26,14 @@ pub(super) const STALE: (u32, u32) = (u32::MAX, 0);
 #[derive(Default)]
 pub(super) struct Contents {
     pub(super) of: HashMap<Resource, Content>,
-    /// Places of weights that hold something.
+    /// Places of copies of weights that hold something.
     weights: Vec<Resource>,
 }
 
 impl Contents {
     pub(super) fn put(&mut self, resource: Resource, content: Content) {
         let fresh = self.of.insert(resource, content).is_none();
-        if fresh && matches!(resource, Resource::Slot(_) | Resource::Own(..)) {
+        if fresh && matches!(resource, Resource::Slot(_) | Resource::Own(..) | Resource::WeightBuffer(_)) {
             self.weights.push(resource);
         }
     }
@@ -87,6 +87,7 @@ pub(super) fn read_rule(resource: Resource) -> &'static str {
         Resource::Image(..) => "weights are sent only after the update that changes them",
         Resource::Disk(..) => "state is read from disk only after it has been written there",
         Resource::DiskBuffer(_) => "state is read before it is updated, and updated before it is written",
+        Resource::WeightBuffer(_) => "weights on disk are read before they are sent",
         Resource::Own(..) | Resource::Slot(_) => "weights are loaded before they are used",
         Resource::Grad(_) => "a gradient is offloaded after backward has finished it",
         Resource::Slab(..) => "a gradient is used only after it has been offloaded",
@@ -107,6 +108,7 @@ pub(super) fn write_rule(resource: Resource) -> &'static str {
         Resource::Image(..) => "weights are not changed while they are sent, nor before they have been written",
         Resource::Disk(..) => "state on disk is not overwritten before it has been read",
         Resource::DiskBuffer(_) => "a buffer is not used again before its state has been written to disk",
+        Resource::WeightBuffer(_) => "a buffer is not used again before its weights have been sent",
         Resource::Own(..) | Resource::Slot(_) => "weights on the device are not overwritten before their last use",
         Resource::Grad(_) => "a gradient buffer is not used again before it has been offloaded",
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",

@@ -85,7 +85,7 @@ pub(super) fn check_work(inputs: &ScheduleInputs, schedule: &Schedule) -> Result
         }
     }
     let mut found: BTreeMap<Work, u64> = BTreeMap::new();
-    let counted = |op: &&Op| !matches!(op.kind, Kind::Load) && !by_micro_batch(op.kind);
+    let counted = |op: &&Op| !matches!(op.kind, Kind::Load | Kind::ReadWeights) && !by_micro_batch(op.kind);
     for op in schedule.ops.iter().filter(counted) {
         *found.entry((op.kind, op.unit, op.part, op.early)).or_insert(0) += 1;
     }
@@ -146,6 +146,7 @@ pub(super) fn check_lanes(inputs: &ScheduleInputs, schedule: &Schedule) -> Resul
             Kind::WriteBackState => (Lane::Update, "state is written back on the update lane"),
             Kind::WriteCheckpoint => (Lane::Disk, "files are written on the lane of files"),
             Kind::ReadState => (Lane::StateRead, "state on disk is read on the lane that reads it"),
+            Kind::ReadWeights => (Lane::StateRead, "weights on disk are read on the lane that reads state"),
             Kind::WriteState => (Lane::StateWrite, "state on disk is written on the lane that writes it"),
         };
         if op.lane != lane {

@@ -101,7 +101,7 @@ class Planned:
     def facts(self) -> dict[str, Any]:
         """What the plan decides, in numbers."""
         units = self.plan["units"]
-        kept = [unit["activation"] for unit in units]
+        kept = [unit["activation"] for unit in units[1:-1]]
         return {
             "asked": self.candidate.keys(),
             "micro_batch": self.micro_batch,
@@ -198,7 +198,9 @@ class Sweep:
             options = planner.engine_plan(config, device, self.free)
             split = planner.SplitPlanner(config, self.setup.decoder, device, self.free, self.rates, options)
             rows = min(config.plan.micro_batch or self.request.batch, self.request.batch)
-            return rows, json.dumps(split._request(rows, -(-self.request.batch // rows)))
+            micro_batches = -(-self.request.batch // rows)
+            cut = split.cut(rows, micro_batches)
+            return None if cut is None else (rows, json.dumps(split._request(cut, rows, micro_batches)))
         except ConfigError:
             return None
 

@@ -55,7 +55,7 @@ def test_at_the_measured_rates_the_plan_takes_what_was_measured() -> None:
     lanes = {lane: seconds * {"compute": 0.88, "host": 1.9}.get(lane, 1.1) for lane, seconds in expected.items()}
     rates = replan.measured_rates(run_plan, step_s_of(run_plan), lanes)
     asked = planner.SplitPlanner(config, decoder, "cuda", run_plan.machine, rates, run_plan.options)
-    request, _ = asked.fit(run_plan.micro_batch[0], run_plan.micro_batches)
+    request = asked.fit(run_plan.micro_batch[0], run_plan.micro_batches).request
     found = json.loads(_core.forecast(json.dumps(request), json.dumps(run_plan.plan)))["expected_lanes"]
     for lane in ("compute", "upload", "host"):
         assert found[lane] == pytest.approx(lanes[lane], rel=1e-6), lane
@@ -93,7 +93,7 @@ def test_other_rates_give_plans_of_the_same_numbers_in_the_same_memory(share: fl
         assert stays == (faster.in_place is not None)
         # what the engine makes of these rates is the same plan
         engine = planner.SplitPlanner(config, decoder, "cuda", found.machine, found.rates, found.options)
-        _, made = engine.fit(found.micro_batch[0], found.micro_batches)
+        made = engine.fit(found.micro_batch[0], found.micro_batches).plan
         assert decisions(made) == decisions(found.plan)
 
 

@@ -156,7 +156,7 @@ def test_a_change_that_fails_leaves_the_plan_as_it_was_or_ends_the_run(
     make, failed = Runtime._make, []
 
     def failing(self: Runtime, *rest: Any) -> Any:
-        if len(rest) == 5 and len(failed) < failures:
+        if len(rest) == 4 and len(failed) < failures:
             failed.append(rest)
             raise DeviceError("the card is out of memory")
         return make(self, *rest)

@@ -423,6 +423,15 @@ def test_a_rule_in_which_a_parent_draws_its_childrens_weights_is_kept() -> None:
     assert plain.std() == pytest.approx(0.02, rel=0.05)
     assert scaled.std() == pytest.approx(0.02 / 4, rel=0.05)
     assert not core.master(decoder.tensors["transformer.h.0.ln_1.bias"]).any()
+    undropped = Decoder.from_config(
+        config | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0), precision="fp32"
+    )
+    halves = undropped.halves
+    assert len(halves.units) > len(decoder.units)
+    cut = MemoryCore(halves)
+    initialize(halves, cut, 0)
+    for name, ref in decoder.tensors.items():
+        assert torch.equal(core.master(ref), cut.master(halves.tensors[name])), f"{name} depends on how layers are cut"
 
 
 @pytest.mark.parametrize("old", ["whole", "without its shards", "damaged"])

@@ -595,6 +595,9 @@ pub enum Error {
         /// The first difference.
         what: &'static str,
     },
+    /// State of a closed engine that another one has taken over already.
+    #[error("another engine has taken this state over; close that one first")]
+    StateInUse,
     /// A call needs a pass.
     #[error("no pass has begun")]
     NoPass,

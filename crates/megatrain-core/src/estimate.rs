@@ -75,8 +75,11 @@ pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimat
 /// with.
 ///
 /// # Errors
-/// As for [`Schedule::new`].
+/// As for [`Schedule::new`], and when the plan was made for another request.
 pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
+    if plan.units.len() != request.units.len() {
+        plan.matches(request)?;
+    }
     let request = &*captured(request, plan);
     let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, plan)?;
     let (request, plan) = condensed(request, plan);

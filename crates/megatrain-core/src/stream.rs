@@ -186,7 +186,8 @@ impl Engine {
     /// this fails, another plan can be tried, such as the one before.
     ///
     /// # Errors
-    /// [`crate::Error::OtherState`] when it would not stay, and those of [`Engine::new`].
+    /// [`crate::Error::OtherState`] when it would not stay, [`crate::Error::StateInUse`] while another engine has it, and those
+    /// of [`Engine::new`].
     pub fn with_kept(
         device: Arc<dyn Device>,
         request: &Request,
@@ -194,7 +195,13 @@ impl Engine {
         options: &Options,
         kept: &Kept,
     ) -> Result<Self> {
-        Self::start(Shared::new(device, Arc::new(RealDisk), request, plan, options, Some(kept))?)
+        let mut taken = kept.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if taken.strong_count() > 0 {
+            return Err(crate::Error::StateInUse);
+        }
+        let engine = Self::start(Shared::new(device, Arc::new(RealDisk), request, plan, options, Some(kept))?)?;
+        *taken = Arc::downgrade(&engine.shared);
+        Ok(engine)
     }
 
     fn start(shared: Shared) -> Result<Self> {

@@ -417,7 +417,7 @@ class MemoryConfig:
     host: Size | Literal["auto"] = "auto"
     """Host memory; `auto`: what the machine or its control group leaves."""
     nvme: NvmeConfig | None = None
-    """Disk, for optimizer state that does not fit in host memory; used only then. null: none."""
+    """Disk, for optimizer state, and then weights, that do not fit in host memory; used only then. null: none."""
 
     def __post_init__(self) -> None:
         for name in ("gpu", "host"):
@@ -459,7 +459,8 @@ class PlanConfig:
     embedding. null: as few as let the others fit in host memory."""
     fragments: Literal["auto", "whole", "halves"] = "auto"
     """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
-    the MLP or experts. The numbers are the same. auto: halves where whole layers do not fit."""
+    the MLP or experts. The numbers are the same, apart from what compilation rounds. auto: halves where whole
+    layers do not fit, or leave little room on a card."""
     mlp_tiles: int | Literal["auto"] = "auto"
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.

@@ -121,6 +121,8 @@ class Runtime:
         self._core: _core.Engine | None = None
         self._templates: StepTemplates | None = None
         self._plan: dict[str, Any] = {}
+        self._made: tuple[Cut, dict[str, Any], str] | None = None
+        """The present plan's cut, request and text."""
         self._closed = False
         self.undefined = ""
         """Why the weights belong to no single training step, after a load was interrupted."""
@@ -235,12 +237,10 @@ class Runtime:
         self._loss_fn = True
         if self._core is None or self.micro_batch is None or self.micro_batches is None:
             return
-        found = cuts(self._whole, self.settings, math.prod(self.micro_batch))
-        on_disk = self._plan["totals"]["disk"]
-        cut, _, plan = self._first_that_fits(found, self.micro_batch, self.micro_batches, on_disk)
-        planned = json.loads(plan)
+        made = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
+        cut, planned = made[0], json.loads(made[2])
         if cut == self.cut and _placement(planned) == _placement(self._plan):
-            self._plan, self.templates.torch_bytes = planned, _torch_bytes(planned)
+            self._plan, self._made, self.templates.torch_bytes = planned, made, _torch_bytes(planned)
         elif not between_passes:
             raise ConfigError(
                 "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
@@ -310,19 +310,21 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         self.check()
-        return self._make(micro_batch, micro_batches, self._bytes_beside_the_plan(), fill)
+        planned = self._first_that_fits(micro_batch, micro_batches)
+        core = self._make(planned, self._bytes_beside_the_plan(), fill)
+        self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        return core
 
     def _make(
         self,
-        micro_batch: tuple[int, int],
-        micro_batches: int,
+        made: tuple[Cut, dict[str, Any], str],
         base: int,
         fill: Callable[[_core.Engine], None],
         kept: _core.Kept | None = None,
     ) -> _core.Engine:
-        """`base`: see `_bytes_beside_the_plan`; `kept`: the units' state, which is taken over instead of filled in."""
-        found = cuts(self._whole, self.settings, math.prod(micro_batch)) if kept is None else [self.cut]
-        cut, asked, planned = self._first_that_fits(found, micro_batch, micro_batches)
+        """Of a cut, a request and its plan. `base`: see `_bytes_beside_the_plan`; `kept`: the units' state, which is
+        taken over instead of filled in."""
+        cut, asked, planned = made
         request = json.dumps(asked)
         options: dict[str, Any] = {k: v for k, v in self.settings.items() if k in _OPTIONS}
         options["seed"] = self._seed
@@ -344,14 +346,14 @@ class Runtime:
             self.cut = before
             core.close()
             raise
-        self._core, self._templates, self._plan = core, templates, json.loads(planned)
-        self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        self._core, self._templates, self._plan, self._made = core, templates, json.loads(planned), made
         return core
 
     def _first_that_fits(
-        self, found: list[Cut], micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
+        self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
     ) -> tuple[Cut, dict[str, Any], str]:
-        """How the model is cut, of the cuts that were `found`, the request and the plan."""
+        """How the model is cut, the request and the plan."""
+        found = cuts(self._whole, self.settings, math.prod(micro_batch))
 
         def asked(cut: Cut) -> dict[str, Any]:
             return self.request(cut, micro_batch, micro_batches, on_disk)
@@ -415,7 +417,18 @@ class Runtime:
         core, base = self.core, self._bytes_beside_the_plan()
         assert self.micro_batch is not None
         assert self.micro_batches is not None
-        templates, before = self._templates, (self.settings, self._rates)
+        templates, before, present = self._templates, (self.settings, self._rates), self._made
+        assert present is not None
+        self.settings, self._rates = {**self.settings, **numbers}, dict(rates)
+        try:
+            # Within what the present plan was made for, of which this process holds a part now.
+            asked = self.request(self.cut, self.micro_batch, self.micro_batches)
+            made = planned([self.cut], self.cut, lambda _: asked | {"budget": present[1]["budget"]})
+        except BaseException as error:
+            self.settings, self._rates = before
+            if isinstance(error, ValueError) and not isinstance(error, DoesNotFit):
+                raise ConfigError(f"this cannot be planned: {error}") from error
+            raise
         # another thread may ask for a check: there is no core for a while
         self._changing, self._core, self._templates = True, None, None
         try:
@@ -423,22 +436,23 @@ class Runtime:
                 kept = core.keep()
             except BaseException as error:
                 self._core, self._templates = core, templates
+                self.settings, self._rates = before
                 if isinstance(error, ValueError):
                     raise ConfigError(f"the plan cannot be changed now: {error}") from None
                 raise
             del core, templates
             gc.collect()  # arrays over what is to be freed may be in cycles
-            sizes = self.micro_batch, self.micro_batches, base, lambda _: None
-            self.settings, self._rates = {**self.settings, **numbers}, dict(rates)
             with _current(self.device):
                 try:
-                    self._make(*sizes, kept)
+                    self._make(made, base, lambda _: None, kept)
                 except BaseException as error:
                     traceback.clear_frames(error.__traceback__)  # which refer to memory that is needed
                     self.settings, self._rates = before
-                    self.undefined = "the plan could be changed neither to another one nor back"
-                    self._make(*sizes, kept)
-                    self.undefined = ""
+                    try:
+                        self._make(present, base, lambda _: None, kept)
+                    except BaseException:
+                        self.undefined = "the plan could be changed neither to another one nor back"
+                        raise
                     raise
         finally:
             self._changing = False

@@ -131,13 +131,15 @@ def _state_stays(plan: dict[str, Any]) -> dict[str, Any]:
         numbers["slots"] = plan["slots"]
     if "disk" in states:
         numbers["state_on_disk"] = states.count("disk")
+        numbers["weights_on_disk"] = sum(unit.get("weights_on_disk", False) for unit in plan["units"])
     return numbers
 
 
 def _places(plan: dict[str, Any]) -> tuple[Any, ...]:
-    """Where state is."""
+    """Where state and weights are."""
     states = [unit["state"] for unit in plan["units"]]
-    return states, plan["slots"] if "device" in states else None
+    weights = [unit.get("weights_on_disk", False) for unit in plan["units"]]
+    return states, weights, plan["slots"] if "device" in states else None
 
 
 def checkpoint_s(config: Config, decoder: "Decoder", run_plan: RunPlan) -> float:
@@ -163,6 +165,7 @@ def _in_numbers(plan: dict[str, Any]) -> dict[str, Any]:
         "layer inputs on the host": sum(unit["input"] == "host" for unit in units),
         "units with state on the device": sum(unit["state"] == "device" for unit in units),
         "with state on disk": sum(unit["state"] == "disk" for unit in units),
+        "with weights on disk": sum(unit.get("weights_on_disk", False) for unit in units),
         "units updated on the device": sum(unit["update"] == "device" for unit in units),
         "micro-batches in a group": plan["group"],
         "weight slots": plan["slots"],

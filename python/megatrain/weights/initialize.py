@@ -47,12 +47,14 @@ def initialize(
 
 
 def _roots(decoder: Decoder) -> Iterator[tuple[str, list[TensorRef]]]:
-    """The modules to initialise, one after another, each with its tensors: a unit's module where it is one, else the
-    modules that own the unit's tensors."""
-    units: dict[int, list[TensorRef]] = {}
-    for ref in decoder.tensors.values():
-        units.setdefault(ref.unit, []).append(ref)
-    for _, refs in sorted(units.items()):
+    """The modules to initialise, one after another, each with its tensors: that of a layer, embedding or head where
+    there is one, else the modules that own its tensors. Into how many units a layer is cut makes no difference: a
+    model's rules may be about modules that hold both halves."""
+    layers: dict[int | str, list[TensorRef]] = {}
+    for ref in sorted(decoder.tensors.values(), key=lambda ref: ref.unit):
+        unit = decoder.units[ref.unit]
+        layers.setdefault(unit.name if unit.layer is None else unit.layer, []).append(ref)
+    for refs in layers.values():
         root = _common([ref.name.split(".")[:-1] for ref in refs])
         inside = {name for name in decoder.tensors if name.startswith(root + ".")} if root else set(decoder.tensors)
         if root and inside == {ref.name for ref in refs}:

@@ -1,7 +1,7 @@
 """Protocols: what this folder and `checkpoint/` need from a model, from the core that stores it, and from a source of
 weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +32,22 @@ class TensorRef(Protocol):
         """`trainable` or `frozen`."""
 
 
+class Unit(Protocol):
+    """Tensors that are stored together."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer that it is, or is a half of; None for embed and head."""
+
+
 class Decoder(Protocol):
     """The model, as far as its weights go."""
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """In forward order."""
 
     @property
     def layout(self) -> Layout | None:

@@ -12,6 +12,7 @@ use crate::plan::{
     Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, TRANSFER_WINDOW, UnitPlan,
     UnitRequest, UpdateMode, disk_cuts, part_bytes, staged_bytes, staged_on_host, torch_lines,
 };
+use crate::store::spill::weights_bytes;
 
 /// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
 /// the next gradient while the link lags or leads by a few layers.
@@ -70,7 +71,8 @@ struct FirstOnDisk {
     /// Bytes of their state on disk, and those that the host no longer holds.
     state: u64,
     freed: u64,
-    /// Bytes of their images.
+    /// Bytes of the weights that are updated with it, and of their images, which hold what is frozen too.
+    updated_weights: u64,
     images: u64,
     /// The largest of these, and of the parts in which state comes and goes, without and with its weights.
     largest_image: u64,
@@ -85,6 +87,7 @@ impl FirstOnDisk {
         Self {
             state: self.state.saturating_add(bytes(false).sum()),
             freed: total([self.freed, layout.residual_bytes(), 2 * layout.moment_bytes()]),
+            updated_weights: self.updated_weights.saturating_add(weights_bytes(layout, layout.elements)),
             images: self.images.saturating_add(layout.image_bytes),
             largest_image: self.largest_image.max(layout.image_bytes),
             largest_part: self.largest_part.max(largest(false)),
@@ -229,7 +232,8 @@ impl<'a> Space<'a> {
         ];
         // Weights are read at least once to be sent.
         let seconds = |bytes: u64, gbs: f64| bytes as f64 / (gbs * 1e9);
-        let read = seconds(disk.saturating_add(of_weights.images), self.rates.state_read_gbs);
+        let updated = of_state.state.saturating_add(of_weights.updated_weights);
+        let read = seconds(updated.saturating_add(of_weights.images), self.rates.state_read_gbs);
         OnDisk {
             units,
             weights,
@@ -237,7 +241,7 @@ impl<'a> Space<'a> {
             traffic: disk_traffic(disk, of_weights.images, self.request.micro_batches.div_ceil(self.group)),
             freed: of_state.freed.saturating_add(of_weights.images),
             buffers: total(buffers),
-            least_s: read.max(seconds(disk, self.rates.state_write_gbs)),
+            least_s: read.max(seconds(updated, self.rates.state_write_gbs)),
         }
     }
 
@@ -566,7 +570,8 @@ impl<'a> Space<'a> {
 }
 
 /// What a step reads and writes of so many bytes on disk, in as many groups of micro-batches: everything once, to be updated, and
-/// weights for forward and backward of each group. (A slot may spare one of these; which plan is taken does not depend on it.)
+/// weights for forward and backward of each group. (A slot may spare one of these, and frozen weights are not updated; which
+/// plan is taken does not depend on that.)
 pub(super) fn disk_traffic(disk: u64, weights: u64, groups: u32) -> u64 {
     disk.saturating_mul(2).saturating_add(weights.saturating_mul(2 * u64::from(groups)))
 }

@@ -1,7 +1,8 @@
 //! The state of a model between two engines: what stays where it is when a plan changes in what a step works in.
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
 use super::Engine;
+use super::state::Shared;
 use crate::device::DeviceMemory;
 use crate::error::{Error, Result};
 use crate::plan::{DeviceState, Placement, Region};
@@ -14,8 +15,10 @@ pub struct Kept {
     placement: Placement,
     pub(super) store: Arc<Store>,
     pub(super) spill: Option<Arc<Spill>>,
-    weights: DeviceMemory,
-    state: DeviceMemory,
+    /// The regions of weights and state, where the device holds any state.
+    on_device: Option<[DeviceMemory; 2]>,
+    /// The engine that has taken it over last.
+    pub(super) taken: Mutex<Weak<Shared>>,
 }
 
 impl Engine {
@@ -29,20 +32,26 @@ impl Engine {
         self.drained()?;
         let shared = &self.shared;
         {
-            let core = shared.enter()?;
+            let mut core = shared.enter()?;
             if core.computing() || core.undecided.is_some() || core.accumulated {
                 return Err(Error::PassUnderWay { remedy: "apply or abandon its gradients before the plan changes" });
             }
             if core.saving.is_some() {
                 return Err(Error::SaveUnderWay);
             }
+            if !core.is_drained() {
+                return Err(Error::PassUnderWay { remedy: "another thread has begun one" });
+            }
+            // Nothing begins from here on.
+            core.closing = true;
         }
+        let holds_state = shared.placement.device_state.iter().any(Option::is_some);
         let kept = Kept {
             placement: shared.placement.clone(),
             store: Arc::clone(&shared.memory.store),
             spill: shared.memory.spill(),
-            weights: self.region(Region::Weights),
-            state: self.region(Region::State),
+            on_device: holds_state.then(|| [Region::Weights, Region::State].map(|region| self.region(region))),
+            taken: Mutex::default(),
         };
         self.close();
         Ok(kept)
@@ -66,7 +75,8 @@ impl Kept {
             Some("which state is on disk")
         } else if places(before) != places(next) {
             Some("which units have their state on the device")
-        } else if self.on_device() && before.region_bytes(Region::Weights) != next.region_bytes(Region::Weights) {
+        } else if self.on_device.is_some() && before.region_bytes(Region::Weights) != next.region_bytes(Region::Weights)
+        {
             Some("the number of slots, beside which units have their state on the device,")
         } else {
             None
@@ -76,16 +86,12 @@ impl Kept {
 
     /// The memory of a device region that holds state.
     pub(super) fn region(&self, region: Region) -> Option<DeviceMemory> {
-        let held = match region {
-            Region::Weights => &self.weights,
-            Region::State => &self.state,
-            _ => return None,
-        };
-        self.on_device().then(|| held.clone())
-    }
-
-    fn on_device(&self) -> bool {
-        self.placement.device_state.iter().any(Option::is_some)
+        let [weights, state] = self.on_device.as_ref()?;
+        match region {
+            Region::Weights => Some(weights.clone()),
+            Region::State => Some(state.clone()),
+            _ => None,
+        }
     }
 }
 

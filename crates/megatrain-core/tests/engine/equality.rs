@@ -206,12 +206,13 @@ fn a_plan_that_takes_over_the_state_of_another_changes_no_bit_and_moves_none_of_
                     let mut run = start(request, device.clone(), &options());
                     train_steps(&run, 0..2, clip);
                     let kept = run.engine.keep().unwrap();
-                    let places = |plan: &Plan| plan.units.iter().map(|unit| unit.state).collect::<Vec<_>>();
-                    let (other, device) = (plan(next).unwrap(), Arc::new(device));
-                    let slots = |plan: &Plan| places(plan).contains(&State::Device).then_some(plan.slots);
-                    let cut = |request: &Request, plan: &Plan| {
-                        places(plan).contains(&State::Disk).then_some(request.requests.parts)
+                    let places = |plan: &Plan| {
+                        plan.units.iter().map(|unit| (unit.state, unit.weights_on_disk)).collect::<Vec<_>>()
                     };
+                    let any = |plan: &Plan, state| plan.units.iter().any(|unit| unit.state == state);
+                    let (other, device) = (plan(next).unwrap(), Arc::new(device));
+                    let slots = |plan: &Plan| any(plan, State::Device).then_some(plan.slots);
+                    let cut = |request: &Request, plan: &Plan| any(plan, State::Disk).then_some(request.requests.parts);
                     let stays = places(&run.plan) == places(&other)
                         && slots(&run.plan) == slots(&other)
                         && cut(request, &run.plan) == cut(next, &other);

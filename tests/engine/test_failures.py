@@ -140,6 +140,7 @@ def calls(ours: megatrain.Engine, folder: Path) -> dict[str, Any]:
         "numerics": ours.numerics,
         "stats": ours.stats,
         "drain": ours.drain,
+        "change_plan": lambda: ours.change_plan({}, {}),
         "core": lambda: ours.core,
         "plan": lambda: ours.plan,
         "request": lambda: ours.request((1, 8), 1),

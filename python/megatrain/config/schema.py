@@ -464,7 +464,7 @@ class PlanConfig:
     mlp_tiles: int | Literal["auto"] = "auto"
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.
-    auto: 1, and as many as make a single row fit where it does not otherwise."""
+    auto: 1, and as many as make a single row fit where it does not otherwise, or leave more room on a card."""
     weights_on_disk: int | None = None
     """Of these units, how many have their weights there too, the first ones; they are read each time that they are sent
     to the device. null: none, unless host memory is too small with all optimizer state on disk."""

@@ -40,6 +40,8 @@ docs: $(VENV)/.development ## the documentation site, in target/site
 
 test: test-rust test-python ## every test that needs no card
 
+# CI tries the same random values each time; test-fuzz tries others.
+test-rust: export PROPTEST_RNG_SEED ?= 1
 test-rust: ## the Rust tests, with cargo-nextest where it is installed, then the numbered examples
 	@if cargo nextest --version >/dev/null 2>&1; \
 	then cargo nextest run --workspace --locked && cargo test --workspace --locked --doc; \
@@ -72,7 +74,8 @@ test-gpu: $(VENV)/.development ## on a machine with an NVIDIA card: conformance,
 	cargo test -p megatrain-cuda --locked
 	for script in tests/gpu/*.py; do $(PYTHON) $$script || exit 1; done
 
-test-fuzz: $(VENV)/.development ## random sequences of operations, for MINUTES (120): CI runs the first ten sequences
+test-fuzz: $(VENV)/.development ## random plans, then sequences of operations for MINUTES (120): CI tries the same few each time
+	cargo test --release --workspace --locked
 	OMP_NUM_THREADS=1 $(PYTHON) tests/check_fuzz.py --minutes $(MINUTES)
 
 test-soak: $(VENV)/.development ## 2,000 steps with pauses, saves, evaluations and restarts

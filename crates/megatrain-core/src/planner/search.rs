@@ -41,6 +41,7 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let ease =
         |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
     fitting.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
+    let points: Vec<Point> = fitting.iter().map(|found| found.0).collect();
     let group = request.requests.group.unwrap_or(request.micro_batches);
     let micro_batches = simulated_micro_batches(request.micro_batches, group) as usize;
     // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
@@ -57,14 +58,18 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         }
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
-    // Fewer slabs delay gradients and leave the link to loads, which is faster at times; without this a host with less
-    // memory would get the better plan.
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {
-        for slabs in 1..point.slabs.min(FEW_SLABS + 1) {
-            let (plan, _) = Point { slabs, ..point }.plan(request)?;
-            let found = expected_step_s(request, &plan)?;
-            if found < seconds {
-                (best, seconds) = (plan, found);
+        // Fewer slabs delay gradients and leave the link to loads, which is faster at times, most of all where every weight
+        // has a slot; without this a host with less memory would get the better plan.
+        let alike = |other: &&Point| Point { slots: point.slots, slabs: point.slabs, ..**other } == point;
+        let most = points.iter().filter(alike).map(|other| other.slots).max().filter(|&most| most > point.slots);
+        for slots in std::iter::once(point.slots).chain(most) {
+            for slabs in 1..point.slabs.min(FEW_SLABS + 1) {
+                let (plan, _) = Point { slots, slabs, ..point }.plan(request)?;
+                let found = expected_step_s(request, &plan)?;
+                if found < seconds {
+                    (best, seconds) = (plan, found);
+                }
             }
         }
     }

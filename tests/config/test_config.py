@@ -328,6 +328,8 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
         ({"data": {"train": [{"path": "a", "fields": {"txt": "b"}}]}}, r"fields of .*: 'txt' is not one of text"),
         ({"plan": {"slots": 0}}, r"plan\.slots is 0; it must be at least 1"),
         ({"plan": {"group": 0}}, r"plan\.group is 0; it must be at least 1"),
+        ({"plan": {"first_group": 0}}, r"plan\.first_group is 0; it must be at least 1"),
+        ({"plan": {"first_keep": -1}}, r"plan\.first_keep is -1; it must be at least 0"),
         ({"plan": {"threads": 0}}, r"plan\.threads is 0; it must be at least 1"),
         ({"plan": {"stage_buffers": 1}}, r"plan\.stage_buffers is 1; it must be at least 2"),
         ({"plan": {"inputs": "disk"}}, r"plan\.inputs is the string 'disk'; expected device or host"),

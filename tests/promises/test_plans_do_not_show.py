@@ -71,6 +71,24 @@ def test_how_micro_batches_are_grouped_does_not_show(group: int, tied: bool) -> 
     assert_same_bits(bits(tied=tied, seed=5, plan={"group": group, "keep": 2}), wanted(tied=tied))
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"inputs": "device"},
+        {"inputs": "host", "stage_buffers": 2},
+        {"activation": "offload", "inputs": "host"},
+        {"first_keep": 0, "state_on_device": 2},
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_larger_first_group_that_keeps_less_does_not_show(first: dict[str, Any], tied: bool) -> None:
+    plan = {"group": 1, "first_group": 2, "keep": 3, "first_keep": 1, "slots": 3} | first
+    assert_same_bits(bits(tied=tied, seed=14, plan=plan), wanted(tied=tied))
+    immediate = {"max_grad_norm": None, "update": "immediate"}
+    found = bits(tied=tied, seed=15, plan={**plan, "slabs": 2}, **immediate)
+    assert_same_bits(found, wanted(tied=tied, max_grad_norm=None))
+
+
 @pytest.mark.parametrize("slabs", [1, 2])
 def test_update_mode_and_slabs_do_not_show(slabs: int) -> None:
     plain = wanted(max_grad_norm=None)

@@ -185,6 +185,16 @@ pub enum Error {
         /// What it may be.
         allowed: &'static str,
     },
+    /// The first group has fewer micro-batches than the others, or more than a step.
+    #[error("plan.first_group must be between plan.group = {least} and micro_batches = {micro_batches}, not {value}")]
+    FirstGroupOutOfRange {
+        /// The micro-batches of the first group.
+        value: u32,
+        /// Those of the others.
+        least: u32,
+        /// Those of a step.
+        micro_batches: u32,
+    },
     /// A group has no micro-batches, or more than a step.
     #[error("plan.group must be between 1 and micro_batches = {micro_batches}, not {value}")]
     GroupOutOfRange {

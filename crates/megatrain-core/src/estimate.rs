@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::layout::Role;
-use crate::plan::{Activation, Forecast, Placement, Plan, Rates, Request, UnitRole, UpdateMode, staged_bytes};
+use crate::plan::{Activation, Forecast, Groups, Placement, Plan, Rates, Request, Staged, UnitRole, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
 
@@ -58,12 +58,18 @@ pub struct Estimate {
 /// # Errors
 /// As for [`Schedule::new`].
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
+    simulate(request, plan, rates, plan.micro_batches)
+}
+
+/// As [`estimate`], of a plan whose micro-batches stand for `micro_batches`.
+fn simulate(request: &Request, plan: &Plan, rates: &Rates, micro_batches: u32) -> Result<Estimate> {
     let placement = Placement::new(request, plan)?;
     let inputs = ScheduleInputs::from_placement(request, plan, &placement);
     let shape = Shape::new(Pass::Train, plan.micro_batches);
     let (first, steady) = Schedule::steady(&inputs, shape)?;
     let looked_up = inputs.early.then(|| looked_up(request, plan));
-    let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, contention: 1.0 };
+    let sums = f64::from(micro_batches - 1) / f64::from(plan.micro_batches);
+    let mut durations = Durations { request, plan, placement: &placement, rates, looked_up, sums, contention: 1.0 };
     durations.contention = durations.contention(&steady);
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
     let moved = |lane: Lane| steady.ops.iter().filter(|op| op.lane == lane).map(|op| durations.disk_bytes(op)).sum();
@@ -82,8 +88,10 @@ pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     }
     let request = &*captured(request, plan);
     let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, plan)?;
+    let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
-    let Estimate { step_s, lanes, bound, disk_read, disk_written, .. } = estimate(&request, &plan, &request.rates)?;
+    let Estimate { step_s, lanes, bound, disk_read, disk_written, .. } =
+        simulate(&request, &plan, &request.rates, micro_batches)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes, disk_read, disk_written })
 }
 
@@ -118,10 +126,16 @@ pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
 
 /// A step simulated at the rates that a whole step sustains, its time with an allowance for what that leaves out.
 fn expected(request: &Request, plan: &Plan) -> Result<Estimate> {
+    let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
     let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
-    let found = estimate(&request, &plan, &request.sustained_rates())?;
+    let found = simulate(&request, &plan, &request.sustained_rates(), micro_batches)?;
     Ok(Estimate { step_s: found.step_s * allowance, ..found })
+}
+
+/// To add so many gradients to fp32 sums, which are read and written. A bound counts the floating-point operations alone.
+pub(crate) fn adding_s(parameters: u64, rates: &Rates) -> f64 {
+    if rates.beside_matmuls { 8.0 * parameters as f64 / (rates.hbm_gbs * 1e9) } else { 0.0 }
 }
 
 /// Most micro-batches of a group that are simulated one by one.
@@ -129,15 +143,16 @@ const SIMULATED_MICRO_BATCHES: u32 = 4;
 
 /// The micro-batches that a forecast simulates: those of a large group, which pass through a unit one after the other,
 /// are taken together as a few of the same total size. The sums of every lane stay as they are.
-pub(crate) fn simulated_micro_batches(micro_batches: u32, group: u32) -> u32 {
-    if group <= SIMULATED_MICRO_BATCHES || !micro_batches.is_multiple_of(group) {
+pub(crate) fn simulated_micro_batches(micro_batches: u32, groups: Groups) -> u32 {
+    let group = groups.others();
+    if group <= SIMULATED_MICRO_BATCHES || groups.first() != group || !micro_batches.is_multiple_of(group) {
         return micro_batches;
     }
     micro_batches / group * SIMULATED_MICRO_BATCHES
 }
 
 fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow<'a, Plan>) {
-    let simulated = simulated_micro_batches(plan.micro_batches, plan.group);
+    let simulated = simulated_micro_batches(plan.micro_batches, plan.groups());
     if simulated == plan.micro_batches {
         return (Cow::Borrowed(request), Cow::Borrowed(plan));
     }
@@ -158,9 +173,9 @@ fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow
     }
     request.micro_batches = simulated;
     let mut plan = plan.clone();
-    (plan.micro_batches, plan.group) = (simulated, SIMULATED_MICRO_BATCHES);
-    let layers = 1..plan.units.len() - 1;
-    plan.stage_bytes = layers.map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+    (plan.micro_batches, plan.group, plan.first_group) = (simulated, SIMULATED_MICRO_BATCHES, 0);
+    let staged = |unit: usize| Staged::new(&request.units[unit], &plan.units[unit], plan.groups()).largest();
+    plan.stage_bytes = (1..plan.units.len() - 1).map(staged).max().unwrap_or(0);
     (Cow::Owned(request), Cow::Owned(plan))
 }
 
@@ -171,6 +186,8 @@ struct Durations<'a> {
     rates: &'a Rates,
     /// The fraction of the embedding's rows that a step looks up, where the others are updated early.
     looked_up: Option<f64>,
+    /// Gradients that are added to a sum, as a part of all that are formed: all but the first one.
+    sums: f64,
     /// By how much the link slows the host's updates down.
     contention: f64,
 }
@@ -202,13 +219,15 @@ impl Durations<'_> {
                 let norm = if op.early { 0.0 } else { memory(self.grad_bytes(op)) };
                 norm + download(self.link_bytes(op))
             }
-            Kind::Embed | Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes),
+            Kind::Embed => memory(2 * self.request.units[unit + 1].input_bytes),
+            Kind::EmbedBackward => memory(2 * self.request.units[unit + 1].input_bytes) + self.adding_s(unit),
             Kind::Forward => work.forward_s(r),
-            Kind::Loss => work.forward_s(r) + work.backward_s(r),
-            Kind::Backward if self.plan.units[unit].activation == Activation::Recompute => {
-                work.recompute_s(r) + work.backward_s(r)
+            Kind::Loss => work.forward_s(r) + work.backward_s(r) + self.adding_s(unit),
+            Kind::Backward => {
+                let first = self.plan.groups().has_in_first(op.micro_batch);
+                let again = self.plan.units[unit].activation_in(first) == Activation::Recompute;
+                work.backward_s(r) + if again { work.recompute_s(r) } else { 0.0 } + self.adding_s(unit)
             }
-            Kind::Backward => work.backward_s(r),
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
             Kind::ReadState | Kind::ReadWeights => self.disk_bytes(op) as f64 / (r.state_read_gbs * 1e9),
             Kind::WriteState => self.disk_bytes(op) as f64 / (r.state_write_gbs * 1e9),
@@ -227,6 +246,11 @@ impl Durations<'_> {
             // Steady state is that without a checkpoint.
             Kind::ClipDecision | Kind::WriteCheckpoint => 0.0,
         }
+    }
+
+    /// To add a micro-batch's gradients to their sums.
+    fn adding_s(&self, unit: usize) -> f64 {
+        self.sums * adding_s(self.placement.layouts[unit].num_trainable(), self.rates)
     }
 
     /// What an operation moves between host and disk.
@@ -263,7 +287,7 @@ impl Durations<'_> {
                 let image = &self.placement.parts[unit][op.part as usize].image;
                 image.end - image.start
             }
-            Kind::FetchActivation | Kind::OffloadActivation => self.placement.staged[unit],
+            Kind::FetchActivation | Kind::OffloadActivation => self.placement.staged[unit].bytes(op.micro_batch),
             Kind::OffloadGrad if op.slab.is_some() => self.grad_bytes(op),
             Kind::FetchState => self.placement.device_update_bytes(unit, op.part as usize).0,
             Kind::WriteBackState => self.placement.device_update_bytes(unit, op.part as usize).1,

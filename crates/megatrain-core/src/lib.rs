@@ -50,15 +50,17 @@ mod trace;
 
 /// What a plan is made from, the plan, and where it puts everything: data only. [`plan::plan`] is the planner's.
 pub mod plan {
+    mod groups;
     mod placement;
     #[expect(clippy::module_inception, reason = "the type and its file are called after the noun")]
     mod plan;
     mod request;
 
-    pub use self::placement::{DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, StateBuffer};
-    pub(crate) use self::placement::{
-        TRANSFER_WINDOW, disk_cuts, part_bytes, staged_bytes, staged_on_host, torch_lines,
+    pub use self::groups::Groups;
+    pub use self::placement::{
+        DeviceRange, DeviceState, HostState, NormPlace, Part, Placement, Region, Staged, StateBuffer,
     };
+    pub(crate) use self::placement::{TRANSFER_WINDOW, disk_cuts, largest_torch_lines, part_bytes, torch_lines};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
         Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,

@@ -438,7 +438,12 @@ class PlanConfig:
     """Host buffers that gradients land in."""
     group: int | None = None
     """Micro-batches that pass through a layer before the next one is loaded. null: all of a step, so that weights cross
-    the link once."""
+    the link once, or fewer where that is faster."""
+    first_group: int | None = None
+    """As many of the first group, whose forward pass hides the updates of the step before: at least `group`. null: the
+    same as `group` where that is given, else as many as make a step shortest."""
+    first_keep: int | None = None
+    """Layers whose activations are kept in a larger first group, `keep` at most. null: as many as fit."""
     keep: int | None = None
     """Layers whose activations are kept on the device; the others are recomputed."""
     activation: Literal["keep", "offload", "recompute"] | None = None
@@ -489,8 +494,8 @@ class PlanConfig:
     """Whether host memory is asked for in huge pages."""
 
     def __post_init__(self) -> None:
-        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1)
+        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, first_keep=0, state_on_device=0, updates_on_device=0)
+        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, first_group=1, stage_buffers=2, parts=1, loss_chunk=1)
         _at_least("plan", self, threads=1)
 
 

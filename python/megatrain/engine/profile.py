@@ -263,13 +263,14 @@ def plan_request(
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
-    group = (requests or {}).get("group")
-    if decoder.router is not None and group is not None and group < micro_batches:
-        raise ConfigError(
-            f"plan.group is {group} of {micro_batches} micro-batches: the router's auxiliary loss is taken over all "
-            "tokens of a step, so backward begins when all have been forward; leave plan.group out, or set "
-            "output_router_logits to false"
-        )
+    for key in ("group", "first_group"):
+        size = (requests or {}).get(key)
+        if decoder.router is not None and size is not None and size < micro_batches:
+            raise ConfigError(
+                f"plan.{key} is {size} of {micro_batches} micro-batches: the router's auxiliary loss is taken over all "
+                f"tokens of a step, so backward begins when all have been forward; leave plan.{key} out, or set "
+                "output_router_logits to false"
+            )
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
@@ -390,7 +391,7 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
     """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
     least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
     return [
-        (asked["kept_bytes"] if planned["activation"] == "offload" else 0)
+        (asked["kept_bytes"] if "offload" in (planned["activation"], planned.get("first_activation")) else 0)
         + (asked["input_bytes"] if planned["input"] == "host" else 0)
         for asked, planned in zip(request["units"], plan["units"], strict=True)
     ]
@@ -450,6 +451,8 @@ REQUESTS = (
     "slots",
     "slabs",
     "group",
+    "first_group",
+    "first_keep",
     "activation",
     "keep",
     "inputs",

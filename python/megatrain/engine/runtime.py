@@ -517,7 +517,7 @@ class Runtime:
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
-            group=int(plan["group"]),
+            group=max(int(plan["group"]), int(plan["first_group"])),
             torch_bytes=_torch_bytes(plan),
             heap=None,
             graphs=LayerGraphs(captured) if captured and casts is None else None,
@@ -547,6 +547,7 @@ def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset
         for number, unit in enumerate(plan["units"])
         if plan["graphs"] and 0 < number < len(plan["units"]) - 1 and number not in tiled
         if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
+        if unit.get("first_activation") is None
     )
 
 

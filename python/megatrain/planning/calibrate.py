@@ -29,13 +29,14 @@ from megatrain.system.hardware import GIB, Machine
 log: logging.Logger = logging.getLogger("megatrain")
 
 # Where nothing was measured: of the data sheets, dense bf16 products with fp32 sums and device memory, of which a large
-# product reaches about two thirds and a copy three quarters; a word of the card's name decides, the first that fits.
+# product reaches 0.74 (an H200 under load) and a copy three quarters. A word of the card's name decides, the first that
+# fits.
 _CARDS = {
     # word: (TFLOP/s, GB/s of device memory, GB/s of the link one way)
     "B200": (2250, 8000, 50.0),
-    "H200": (989, 4800, 50.0),
+    "H200": (989, 4800, 55.0),
     "H100 PCIe": (756, 2000, 50.0),
-    "H100": (989, 3350, 50.0),
+    "H100": (989, 3350, 55.0),
     "A100": (312, 1555, 25.0),
     "L40": (362, 864, 25.0),
     "RTX 6000 Ada": (364, 960, 25.0),
@@ -46,7 +47,7 @@ _CARDS = {
 }
 _OTHER_CARD = (80, 600, 12.0)
 """Of a card whose name says nothing: a present consumer's."""
-_MATMUL_SHARE, _HBM_SHARE = 0.65, 0.75
+_MATMUL_SHARE, _HBM_SHARE = 0.74, 0.75
 
 
 def _usual_cuda(machine: Machine) -> dict[str, float]:
@@ -58,7 +59,7 @@ def _usual_cuda(machine: Machine) -> dict[str, float]:
     return rates | {"matmul_tflops": _MATMUL_SHARE * tflops, "hbm_gbs": _HBM_SHARE * hbm}
 
 
-_USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.0  # host memory is the bound from about ten processors on
+_USUAL_ADAMW_A_CPU, _USUAL_ADAMW = 0.4, 4.8  # host memory is the bound from about ten processors on
 _UPDATES = {
     # rate: (bytes that an update of a parameter moves, most 10⁹ parameters/s that one processor computes)
     "adamw_gparams": (26, 2.0),

@@ -377,7 +377,7 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
     """The most rows that could be computed at a time, by trying."""
-    options = {key: value for key, value in run_plan.options.items() if key != "group"}  # of several micro-batches
+    options = {key: value for key, value in run_plan.options.items() if key not in ("group", "first_group")}  # of several
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:

@@ -145,6 +145,11 @@ def _layers(report: "Forecast") -> str:
     shown = [f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations]
     if len(shown) == 1:
         shown = [f"all {how[activations[0]].replace('them', 'their activations')}"]
+    again = sum("first_activation" in unit for unit in units)
+    if again:
+        first = report.run_plan.plan["first_group"]
+        other = {unit.get("first_activation") for unit in units} - {None}
+        shown.append(f"{again} of them {' or '.join(sorted(other))} those of the first {first} micro-batches")
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"

@@ -9,8 +9,8 @@ use crate::store::spill::{state_bytes, weights_bytes};
 pub(crate) use self::build::TRANSFER_WINDOW;
 pub(crate) use self::cut::disk_cuts;
 use self::sizes::PAGE;
-pub(crate) use self::sizes::{staged_bytes, staged_on_host};
-pub(crate) use self::torch::torch_lines;
+pub use self::sizes::Staged;
+pub(crate) use self::torch::{largest_torch_lines, torch_lines};
 
 mod build;
 mod carver;
@@ -168,10 +168,8 @@ pub struct Placement {
     pub own_slab: Vec<Option<u32>>,
     /// The shared slabs.
     pub shared_slabs: Vec<u32>,
-    /// Bytes that each staged unit leaves on the host a micro-batch; 0 where nothing is staged.
-    pub staged: Vec<u64>,
-    /// Micro-batches whose staged bytes wait on the host at a time.
-    pub staged_micro_batches: u32,
+    /// What each unit leaves on the host between forward and backward.
+    pub staged: Vec<Staged>,
     /// Bytes of each unit's fp32 store for gradients accumulated over passes.
     pub store: Vec<u64>,
     /// Bytes of the window through which callers and checkpoints read and write state on the device and on disk.

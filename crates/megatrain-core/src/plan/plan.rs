@@ -1,7 +1,7 @@
 //! A plan: what becomes of every unit, how many buffers there are, and every line of the sum.
 use serde::{Deserialize, Serialize};
 
-use super::{Placement, Request};
+use super::{Groups, Placement, Request};
 use crate::error::{Error, Item, Result, Tier};
 
 /// Where a unit's weights, residual and moments live between steps.
@@ -51,7 +51,10 @@ pub struct UnitPlan {
     pub state: State,
     /// What becomes of its activations.
     pub activation: Activation,
-    /// Where its input waits.
+    /// What becomes of them in the first group of micro-batches, where that is something else.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_activation: Option<Activation>,
+    /// Where its input waits, of micro-batches whose activations are not kept.
     pub input: Place,
     /// Where it is updated: where its state lives, or on the device, through which its state then passes.
     pub update: Place,
@@ -62,6 +65,18 @@ pub struct UnitPlan {
 }
 
 impl UnitPlan {
+    /// What becomes of the activations of a micro-batch that is in the first group, or in another one.
+    #[must_use]
+    pub fn activation_in(&self, first_group: bool) -> Activation {
+        self.first_activation.filter(|_| first_group).unwrap_or(self.activation)
+    }
+
+    /// Where the input of such a micro-batch waits: with what is kept, or where the plan says.
+    #[must_use]
+    pub fn input_in(&self, first_group: bool) -> Place {
+        if self.activation_in(first_group) == Activation::Keep { Place::Device } else { self.input }
+    }
+
     /// Whether its state lives on the host and is copied to the device to be updated.
     #[must_use]
     pub fn needs_device_update(&self) -> bool {
@@ -72,7 +87,8 @@ impl UnitPlan {
     /// nothing that it saves goes to the host.
     #[must_use]
     pub fn can_be_captured(&self) -> bool {
-        self.state == State::Device && self.activation != Activation::Offload && self.input == Place::Device
+        let same = self.first_activation.is_none();
+        self.state == State::Device && same && self.activation != Activation::Offload && self.input == Place::Device
     }
 }
 
@@ -140,6 +156,9 @@ pub struct Plan {
     pub weight_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
+    /// As many of the first group, where that is larger; else 0.
+    #[serde(default)]
+    pub first_group: u32,
     /// Micro-batches of a step, at most.
     pub micro_batches: u32,
     /// Whether layers whose weights stay on the device are captured once and replayed.
@@ -155,6 +174,12 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// How the micro-batches of a step are divided.
+    #[must_use]
+    pub fn groups(&self) -> Groups {
+        Groups::new(self.first_group, self.group)
+    }
+
     /// The totals of `items`.
     #[must_use]
     pub fn sum(items: &[Item]) -> Totals {

@@ -159,6 +159,10 @@ pub struct Requests {
     pub slabs: Option<u32>,
     /// Micro-batches a group; by default all of them.
     pub group: Option<u32>,
+    /// Micro-batches of the first group, at least as many.
+    pub first_group: Option<u32>,
+    /// Layers whose activations are kept in the first group, where that is larger: at most as many as in the others.
+    pub first_keep: Option<u32>,
     /// What becomes of the layers' activations.
     pub activation: Option<Activation>,
     /// Layers whose activations are kept, the last ones.
@@ -571,6 +575,18 @@ impl Request {
             && (group == 0 || group > self.micro_batches)
         {
             return Err(Error::GroupOutOfRange { value: group, micro_batches: self.micro_batches });
+        }
+        if let Some(first) = r.first_group {
+            let least = r.group.unwrap_or(1).max(1);
+            if !(least..=self.micro_batches).contains(&first) {
+                return Err(Error::FirstGroupOutOfRange { value: first, least, micro_batches: self.micro_batches });
+            }
+        }
+        if let (Some(first), keep) = (r.first_keep, r.keep.map_or(layers, |keep| keep as usize))
+            && first as usize > keep
+        {
+            let of = if r.keep.is_some() { "layers that plan.keep counts" } else { "layers" };
+            return Err(exceeds("plan.first_keep", first, keep, of));
         }
         if let Some(keep) = r.keep {
             if keep as usize > layers {

@@ -2,8 +2,9 @@
 //!
 //! All of them (layer-major): weights and gradients cross the link once a step, and activations of all micro-batches wait
 //! for backward. One: activations of a single micro-batch wait, so that they can be kept, and weights either cross the
-//! link for each micro-batch or stay on the device, where gradients are summed too. Groups are of equal size and in
-//! order, so gradients are summed in the same order whatever the size.
+//! link for each micro-batch or stay on the device, where gradients are summed too; but updates of the step before are
+//! hidden by the forward of a single micro-batch, so the first group may be larger than the others. Groups are in order, so
+//! gradients are summed in the same order whatever the sizes.
 use super::search;
 use super::space::disk_traffic;
 use crate::error::{Error, Result, Tier};
@@ -22,8 +23,10 @@ const ALIKE: f64 = 1.0005;
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
     let mut refusal = None;
+    // Whoever asks for a size asks for equal groups.
+    let compare_first = request.requests.group.is_none() && request.requests.first_group.is_none();
     for asked in in_groups(request) {
-        let plan = match search::fastest(&asked) {
+        let plan = match search::fastest(&asked, compare_first) {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
                 refusal.get_or_insert(error);
@@ -61,7 +64,7 @@ pub(super) fn any_fits(request: &Request) -> Result<bool> {
 /// What a step of a plan reads from disk and writes there.
 fn traffic(plan: &Plan) -> u64 {
     let weights = plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == "weights");
-    disk_traffic(plan.totals.disk, weights.map(|item| item.bytes).sum(), plan.micro_batches.div_ceil(plan.group))
+    disk_traffic(plan.totals.disk, weights.map(|item| item.bytes).sum(), plan.groups().count(plan.micro_batches))
 }
 
 /// The request with each of the group sizes that are compared asked for.
@@ -82,15 +85,18 @@ fn elsewhere(plan: &Plan) -> (usize, usize) {
 /// The sizes that are compared, as they are asked for. Sums over several passes, and a loss term over the whole step,
 /// need all micro-batches in one group.
 fn sizes(request: &Request) -> Vec<Option<u32>> {
-    let r = &request.requests;
+    let (r, all) = (&request.requests, request.micro_batches);
     if r.group.is_some() || r.accumulate || request.one_group {
         return vec![r.group];
     }
-    let all = request.micro_batches;
+    if r.first_group == Some(all) {
+        return vec![Some(all)];
+    }
     let smaller = [all.div_ceil(2), 4, 2, 1];
     let mut sizes: Vec<u32> = std::iter::once(all).chain(smaller.into_iter().filter(|&size| size < all)).collect();
     sizes.dedup();
     sizes.sort_unstable_by_key(|&size| std::cmp::Reverse(size));
     sizes.dedup();
+    sizes.retain(|&size| r.first_group.is_none_or(|first| size <= first));
     sizes.into_iter().map(Some).collect()
 }

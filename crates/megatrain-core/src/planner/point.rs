@@ -2,7 +2,7 @@
 use crate::error::{Error, Result};
 use crate::layout::Role;
 use crate::plan::{
-    Activation, Forecast, Place, Placement, Plan, Request, State, Totals, UnitPlan, UpdateMode, staged_bytes,
+    Activation, Forecast, Groups, Place, Placement, Plan, Request, Staged, State, Totals, UnitPlan, UpdateMode,
 };
 
 /// The numbers that decide a plan. Buffers that layers with state on the host share are
@@ -15,6 +15,10 @@ pub(super) struct Point {
     pub(super) device_updates: u32,
     /// Layers, the last ones, whose activations are kept.
     pub(super) keep: usize,
+    /// Micro-batches of the first group where it is larger than the others, else 0; and layers, the last ones, whose
+    /// activations are kept there, as many as `keep` at most.
+    pub(super) first: u32,
+    pub(super) first_keep: usize,
     /// Where the inputs of the other layers wait.
     pub(super) inputs: Place,
     /// Device weight buffers.
@@ -32,6 +36,11 @@ pub(super) struct Point {
 }
 
 impl Point {
+    /// How a step's micro-batches are divided.
+    pub(super) fn groups(&self, request: &Request) -> Groups {
+        Groups::new(self.first, request.requests.group.unwrap_or(request.micro_batches))
+    }
+
     /// The plan, with its sum and without a forecast, and its placement.
     ///
     /// # Errors
@@ -46,6 +55,7 @@ impl Point {
         let unit = |index: usize| {
             let layer = (1..=layers).contains(&index);
             let kept = !layer || index > layers - self.keep;
+            let first_kept = self.first == 0 || !layer || index > layers - self.first_keep;
             UnitPlan {
                 name: request.units[index].name.clone(),
                 state: match index {
@@ -54,8 +64,9 @@ impl Point {
                     _ => State::Host,
                 },
                 activation: if kept { Activation::Keep } else { other },
+                first_activation: (kept && !first_kept).then_some(other),
                 // A kept layer holds its input among what it keeps; embed and head have none that waits.
-                input: if kept { Place::Device } else { self.inputs },
+                input: if kept && first_kept { Place::Device } else { self.inputs },
                 update: if on_device.contains(&index) { Place::Device } else { Place::Host },
                 weights_on_disk: weights.contains(&index),
             }
@@ -81,6 +92,7 @@ impl Point {
             disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
             weight_buffers: if weights.is_empty() { 0 } else { WEIGHT_BUFFERS },
             group: request.requests.group.unwrap_or(request.micro_batches),
+            first_group: self.first,
             micro_batches: request.micro_batches,
             graphs: false,
             items: Vec::new(),
@@ -92,8 +104,8 @@ impl Point {
             plan.units[unit].update = Place::Device;
             plan.state_buffers = state_buffers(request);
         }
-        plan.stage_bytes =
-            (1..=layers).map(|unit| staged_bytes(&request.units[unit], &plan.units[unit])).max().unwrap_or(0);
+        let staged = |unit: usize| Staged::new(&request.units[unit], &plan.units[unit], plan.groups()).largest();
+        plan.stage_bytes = (1..=layers).map(staged).max().unwrap_or(0);
         plan.stage_buffers = if plan.stage_bytes > 0 { self.stage_buffers } else { 0 };
         let placement = Placement::new(request, &plan)?;
         plan.items = placement.items().to_vec();

@@ -7,7 +7,7 @@ use super::point::{Point, disk_order};
 use super::space::{Candidate, OnDisk, Space};
 use crate::error::{Error, Result, Tier};
 use crate::estimate::{expected_step_s, simulated_micro_batches};
-use crate::plan::{Budget, Place, Plan, Request, UpdateMode};
+use crate::plan::{Budget, Groups, Place, Plan, Request, UpdateMode};
 
 /// Operations simulated to compare candidates, at most: about half a second.
 const SIMULATED: usize = 3 << 18;
@@ -15,17 +15,19 @@ const SIMULATED: usize = 3 << 18;
 const FEWEST: usize = 24;
 /// Numbers of slabs, from one, with which the best point is simulated too.
 const FEW_SLABS: u32 = 6;
+/// What must gain less than this is not simulated with a larger first group.
+const WORTH_UNEQUAL: f64 = 1.005;
 /// Step times that differ by less are alike: what cannot be shorter by more is not simulated.
 const ALIKE: f64 = 1.0005;
 
 /// The plan with the shortest simulated step among those that fit.
 ///
 /// Candidates are simulated in the order of the least that their step can take, until that is more than the best one
-/// found; so nearly all of them need no simulation.
+/// found; so nearly all of them need no simulation. Then the same with larger first groups, where those are compared.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] or [`Error::SharedMemory`] with the sum of the candidate that exceeds its budget by least.
-pub(super) fn fastest(request: &Request) -> Result<Plan> {
+pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<Plan> {
     let space = Space::new(request)?;
     let all = space.candidates()?;
     let asked = asked(request);
@@ -37,25 +39,17 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
             return Err(refusal(request, &all, &on_disk));
         }
     }
-    // Among those that take as long, the one that asks least of the host and the link.
-    let ease =
-        |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
-    fitting.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
-    let points: Vec<Point> = fitting.iter().map(|found| found.0).collect();
     let group = request.requests.group.unwrap_or(request.micro_batches);
-    let micro_batches = simulated_micro_batches(request.micro_batches, group) as usize;
     // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
-    let operations = 3 * request.units.len() * (4 + 4 * micro_batches);
-    let mut best: Option<(Plan, f64, Point)> = None;
-    for (point, least_s) in fitting.into_iter().take((SIMULATED / operations).max(FEWEST)) {
-        if best.as_ref().is_some_and(|(_, seconds, _)| least_s * ALIKE >= *seconds) {
-            break;
-        }
-        let (plan, _) = point.plan(request)?;
-        let seconds = expected_step_s(request, &plan)?;
-        if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
-            best = Some((plan, seconds, point));
-        }
+    let operations = |micro_batches: u32| 3 * request.units.len() * (4 + 4 * micro_batches as usize);
+    let most = |micro_batches: u32| (SIMULATED / operations(micro_batches)).max(FEWEST);
+    let points: Vec<Point> = fitting.iter().map(|found| found.0).filter(|point| point.on_disk == 0).collect();
+    let simulated = simulated_micro_batches(request.micro_batches, Groups::new(0, group));
+    let mut best = shortest(request, fitting, most(simulated), None)?;
+    if compare_first_groups || request.requests.first_group.is_some() {
+        let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
+        let all = space.with_first_groups(&points, seconds / WORTH_UNEQUAL)?;
+        best = shortest(request, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {
@@ -71,6 +65,30 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
                     (best, seconds) = (plan, found);
                 }
             }
+        }
+    }
+    Ok(best)
+}
+
+/// The point with the shortest simulated step, of as many as `most` that may have it, or `best`: its plan, seconds and itself.
+fn shortest(
+    request: &Request,
+    mut fitting: Vec<(Point, f64)>,
+    most: usize,
+    mut best: Option<(Plan, f64, Point)>,
+) -> Result<Option<(Plan, f64, Point)>> {
+    // Among those that take as long, the one that asks least of the host and the link.
+    let ease =
+        |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
+    fitting.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
+    for (point, least_s) in fitting.into_iter().take(most) {
+        if best.as_ref().is_some_and(|(_, seconds, _)| least_s * ALIKE >= *seconds) {
+            break;
+        }
+        let (plan, _) = point.plan(request)?;
+        let seconds = expected_step_s(request, &plan)?;
+        if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
+            best = Some((plan, seconds, point));
         }
     }
     Ok(best)

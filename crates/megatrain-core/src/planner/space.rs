@@ -2,15 +2,17 @@
 //!
 //! Which points there are follows from the model, the rates and what was asked for, and never from the budgets: see
 //! [`crate::planner`].
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 
 use super::point::{DISK_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, hosted_layers};
 use crate::error::Result;
-use crate::estimate::{allowance, simulated_micro_batches};
+use crate::estimate::{adding_s, allowance, simulated_micro_batches};
 use crate::layout::UnitLayout;
 use crate::plan::{
-    Activation, Auto, Count, DeviceKind, Place, Placement, Rates, Request, State, TRANSFER_WINDOW, UnitPlan,
-    UnitRequest, UpdateMode, disk_cuts, part_bytes, staged_bytes, staged_on_host, torch_lines,
+    Activation, Auto, Count, DeviceKind, Groups, Place, Placement, Rates, Request, Staged, State, TRANSFER_WINDOW,
+    UnitPlan, UnitRequest, UpdateMode, disk_cuts, largest_torch_lines, part_bytes, torch_lines,
 };
 use crate::store::spill::weights_bytes;
 
@@ -31,6 +33,8 @@ const LEAST_GRAD_BUFFERS: u32 = 1;
 const VALUES: usize = 20;
 /// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
 const DEVICE_UPDATES: u32 = 8;
+/// Sizes of a first group are compared in such parts of all micro-batches.
+const FIRST_SIZES: u64 = 8;
 /// Up to this number of slots every number is compared, beyond it every further half as many again.
 const EACH_SLOT: u32 = 12;
 
@@ -103,18 +107,18 @@ pub(super) struct Space<'a> {
     group: u32,
     /// By the number of layers that are not kept: the first ones.
     first_layers: Vec<FirstLayers>,
-    /// By the number of layers that are kept: bytes that the last ones keep.
+    /// By the number of layers that are kept: bytes that the last ones keep of a micro-batch.
     kept: Vec<u64>,
 }
 
 /// Sums over the first layers of a model, which are those that are not kept.
 #[derive(Clone, Copy, Default)]
 struct FirstLayers {
-    /// Bytes of their inputs.
+    /// Bytes of their inputs, of a micro-batch.
     inputs: u64,
     /// Bytes of a staging buffer, by whether their inputs wait on the host.
     stage: [u64; 2],
-    /// Bytes that they leave on the host, and bytes that cross the link each way for that in a step.
+    /// Bytes that they leave on the host, of a micro-batch, and bytes that cross the link each way for that in a step.
     staged: [u64; 2],
     crossing: [u64; 2],
     /// Seconds of their forward, backward and recomputation, all micro-batches together.
@@ -162,7 +166,7 @@ impl<'a> Space<'a> {
         for unit in 1..=layers {
             let mut sums = first_layers[unit - 1];
             let sizes = &request.units[unit];
-            sums.inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(sums.inputs);
+            sums.inputs = sums.inputs.saturating_add(sizes.input_bytes);
             let times = f64::from(request.micro_batches);
             sums.forward_s += times * sizes.forward_s(&rates);
             sums.backward_s += times * sizes.backward_s(&rates);
@@ -170,20 +174,20 @@ impl<'a> Space<'a> {
             for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
                 let name = sizes.name.clone();
                 let (state, update, weights_on_disk) = (State::Host, Place::Host, false);
-                let choice = UnitPlan { name, state, activation, input, update, weights_on_disk };
-                let staged = staged_bytes(sizes, &choice);
+                let first_activation = None;
+                let choice = UnitPlan { name, state, activation, first_activation, input, update, weights_on_disk };
+                let one = Staged::new(sizes, &choice, Groups::new(1, 1));
+                let staged = one.largest();
                 let crossing = u64::from(request.micro_batches).saturating_mul(staged);
                 sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
                 sums.stage[index] = sums.stage[index].max(staged);
-                let waiting = u64::from(group).saturating_mul(staged_on_host(staged));
-                sums.staged[index] = sums.staged[index].saturating_add(waiting);
+                sums.staged[index] = sums.staged[index].saturating_add(one.on_host());
             }
             first_layers.push(sums);
         }
         let mut kept = vec![0];
         for count in 1..=layers {
-            let own = u64::from(group).saturating_mul(request.units[layers + 1 - count].kept_bytes);
-            kept.push(own.saturating_add(kept[count - 1]));
+            kept.push(request.units[layers + 1 - count].kept_bytes.saturating_add(kept[count - 1]));
         }
         Ok(Self { request, rates, group, first_layers, kept })
     }
@@ -238,7 +242,11 @@ impl<'a> Space<'a> {
             units,
             weights,
             disk,
-            traffic: disk_traffic(disk, of_weights.images, self.request.micro_batches.div_ceil(self.group)),
+            traffic: disk_traffic(
+                disk,
+                of_weights.images,
+                Groups::new(self.asked_first(), self.group).count(self.request.micro_batches),
+            ),
             freed: of_state.freed.saturating_add(of_weights.images),
             buffers: total(buffers),
             least_s: read.max(seconds(updated, self.rates.state_write_gbs)),
@@ -262,6 +270,58 @@ impl<'a> Space<'a> {
             }
         }
         Ok(found)
+    }
+
+    /// `points` with a larger first group, as far as that may make a step shorter than `seconds`: its forward hides more of
+    /// the host's updates, and as many layers are kept in it as fit.
+    pub(super) fn with_first_groups(&self, points: &[Point], seconds: f64) -> Result<Vec<Candidate>> {
+        let (r, sizes) = (&self.request.requests, self.first_sizes());
+        let all: Vec<usize> = (0..=self.request.num_layers()).collect();
+        let mut bases: HashMap<(usize, u32), Base> = HashMap::new();
+        let mut found = Vec::new();
+        for &point in points {
+            let base = match bases.entry((point.state, point.device_updates)) {
+                Entry::Occupied(base) => base.into_mut(),
+                Entry::Vacant(base) => base.insert(self.base(point.state, point.device_updates)?),
+            };
+            let inputs = if point.keep == self.request.num_layers() { self.inputs() } else { vec![point.inputs] };
+            for (first, inputs) in sizes.iter().flat_map(|&first| inputs.iter().map(move |&inputs| (first, inputs))) {
+                let stage_buffers = r.stage_buffers.unwrap_or(STAGE_BUFFERS);
+                let with = |first_keep: usize| Point { first, first_keep, inputs, stage_buffers, ..point };
+                let most = if r.first_keep.is_some() { point.first_keep } else { point.keep };
+                if self.least_s(&with(most), base) >= seconds {
+                    continue;
+                }
+                let fits = |&keep: &usize| self.device_bytes(&with(keep), base) <= self.request.budget.device;
+                let keep =
+                    if r.first_keep.is_some() { most } else { all[..=most].partition_point(fits).saturating_sub(1) };
+                found.push(self.candidate(with(keep), base));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Sizes of a larger first group that are compared.
+    fn first_sizes(&self) -> Vec<u32> {
+        let (all, asked) = (self.request.micro_batches, self.asked_first());
+        if asked > 0 {
+            return vec![asked];
+        }
+        let mut sizes: Vec<u32> = (1..FIRST_SIZES).map(|part| (u64::from(all) * part / FIRST_SIZES) as u32).collect();
+        sizes.retain(|&size| size > self.group && size < all);
+        sizes.dedup();
+        sizes
+    }
+
+    /// The number of layers that was asked to be kept in the first group, of `keep`; else none until it is known how many fit.
+    fn asked_first_keep(&self, keep: usize) -> usize {
+        self.request.requests.first_keep.map_or(0, |asked| keep.min(asked as usize))
+    }
+
+    /// The size that was asked for, where it makes a difference.
+    fn asked_first(&self) -> u32 {
+        let differs = |&first: &u32| first > self.group && first < self.request.micro_batches;
+        self.request.requests.first_group.filter(differs).unwrap_or(0)
     }
 
     /// Those of [`Self::candidates`] of which one fits wherever any does. An update on the device that was not asked for
@@ -350,6 +410,8 @@ impl<'a> Space<'a> {
                         state,
                         device_updates: self.asked_device_updates(),
                         keep,
+                        first: self.asked_first(),
+                        first_keep: self.asked_first_keep(keep),
                         inputs,
                         slots: r.slots.unwrap_or(LEAST_SLOTS),
                         slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
@@ -381,6 +443,8 @@ impl<'a> Space<'a> {
             state,
             device_updates,
             keep: 0,
+            first: self.asked_first(),
+            first_keep: 0,
             inputs: Place::Device,
             slots: 0,
             slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
@@ -392,7 +456,10 @@ impl<'a> Space<'a> {
         for slots in r.slots.map_or_else(|| slot_counts(base.hosted), |slots| vec![slots]) {
             for keep in self.keeps() {
                 for inputs in self.inputs() {
-                    let candidate = self.candidate(Point { keep, inputs, slots, ..point }, base);
+                    let candidate = self.candidate(
+                        Point { keep, first_keep: self.asked_first_keep(keep), inputs, slots, ..point },
+                        base,
+                    );
                     if without.is_none_or(|base| candidate.least_s < self.least_s(&candidate.point, base)) {
                         found.push(candidate);
                     }
@@ -422,21 +489,44 @@ impl<'a> Space<'a> {
         waiting.ceil().min(layers.len() as f64) as u32 + SLABS
     }
 
+    /// Layers that are not kept, the first ones: in the first group, and in the others.
+    fn not_kept(&self, point: &Point) -> (usize, usize) {
+        let layers = self.request.num_layers();
+        (layers - if point.first > 0 { point.first_keep } else { point.keep }, layers - point.keep)
+    }
+
+    /// Bytes of a staging buffer.
+    fn stage_bytes(&self, (first, others): (usize, usize), index: usize) -> u64 {
+        self.first_layers[first].stage[index].max(self.first_layers[others].stage[index])
+    }
+
     fn candidate(&self, point: Point, base: &Base) -> Candidate {
-        let first = &self.first_layers[self.request.num_layers() - point.keep];
-        let index = usize::from(point.inputs == Place::Host);
-        let slots = u64::from(point.slots.min(base.hosted)).saturating_mul(base.slot);
-        let grads = u64::from(point.grad_buffers.min(base.hosted)).saturating_mul(base.grad_buffer);
-        let stage = u64::from(point.stage_buffers).saturating_mul(first.stage[index]);
-        let inputs = if point.inputs == Place::Device { first.inputs } else { 0 };
-        let torch = torch_bytes(self.request, self.group, self.kept[point.keep], inputs);
+        let (first, others) = self.not_kept(&point);
+        let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
+        let staged = |group: u32, first: usize| u64::from(group).saturating_mul(self.first_layers[first].staged[index]);
         Candidate {
             point,
-            device: total([base.device, slots, grads, stage, torch]),
-            host: total([base.host, first.staged[index]]),
+            device: self.device_bytes(&point, base),
+            host: total([base.host, staged(groups.first(), first).max(staged(groups.others(), others))]),
             slab: base.slab,
             least_s: self.least_s(&point, base),
         }
+    }
+
+    fn device_bytes(&self, point: &Point, base: &Base) -> u64 {
+        let not_kept = self.not_kept(point);
+        let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
+        let slots = u64::from(point.slots.min(base.hosted)).saturating_mul(base.slot);
+        let grads = u64::from(point.grad_buffers.min(base.hosted)).saturating_mul(base.grad_buffer);
+        let stage = u64::from(point.stage_buffers).saturating_mul(self.stage_bytes(not_kept, index));
+        let torch = |group: u32, first: usize| {
+            let inputs = if point.inputs == Place::Device { self.first_layers[first].inputs } else { 0 };
+            let kept = self.kept[self.request.num_layers() - first];
+            let of_group = |bytes: u64| u64::from(group).saturating_mul(bytes);
+            torch_lines(self.request, group, of_group(kept), of_group(inputs))
+        };
+        let torch = largest_torch_lines([torch(groups.first(), not_kept.0), torch(groups.others(), not_kept.1)]);
+        total([base.device, slots, grads, stage, total(torch.map(|line| line.1))])
     }
 
     /// What a step takes at least: its busiest lane; and forward and backward, each as long as its computing, what has to
@@ -445,49 +535,58 @@ impl<'a> Space<'a> {
     fn least_s(&self, point: &Point, base: &Base) -> f64 {
         let (request, rates) = (self.request, &self.rates);
         let layers = request.num_layers();
-        let recomputed = layers - point.keep;
-        let first = &self.first_layers[recomputed];
+        let not_kept = self.not_kept(point);
+        let (first_recomputed, recomputed) = not_kept;
         let index = usize::from(point.inputs == Place::Host);
-        let crossing = first.crossing[index] as f64;
+        // Micro-batches in the first group, as a part of all.
+        let (all, groups) = (f64::from(request.micro_batches), point.groups(request));
+        let first_part = f64::from(groups.first().min(request.micro_batches)) / all;
+        let of_both = |first: f64, others: f64| first_part * first + (1.0 - first_part) * others;
+        let crosses = |recomputed: usize| self.first_layers[recomputed].crossing[index] as f64;
+        let crossing = of_both(crosses(first_recomputed), crosses(recomputed));
         let upload_s = |bytes: f64| bytes / (rates.h2d_gbs * 1e9);
         let download_s = |bytes: f64| bytes / (rates.d2h_gbs * 1e9);
         let forward_s = |first: usize| self.first_layers[first].forward_s;
 
         let offloads = request.requests.activation == Some(Activation::Offload);
         let backward_s = |first: usize| self.first_layers[first].backward_s;
-        let again_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first.min(recomputed)].recompute_s };
-        let (forward, backward) = (forward_s(layers), backward_s(layers) + again_s(layers));
+        let recompute_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first].recompute_s };
+        let again_s =
+            |first: usize| of_both(recompute_s(first.min(first_recomputed)), recompute_s(first.min(recomputed)));
+        let adding = (all - 1.0) * adding_s(base.on_host + base.on_device, rates);
+        let (forward, backward) = (forward_s(layers), backward_s(layers) + again_s(layers) + adding);
         // Those whose state lives on the host are the last ones. As many as there are slots may be loaded before their
         // turn comes, and one may be under way.
         let resident = point.state.saturating_sub(2);
         let hosted_forward = forward - forward_s(resident);
         let hosted_backward = backward_s(layers) - backward_s(resident) + again_s(layers) - again_s(resident);
         let smallest = base.smallest as f64;
-        let groups = f64::from(request.micro_batches.div_ceil(self.group));
-        let loads = groups * upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
+        let count = f64::from(groups.count(request.micro_batches));
+        let loads = count * upload_s(f64::from(base.hosted.saturating_sub(point.slots.saturating_add(1))) * smallest);
         // What is staged and not yet taken away is in the staging buffers.
-        let simulated = simulated_micro_batches(request.micro_batches, self.group);
-        let buffer = first.stage[index] as f64 * f64::from(request.micro_batches) / f64::from(simulated);
+        let simulated = simulated_micro_batches(request.micro_batches, groups);
+        let buffer = self.stage_bytes(not_kept, index) as f64 * all / f64::from(simulated);
         let staged = (crossing - f64::from(point.stage_buffers) * buffer).max(0.0);
         let waits = |computed: f64, needed: f64| (needed - computed).max(0.0);
         let head = &request.units[layers + 1];
-        let loss = f64::from(request.micro_batches) * (head.forward_s(rates) + head.backward_s(rates));
+        let loss = all * (head.forward_s(rates) + head.backward_s(rates));
         let (computed_forward, computed) = (forward, forward + loss + backward);
         // Groups at the two ends of a step, as parts of it: the first one, and the last one, which may be smaller.
-        let all = f64::from(request.micro_batches);
-        let last_group = (all - (groups - 1.0) * f64::from(self.group)) / all;
-        let first_forward = forward * f64::from(self.group) / all;
-        let last_backward = (loss + backward) * last_group;
-        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(recomputed), download_s(staged)));
+        let last_part = f64::from(request.micro_batches - groups.start(request.micro_batches - 1)) / all;
+        let first_forward = forward * first_part;
+        let last_backward = (loss + backward_s(layers) + recompute_s(recomputed) + adding) * last_part;
+        // The layers that stage anything are among these.
+        let staging = first_recomputed.max(recomputed);
+        let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(staging), download_s(staged)));
         let backward = loss
             + backward
-            + waits(hosted_backward, loads).max(waits(backward_s(recomputed) + again_s(layers), upload_s(staged)));
+            + waits(hosted_backward, loads).max(waits(backward_s(staging) + again_s(layers), upload_s(staged)));
 
         let both = 2.0 / rates.both_ways;
         let (fetched, written) = (base.fetched as f64, base.written as f64);
         let fetch = both * upload_s(fetched);
         let loaded = base.loaded_ends as f64 + base.loaded_layers as f64;
-        let again = (2.0 * groups - 1.0) * f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
+        let again = (2.0 * count - 1.0) * f64::from(base.hosted.saturating_sub(point.slots)) * smallest;
         let upload = upload_s(loaded + again + crossing) + fetch;
         let download = download_s(base.offloaded as f64 + crossing);
         let update_bytes = request.state.update_bytes(request.precision);
@@ -516,6 +615,8 @@ impl<'a> Space<'a> {
             state,
             device_updates,
             keep: 0,
+            first: 0,
+            first_keep: 0,
             inputs: Place::Device,
             slots: LEAST_SLOTS,
             slabs: 1,
@@ -532,7 +633,8 @@ impl<'a> Space<'a> {
         let slab = placement.shared_slabs.first().map_or(0, |&slab| placement.slabs[slab as usize]);
         let grad_buffer = placement.shared_grads.first().map_or(0, |&buffer| placement.grads[buffer as usize].len);
         let first = &self.first_layers[request.num_layers()];
-        let torch = torch_bytes(request, self.group, 0, first.inputs);
+        let inputs = u64::from(self.group).saturating_mul(first.inputs);
+        let torch = total(torch_lines(request, self.group, 0, inputs).map(|line| line.1));
         let stage = u64::from(plan.stage_buffers).saturating_mul(plan.stage_bytes);
         let ends = [0, request.units.len() - 1];
         let trainable = |u: usize| placement.layouts[u].num_trainable();
@@ -548,10 +650,10 @@ impl<'a> Space<'a> {
                 torch,
                 stage,
             ])),
-            host: plan
-                .totals
-                .host
-                .saturating_sub(total([(placement.shared_slabs.len() as u64).saturating_mul(slab), first.staged[0]])),
+            host: plan.totals.host.saturating_sub(total([
+                (placement.shared_slabs.len() as u64).saturating_mul(slab),
+                u64::from(self.group).saturating_mul(first.staged[0]),
+            ])),
             slot,
             slab,
             grad_buffer,
@@ -588,11 +690,6 @@ fn device_update_bytes(placement: &Placement) -> (u64, u64) {
 /// A sum that stays at the largest number where it would be larger.
 fn total<const N: usize>(terms: [u64; N]) -> u64 {
     terms.into_iter().fold(0, u64::saturating_add)
-}
-
-/// What torch allocates on the device.
-fn torch_bytes(request: &Request, group: u32, kept: u64, inputs: u64) -> u64 {
-    total(torch_lines(request, group, kept, inputs).map(|line| line.1))
 }
 
 /// All whole numbers from `least` to `most`, or evenly spaced ones where those are many.

@@ -74,10 +74,7 @@ impl Builder<'_> {
                 self.push(Kind::WriteCheckpoint, unit, 0, Lane::Disk, unit, |_| {});
             }
         }
-        let groups: Vec<std::ops::Range<u32>> = (0..total)
-            .step_by(self.inputs.group as usize)
-            .map(|start| start..(start + self.inputs.group).min(total))
-            .collect();
+        let groups: Vec<std::ops::Range<u32>> = self.inputs.groups.ranges(total).collect();
         let mut turns = Vec::new();
         for _ in &groups {
             turns.extend(1..=layers);
@@ -115,7 +112,7 @@ impl Builder<'_> {
             let turn = turns.next().flatten();
             self.load(unit, turn);
             for mb in group.clone() {
-                let stage = self.next_stage(unit, train);
+                let stage = self.next_stage(unit, mb, train);
                 self.push(Kind::Forward, unit, mb, Lane::Compute, self.computed, |op| {
                     (op.slot, op.stage) = (turn.map(|t| t.slot), stage);
                 });
@@ -146,7 +143,7 @@ impl Builder<'_> {
             // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {
-                let stage = self.next_stage(unit, true);
+                let stage = self.next_stage(unit, mb, true);
                 if stage.is_some() {
                     self.push(Kind::FetchActivation, unit, mb, Lane::Upload, self.computed, |op| op.stage = stage);
                 }
@@ -178,8 +175,8 @@ impl Builder<'_> {
         Some(grad)
     }
 
-    fn next_stage(&mut self, unit: u32, train: bool) -> Option<u32> {
-        if !train || !self.inputs.unit(unit).staged {
+    fn next_stage(&mut self, unit: u32, micro_batch: u32, train: bool) -> Option<u32> {
+        if !train || self.inputs.unit(unit).staged.bytes(micro_batch) == 0 {
             return None;
         }
         let stage = self.staged % self.inputs.stage_buffers;
@@ -355,7 +352,7 @@ impl Builder<'_> {
     /// The priority number of an update: that of the load for the next forward, which meets the units in this order;
     /// see also `reuse_slabs_first`.
     fn next_turn(&self, unit: u32) -> u32 {
-        NEXT_PASS + unit * self.inputs.group.min(self.shape.micro_batches)
+        NEXT_PASS + unit * self.inputs.groups.first().min(self.shape.micro_batches)
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of

@@ -140,10 +140,10 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
         }
         Kind::OffloadActivation => {
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Read(unit, mb)));
-            list.push((Resource::Area(unit, mb % inputs.group), Access::Write(unit, mb)));
+            list.push((Resource::Area(unit, mb - inputs.groups.start(mb)), Access::Write(unit, mb)));
         }
         Kind::FetchActivation => {
-            list.push((Resource::Area(unit, mb % inputs.group), Access::Read(unit, mb)));
+            list.push((Resource::Area(unit, mb - inputs.groups.start(mb)), Access::Read(unit, mb)));
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Write(unit, mb)));
         }
         Kind::OffloadGrad => {

@@ -1,6 +1,6 @@
 //! What a schedule depends on, and no more: counts and flags of a plan.
 use crate::error::Result;
-use crate::plan::{Placement, Plan, Request, State, UpdateMode};
+use crate::plan::{Groups, Placement, Plan, Request, Staged, State, UpdateMode};
 
 /// The part of a plan that decides order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,8 +21,8 @@ pub struct ScheduleInputs {
     pub disk_buffers: u32,
     /// Host buffers for weights on disk.
     pub weight_buffers: u32,
-    /// Micro-batches a group.
-    pub group: u32,
+    /// How micro-batches are divided.
+    pub groups: Groups,
     /// Micro-batches at most.
     pub micro_batches: u32,
     /// Whether each unit is updated as soon as its gradient has been offloaded.
@@ -58,8 +58,8 @@ pub struct UnitInputs {
     pub own_slab: Option<u32>,
     /// Whether its sum over micro-batches has a place of its own, so that only the last one writes the gradient buffer.
     pub sums_apart: bool,
-    /// Whether activations or inputs go to the host.
-    pub staged: bool,
+    /// What of activations and inputs goes to the host.
+    pub staged: Staged,
 }
 
 impl ScheduleInputs {
@@ -85,7 +85,7 @@ impl ScheduleInputs {
             own_grad: placement.own_grad[u],
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
-            staged: placement.staged[u] > 0,
+            staged: placement.staged[u],
         };
         Self {
             units: (0..plan.units.len()).map(unit).collect(),
@@ -96,7 +96,7 @@ impl ScheduleInputs {
             state_buffers: plan.state_buffers,
             disk_buffers: plan.disk_buffers,
             weight_buffers: plan.weight_buffers,
-            group: plan.group,
+            groups: plan.groups(),
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,
             tied: request.tied,

@@ -15,6 +15,7 @@ use loom::thread;
 use super::inputs::UnitInputs;
 use super::progress::{Id, Progress};
 use super::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
+use crate::plan::{Groups, Staged};
 
 /// Lanes with a thread of their own; the test's thread computes and decides.
 const WORKED: [Lane; 3] = [Lane::Upload, Lane::Download, Lane::Host];
@@ -216,7 +217,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         own_grad: None,
         own_slab: None,
         sums_apart: false,
-        staged: false,
+        staged: Staged::none(),
     };
     let layer = UnitInputs { trains: true, on_device: false, own_place: false, ..frozen };
     let layer = |index| UnitInputs { own_slab: (!immediate).then_some(index), ..layer };
@@ -229,7 +230,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         state_buffers: 0,
         disk_buffers: 0,
         weight_buffers: 0,
-        group: 1,
+        groups: Groups::new(1, 1),
         micro_batches: 1,
         immediate,
         tied: false,

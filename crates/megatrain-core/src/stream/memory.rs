@@ -96,9 +96,7 @@ impl Memory {
             if kept.is_some() { store.register_state(device, &registered) } else { store.pinning().clone() };
 
         let arena = ArenaOptions { huge_pages, pool: Some(pool) };
-        let area_bytes = |unit: usize| {
-            placement.staged[unit].next_multiple_of(PAGE as u64) * u64::from(placement.staged_micro_batches)
-        };
+        let area_bytes = |unit: usize| placement.staged[unit].on_host();
         let units = 0..placement.layouts.len();
         let bytes: u64 = placement.slabs.iter().sum::<u64>()
             + placement.weight_buffers.iter().sum::<u64>()
@@ -182,9 +180,8 @@ impl Memory {
 
     /// One micro-batch's part of a unit's staged activations.
     pub(crate) fn area(&self, unit: usize, micro_batch: u32, placement: &Placement) -> HostSpan {
-        let len = fits(placement.staged[unit]);
-        let index = (micro_batch % placement.staged_micro_batches) as usize;
-        self.areas[unit].slice(index * len.next_multiple_of(PAGE), len)
+        let staged = &placement.staged[unit];
+        self.areas[unit].slice(fits(staged.offset(micro_batch)), fits(staged.bytes(micro_batch)))
     }
 
     /// The items as they were allocated: names as in the plan, bytes measured on what there is.

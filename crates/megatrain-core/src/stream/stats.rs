@@ -90,8 +90,8 @@ impl Counters {
         let part = || &placement.parts[unit][op.part as usize];
         match op.kind {
             Kind::Load => self.to_device += part().image.end - part().image.start,
-            Kind::FetchActivation => self.to_device += placement.staged[unit],
-            Kind::OffloadActivation => self.to_host += placement.staged[unit],
+            Kind::FetchActivation => self.to_device += placement.staged[unit].bytes(op.micro_batch),
+            Kind::OffloadActivation => self.to_host += placement.staged[unit].bytes(op.micro_batch),
             Kind::OffloadGrad if op.slab.is_some() => {
                 let elements = part().elements.end - part().elements.start;
                 self.to_host += elements * placement.grad_precision.dtype().size();

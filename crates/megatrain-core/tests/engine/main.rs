@@ -91,6 +91,18 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
     add("all slots", &|r| r.requests.slots = Some(99));
     add("groups of one", &|r| r.requests.group = Some(1));
     add("groups of two", &|r| (r.requests.group, r.requests.slots) = (Some(2), Some(3)));
+    add("a first group of two", &|r| {
+        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(3));
+        (r.requests.first_keep, r.requests.slots) = (Some(1), Some(3));
+    });
+    add("a first group whose inputs wait on the host", &|r| {
+        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(4));
+        (r.requests.first_keep, r.requests.inputs) = (Some(0), Some(Place::Host));
+    });
+    add("a first group whose activations are offloaded", &|r| {
+        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(3.min(r.micro_batches)), Some(3));
+        (r.requests.first_keep, r.requests.activation) = (Some(1), Some(Activation::Offload));
+    });
     add("inputs on the host", &|r| r.requests.inputs = Some(Place::Host));
     add("inputs on the host in groups", &|r| {
         (r.requests.inputs, r.requests.group, r.requests.stage_buffers) = (Some(Place::Host), Some(2), Some(2));

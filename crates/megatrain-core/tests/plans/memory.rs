@@ -247,6 +247,39 @@ fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_devic
 }
 
 #[test]
+fn a_larger_first_group_hides_the_updates_that_one_micro_batch_does_not() {
+    // Sixteen micro-batches whose activations fit one at a time, and updates that take as long as six forward passes.
+    let mut request = Request { device: DeviceKind::Cuda, ..model(8, 16) };
+    for unit in &mut request.units[1..=8] {
+        (unit.kept_bytes, unit.input_bytes) = (64 << 20, 1 << 20);
+        (unit.flops, unit.spared_flops, unit.moved_bytes) = (4e12, 2e12, 1.0);
+    }
+    request.rates.adamw_gparams = 8.0 * 1048576e-9 / (6.0 * 8.0 * 0.01);
+    (request.requests.state_on_device, request.requests.updates_on_device) =
+        (Some(Count::Units(2)), Some(Count::Units(0)));
+    let one = Request { requests: Requests { group: Some(1), ..request.requests.clone() }, ..request.clone() };
+    let kept = plan(&one).unwrap();
+    request.budget.device = 1100 << 20;
+    let found = plan(&request).unwrap();
+    assert_eq!((found.group, kept.first_group), (1, 0));
+    assert!((3..=8).contains(&found.first_group), "{}", found.first_group);
+    // What is kept of single micro-batches is computed again in the first group, as far as there is no room.
+    let differs = |unit: &&megatrain_core::plan::UnitPlan| unit.first_activation == Some(Activation::Recompute);
+    let again = found.units.iter().filter(differs).count();
+    assert!(again > 0 && found.units[1..=8].iter().all(|unit| unit.activation == Activation::Keep));
+    assert!(found.estimate.expected_step_s < 0.97 * kept.estimate.expected_step_s);
+    assert!(found.totals.device <= request.budget.device);
+    // Whoever asks for groups of one gets those.
+    let asked = Request { requests: one.requests, ..request.clone() };
+    assert_eq!(plan(&asked).unwrap().first_group, 0);
+    // With room for everything, nothing is computed twice.
+    request.budget.device = 1 << 40;
+    let roomy = plan(&request).unwrap();
+    assert!(roomy.units.iter().all(|unit| unit.first_activation.is_none()));
+    assert!(roomy.estimate.expected_step_s <= found.estimate.expected_step_s);
+}
+
+#[test]
 fn layers_are_summed_in_fp32_for_one_micro_batch_only_where_that_is_asked_for() {
     let sums = |request: &Request| -> Vec<u64> {
         let items = plan(request).unwrap().items;

@@ -19,6 +19,14 @@ fn requests_are_honoured_or_refused_by_name() {
         ("plan.slots must be at least 2", of(&|r| r.requests.slots = Some(1))),
         ("plan.slabs = 3 needs train.update: immediate", of(&|r| r.requests.slabs = Some(3))),
         ("plan.group must be between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
+        (
+            "plan.first_group must be between plan.group = 2 and micro_batches = 4, not 1",
+            of(&|r| (r.requests.group, r.requests.first_group) = (Some(2), Some(1))),
+        ),
+        (
+            "plan.first_group must be between plan.group = 1 and micro_batches = 4, not 5",
+            of(&|r| r.requests.first_group = Some(5)),
+        ),
         ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
         ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
         ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),

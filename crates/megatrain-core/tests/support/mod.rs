@@ -77,6 +77,8 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
             let r = &mut request.requests;
             (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
+            // A first group may be larger, and keep less.
+            r.first_group = (slots % 3 == 0).then_some((group + parts).min(micro_batches));
             r.slabs = immediate.then_some(slabs);
             r.accumulate = accumulate && !immediate;
             r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
@@ -86,6 +88,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             r.inputs = host_inputs.then_some(Place::Host);
             r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
             r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
+            r.first_keep = r.keep.map(|keep| keep.min(weights));
             // Some units without anything to train.
             for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
                 unit.tensors.iter_mut().for_each(|t| t.role = Role::Frozen);

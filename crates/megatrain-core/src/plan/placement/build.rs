@@ -2,7 +2,7 @@
 
 use super::carver::Carver;
 use super::cut::{device_update_parts, disk_parts, parts};
-use super::sizes::{staged_bytes, staged_on_host};
+use super::sizes::Staged;
 use super::torch::torch_items;
 use super::{DeviceState, HostState, NormPlace, Placement, Region, StateBuffer, part_bytes};
 use crate::error::{Error, Result, Tier};
@@ -48,8 +48,7 @@ impl Placement {
             slabs: Vec::new(),
             own_slab: vec![None; n],
             shared_slabs: Vec::new(),
-            staged: vec![0; n],
-            staged_micro_batches: plan.group,
+            staged: vec![Staged::none(); n],
             store: vec![0; n],
             window: 0,
             grad_precision: request.grad_precision,
@@ -123,7 +122,7 @@ impl Placement {
     fn place_accumulators(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) {
         let last = self.layouts.len() - 1;
         let rounded = request.grad_precision == Precision::Bf16;
-        let several_groups = plan.group < plan.micro_batches;
+        let several_groups = plan.groups().count(plan.micro_batches) > 1;
         if rounded || several_groups {
             for (unit, what) in [(0, "gradient sums: embed"), (last, "gradient sums: head")] {
                 // In fp32 their own buffers hold the sums, across groups too: no other unit uses those.
@@ -152,9 +151,9 @@ impl Placement {
 
     fn place_staging(&mut self, request: &Request, plan: &Plan, carver: &mut Carver) -> Result<()> {
         for unit in self.layers() {
-            self.staged[unit] = staged_bytes(&request.units[unit], &plan.units[unit]);
+            self.staged[unit] = Staged::new(&request.units[unit], &plan.units[unit], plan.groups());
         }
-        let largest = self.staged.iter().copied().max().unwrap_or(0);
+        let largest = self.staged.iter().map(Staged::largest).max().unwrap_or(0);
         if largest > 0 && (plan.stage_buffers < 2 || plan.stage_bytes < largest) {
             let (buffers, bytes) = (plan.stage_buffers, plan.stage_bytes);
             return Err(Error::StagingTooSmall { buffers, bytes, needed: largest });
@@ -279,8 +278,7 @@ impl Placement {
             }
         }
         for unit in 0..=last {
-            let bytes = staged_on_host(self.staged[unit]).saturating_mul(plan.group.into());
-            carver.item("activations", Tier::Host, bytes, true);
+            carver.item("activations", Tier::Host, self.staged[unit].on_host(), true);
             if request.requests.accumulate && self.trains(unit) {
                 self.store[unit] = self.layouts[unit].sum_bytes();
                 carver.item("gradient store", Tier::Host, self.store[unit], false);
@@ -310,6 +308,7 @@ fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
         ("weight_buffers", plan.weight_buffers, 0, MOST_BUFFERS.into()),
         ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
         ("group", plan.group, 1, plan.micro_batches.into()),
+        ("first_group", plan.first_group, 0, plan.micro_batches.into()),
     ] {
         let value = u64::from(value);
         if value < least || value > most {

@@ -3,19 +3,24 @@ use super::carver::Carver;
 use crate::error::Tier;
 use crate::plan::{Activation, Place, Plan, Request};
 
+/// Names and bytes of what torch allocates.
+pub(crate) type TorchLines = [(&'static str, u64); 6];
+
 /// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
 pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
-    let group = u64::from(plan.group);
-    let (mut kept, mut inputs) = (0, 0);
-    for unit in 1..request.units.len() - 1 {
-        let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
-        if choice.activation == Activation::Keep {
-            kept = group.saturating_mul(sizes.kept_bytes).saturating_add(kept);
-        } else if choice.input == Place::Device {
-            inputs = group.saturating_mul(sizes.input_bytes).saturating_add(inputs);
+    let groups = plan.groups();
+    let lines = largest_torch_lines([(true, groups.first()), (false, groups.others())].map(|(first, group)| {
+        let (mut kept, mut inputs) = (0, 0);
+        for unit in 1..request.units.len() - 1 {
+            let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
+            if choice.activation_in(first) == Activation::Keep {
+                kept = u64::from(group).saturating_mul(sizes.kept_bytes).saturating_add(kept);
+            } else if choice.input == Place::Device {
+                inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(inputs);
+            }
         }
-    }
-    let lines = torch_lines(request, plan.group, kept, inputs);
+        torch_lines(request, group, kept, inputs)
+    }));
     for (what, bytes) in lines {
         carver.item(what, Tier::Device, bytes, false);
     }
@@ -26,9 +31,16 @@ pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     }
 }
 
+/// The lines of torch's memory: those of the first group of micro-batches or those of another one, whichever need more.
+pub(crate) fn largest_torch_lines(groups: [TorchLines; 2]) -> TorchLines {
+    let total = |lines: &TorchLines| lines.iter().fold(0, |sum: u64, line| sum.saturating_add(line.1));
+    let [first, others] = groups;
+    if total(&first) > total(&others) { first } else { others }
+}
+
 /// The lines of torch's memory where the activations that are kept and the inputs that wait on the device have these
 /// sizes.
-pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64) -> [(&'static str, u64); 6] {
+pub(crate) fn torch_lines(request: &Request, group: u32, kept: u64, inputs: u64) -> TorchLines {
     // The last hidden states, and the gradients that replace them one by one.
     let hidden = (u64::from(group) + 1).saturating_mul(request.units[request.units.len() - 1].input_bytes);
     // What is needed late takes the place of what was kept.

@@ -43,7 +43,7 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
             return Err(broken(op, "a gradient whose unit's state lives on the host is offloaded to a slab"));
         }
         let moves = matches!(kind, Kind::OffloadActivation | Kind::FetchActivation);
-        let stages = train && of.staged && (moves || computes_layer);
+        let stages = train && (moves || computes_layer) && of.staged.bytes(op.micro_batch) > 0;
         if !named(op.stage, stages, |stage| stage < inputs.stage_buffers) {
             return Err(broken(op, "activations that go to the host pass through a staging buffer"));
         }

@@ -162,15 +162,21 @@ pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) 
     let (head, micro_batches) = (inputs.head(), schedule.shape.micro_batches);
     let train = schedule.shape.pass == Pass::Train;
     let mut next: HashMap<(Kind, u32), u32> = HashMap::new();
+    let mut found: HashMap<(Kind, u32), u32> = HashMap::new();
     for op in schedule.ops.iter().filter(|op| by_micro_batch(op.kind)) {
         let expected = next.entry((op.kind, op.unit)).or_insert(0);
+        let moves = matches!(op.kind, Kind::OffloadActivation | Kind::FetchActivation);
+        while moves && *expected < micro_batches && inputs.unit(op.unit).staged.bytes(*expected) == 0 {
+            *expected += 1;
+        }
         if op.micro_batch != *expected {
             return Err(broken(op, "micro-batches of a unit are computed in order"));
         }
         *expected += 1;
+        *found.entry((op.kind, op.unit)).or_insert(0) += 1;
     }
     let mut times = |kind: Kind, unit: u32, expected: u32| {
-        let found = next.remove(&(kind, unit)).unwrap_or(0);
+        let found = found.remove(&(kind, unit)).unwrap_or(0);
         if found == expected {
             return Ok(());
         }
@@ -184,11 +190,12 @@ pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) 
     for unit in 1..head {
         times(Kind::Forward, unit, micro_batches)?;
         times(Kind::Backward, unit, backward)?;
-        let staged = if inputs.unit(unit).staged { backward } else { 0 };
+        let leaves = |&micro_batch: &u32| inputs.unit(unit).staged.bytes(micro_batch) > 0;
+        let staged = (0..backward).filter(leaves).count() as u32;
         times(Kind::OffloadActivation, unit, staged)?;
         times(Kind::FetchActivation, unit, staged)?;
     }
-    if let Some((&(kind, unit), &found)) = next.iter().min_by_key(|(key, _)| **key) {
+    if let Some((&(kind, unit), &found)) = found.iter().min_by_key(|(key, _)| **key) {
         let what = format!("{kind:?} of unit {unit}");
         return Err(Error::OpCount { what, found: found.into(), expected: 0 });
     }
@@ -209,7 +216,7 @@ pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) 
             return Err(broken(op, "a micro-batch passes through the units in order, forward and then back"));
         }
         // Room for activations is that of one group.
-        if *turn == 0 && op.micro_batch / inputs.group * inputs.group > finished {
+        if *turn == 0 && inputs.groups.start(op.micro_batch) > finished {
             return Err(broken(op, "a group of micro-batches begins when the one before it has ended"));
         }
         *turn += 1;

@@ -406,9 +406,15 @@ pub enum Error {
         /// The unit's name.
         unit: String,
     },
-    /// A unit's residual and moments are on disk, so that the host's planes of it are weights alone.
+    /// A unit's residual and moments are on disk, not in the store.
     #[error("the state of unit {unit} is on disk; read and write it through the engine")]
     StateOnDisk {
+        /// The unit's name.
+        unit: String,
+    },
+    /// A unit's weights are on disk, not in the store.
+    #[error("the weights of unit {unit} are on disk; read and write them through the engine")]
+    WeightsOnDisk {
         /// The unit's name.
         unit: String,
     },

@@ -190,6 +190,12 @@ impl HostSpan {
         Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
+    /// How many spans refer to the mapping.
+    #[cfg(test)]
+    pub(crate) fn handles(&self) -> usize {
+        Arc::strong_count(&self.mapping)
+    }
+
     /// Whether all of `other` is in this one.
     pub(crate) fn contains(&self, other: &Self) -> bool {
         let (end, other_end) = (self.offset + self.len, other.offset + other.len);

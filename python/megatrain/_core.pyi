@@ -342,4 +342,4 @@ def probe_device(device: Device, bytes: int) -> str:
 
 def probe_state_disk(paths: Sequence[str | PathLike[str]], bytes: int) -> str:
     """JSON rates of folders as places for optimizer state, read and written at once: `state_read_gbs`,
-    `state_write_gbs`. StorageError when a file cannot be made or has no room."""
+    `state_write_gbs`, and by what, `state_io`. StorageError when a file cannot be made or has no room."""

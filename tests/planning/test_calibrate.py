@@ -68,6 +68,27 @@ def test_a_busy_machine_is_told_in_one_line_and_in_json(
     assert ("measured on a busy machine" in planned) == (said is not None)
 
 
+def test_a_probe_says_by_what_state_on_disk_was_read_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates, by = calibrate._state_disk([tmp_path], 128 << 20)
+    assert set(rates) == {"state_read_gbs", "state_write_gbs"}
+    assert by in {"io_uring with registered buffers", "io_uring", "threads"}
+    monkeypatch.setattr(calibrate, "_arithmetic", lambda _: ({"matmul_tflops": 0.1}, 0.0))
+    monkeypatch.setattr(calibrate, "_state_disk", lambda _: (rates, by))
+    assert main(["probe"]) == 0
+    assert f"optimizer state on disk was read and written by {by}" in capsys.readouterr().out.splitlines()
+    assert main(["probe", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["state_io"] == by
+    assert "state_io" not in answer["machine"]["rates"]
+    monkeypatch.setattr(calibrate, "_state_disk", lambda _: ({}, None))
+    assert main(["probe"]) == 0
+    assert "optimizer state on disk" not in capsys.readouterr().out
+    assert main(["probe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_io"] is None
+
+
 def test_equal_runs_that_take_unequal_time_lie_apart() -> None:
     pauses = itertools.cycle([0.004, 0.016, 0.016])
     seconds, spread = calibrate._repeat(lambda: time.sleep(next(pauses)), "cpu")

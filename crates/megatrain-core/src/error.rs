@@ -22,6 +22,7 @@ fn range(least: u64, most: Option<u64>, why: &str) -> String {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    // ---- Memory, devices and threads ----
     /// A plan needs more than a tier offers. Nothing was allocated.
     #[error("{}", sum_that_does_not_fit(*tier, *needed, *available, items))]
     DoesNotFit {
@@ -70,6 +71,11 @@ pub enum Error {
         /// What is missing and what to install.
         reason: String,
     },
+    /// A thread of the optimizer's pool failed.
+    #[error("an optimizer thread failed: {0}")]
+    Worker(String),
+
+    // ---- Disks ----
     /// A file could not be written.
     #[error("{path} cannot be written: {source} ({} failed; {needed} bytes were needed, {free} are free)", error.action(), path = error.path.display(), source = error.source)]
     Storage {
@@ -149,9 +155,7 @@ pub enum Error {
         /// CRC32 of what was read.
         got: u32,
     },
-    /// A thread of the optimizer's pool failed.
-    #[error("an optimizer thread failed: {0}")]
-    Worker(String),
+
     // ---- Requests, options and plans ----
     /// A JSON document cannot be read or written.
     #[error("{what}: {source}")]
@@ -416,9 +420,15 @@ pub enum Error {
         /// The unit's name.
         unit: String,
     },
-    /// A unit's residual and moments are on disk, so that the host's planes of it are weights alone.
+    /// A unit's residual and moments are on disk, not in the store.
     #[error("the state of unit {unit} is on disk; read and write it through the engine")]
     StateOnDisk {
+        /// The unit's name.
+        unit: String,
+    },
+    /// A unit's weights are on disk, not in the store.
+    #[error("the weights of unit {unit} are on disk; read and write them through the engine")]
+    WeightsOnDisk {
         /// The unit's name.
         unit: String,
     },

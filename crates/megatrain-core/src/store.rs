@@ -92,7 +92,7 @@ pub struct StoreOptions<'a> {
     pub registration_bytes: u64,
     /// Units whose residual and moments are registered too, since the device copies them; none of the others.
     pub registered_state: &'a [usize],
-    /// Units of which only the image is here: the home of their residual and moments is a disk.
+    /// Units of which at most the image is here: the home of all else is a disk.
     pub spilled: &'a [usize],
 }
 
@@ -102,6 +102,8 @@ struct Unit {
     planes: Option<UnitPlanes>,
     /// Updates of each tensor so far.
     counts: Vec<AtomicU64>,
+    /// Whether the home of what is not here is a disk, not the device.
+    spilled: bool,
 }
 
 /// The host state of a model. Weights and moments start at zero.
@@ -109,8 +111,6 @@ pub struct Store {
     units: Vec<Unit>,
     images: Arena,
     state: Mutex<Arena>,
-    /// Units whose residual and moments are registered.
-    registered: Mutex<Vec<usize>>,
     registration_bytes: u64,
     pinning: Pinning,
 }
@@ -133,18 +133,20 @@ impl Store {
         let mut images = Arena::new(bytes.image, arena)?;
         let mut state = Arena::new(bytes.total() - bytes.image, arena)?;
         let counts = |layout: &UnitLayout| layout.tensors.iter().map(|_| AtomicU64::new(0)).collect();
-        let bare =
-            |layout: &UnitLayout| Unit { layout: layout.clone(), image: None, planes: None, counts: counts(layout) };
-        let mut units: Vec<Unit> = layouts.iter().map(bare).collect();
+        let bare = |(unit, layout): (usize, &UnitLayout)| {
+            let (counts, spilled) = (counts(layout), !whole(&unit));
+            Unit { layout: layout.clone(), image: None, planes: None, counts, spilled }
+        };
+        let mut units: Vec<Unit> = layouts.iter().enumerate().map(bare).collect();
         let copied = |unit: &usize| options.registered_state.contains(unit);
         for unit in held() {
             units[unit].image = Some(images.carve(layouts[unit].image_bytes, PAGE)?);
         }
-        let mut pieces_of_state = Vec::new();
+        // Next to each other, so that few registrations hold all that is copied.
         let held_whole = || held().filter(whole);
         for unit in held_whole().filter(copied).chain(held_whole().filter(|unit| !copied(unit))) {
             let layout = &layouts[unit];
-            let planes = UnitPlanes {
+            units[unit].planes = Some(UnitPlanes {
                 image: units[unit].image.clone().expect("every unit that is held has an image"),
                 residual: match layout.precision {
                     Precision::Bf16 => Some(state.carve(layout.residual_bytes(), PAGE)?),
@@ -152,45 +154,37 @@ impl Store {
                 },
                 exp_avg: state.carve(layout.moment_bytes(), PAGE)?,
                 exp_avg_sq: state.carve(layout.moment_bytes(), PAGE)?,
-            };
-            if copied(&unit) {
-                pieces_of_state.extend(planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]).cloned());
-            }
-            units[unit].planes = Some(planes);
+            });
         }
         let registration_bytes =
             if options.registration_bytes == 0 { REGISTRATION_BYTES } else { options.registration_bytes };
-        let mut registered = Vec::new();
-        let pinning = match options.device {
-            None => Pinning::default(),
-            Some(device) => {
-                let pieces: Vec<_> = units.iter().filter_map(|u| u.image.clone()).collect();
-                let mut pinning = images.register(device, &pieces, registration_bytes);
-                pinning.absorb(state.register(device, &pieces_of_state, registration_bytes));
-                registered.extend_from_slice(options.registered_state);
-                pinning
-            }
-        };
-        let (state, registered) = (Mutex::new(state), Mutex::new(registered));
-        Ok(Self { units, images, state, registered, registration_bytes, pinning })
+        let mut store =
+            Self { units, images, state: Mutex::new(state), registration_bytes, pinning: Pinning::default() };
+        if let Some(device) = options.device {
+            let images: Vec<_> = store.units.iter().filter_map(|u| u.image.clone()).collect();
+            store.pinning = store.images.register(device, &images, registration_bytes);
+            let of_state = store.register_state(device, options.registered_state);
+            store.pinning.absorb(of_state);
+        }
+        Ok(store)
     }
 
-    /// Registers residual and moments of those of `units` that are on the host and not registered yet.
-    pub(crate) fn register_state(&self, device: &dyn Device, units: &[usize]) -> Pinning {
-        // Neither guards a value that a panic could leave half-changed.
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        let more: Vec<usize> = units.iter().copied().filter(|unit| !registered.contains(unit)).collect();
-        let mut pieces: Vec<HostSpan> = more
+    /// Registers residual and moments of those of `units` that are on the host, as far as they are not registered yet. What
+    /// was refused before is asked for again.
+    pub fn register_state(&self, device: &dyn Device, units: &[usize]) -> Pinning {
+        let mut state = self.state();
+        let mut pieces: Vec<HostSpan> = units
             .iter()
             .filter_map(|&unit| self.units[unit].planes.as_ref())
             .flat_map(|planes| planes.residual.iter().chain([&planes.exp_avg, &planes.exp_avg_sq]))
+            .filter(|piece| !state.is_registered(piece))
             .cloned()
             .collect();
         pieces.sort_by_key(|piece| piece.address().addr());
-        registered.extend(more);
-        self.state().register(device, &pieces, self.registration_bytes)
+        state.register(device, &pieces, self.registration_bytes)
     }
 
+    /// It guards no value that a panic could leave half-changed.
     fn state(&self) -> MutexGuard<'_, Arena> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -256,10 +250,11 @@ impl Store {
         warnings
     }
 
-    /// [`UnitPlanes::write`] into a unit that the host holds.
+    /// [`UnitPlanes::write`] into a plane that the host holds.
     ///
     /// # Errors
-    /// As there, and when there is no such unit or the device holds it.
+    /// As there, [`Error::UnknownUnit`], and [`Error::StateOnDevice`], [`Error::StateOnDisk`] or [`Error::WeightsOnDisk`] where
+    /// the plane is elsewhere.
     pub fn write(
         &self,
         unit: usize,
@@ -273,10 +268,11 @@ impl Store {
         planes.write(layout, tensor, plane, start, dtype, source)
     }
 
-    /// [`UnitPlanes::read`] from a unit that the host holds.
+    /// [`UnitPlanes::read`] from a plane that the host holds.
     ///
     /// # Errors
-    /// As there, and when there is no such unit or the device holds it.
+    /// As there, [`Error::UnknownUnit`], and [`Error::StateOnDevice`], [`Error::StateOnDisk`] or [`Error::WeightsOnDisk`] where
+    /// the plane is elsewhere.
     pub fn read(&self, unit: usize, tensor: usize, plane: Plane, start: u64, out: &mut [u8]) -> Result<()> {
         let (layout, planes) = self.held(unit, plane)?;
         planes.read(layout, tensor, plane, start, out)
@@ -316,11 +312,12 @@ impl Store {
         let name = || unit.layout.name.clone();
         match (&unit.planes, &unit.image) {
             (Some(planes), _) => Ok((&unit.layout, planes.clone())),
-            (None, Some(_)) if plane != Plane::Weights => Err(Error::StateOnDisk { unit: name() }),
+            (None, _) if unit.spilled && plane != Plane::Weights => Err(Error::StateOnDisk { unit: name() }),
             (None, Some(image)) => {
                 let (exp_avg, exp_avg_sq) = (image.slice(0, 0), image.slice(0, 0));
                 Ok((&unit.layout, UnitPlanes { image: image.clone(), residual: None, exp_avg, exp_avg_sq }))
             }
+            (None, None) if unit.spilled => Err(Error::WeightsOnDisk { unit: name() }),
             (None, None) => Err(Error::StateOnDevice { unit: name() }),
         }
     }

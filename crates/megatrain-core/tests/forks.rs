@@ -7,6 +7,7 @@ use megatrain_core::device::Device;
 use megatrain_core::device::sim::{Faults, SimDevice};
 use megatrain_core::host::{Affinity, HostSpan, Pool};
 use megatrain_core::plan::plan;
+use megatrain_core::store::spill::{StateFiles, StateIo};
 use megatrain_core::stream::{Engine, Options};
 
 mod support;
@@ -68,6 +69,32 @@ fn an_engine_is_dropped_in_silence_and_works_on_in_the_parent() {
             engine.as_ref().unwrap().drain(FOREVER).map(support::ready).unwrap();
         }
     }
+}
+
+#[test]
+fn state_that_is_kept_is_dropped_in_silence_and_its_files_stay_the_parents() {
+    let folder = std::env::temp_dir().join(format!("megatrain-forks-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let names = || std::fs::read_dir(&folder).unwrap().count();
+    let mut request = request(3, 2);
+    (request.requests.state_on_disk, request.budget.disk) = (Some(5), 1 << 30);
+    let (device, plan) = (SimDevice::new(Some(1), Faults::default()).queueing_compute(), plan(&request).unwrap());
+    let disk = Some(StateFiles { paths: vec![folder.clone()], io: StateIo::Auto });
+    let options = Options { threads: Some(1), disk, ..Options::default() };
+    let toy = Toy::new(device.clone(), request.clone());
+    let engine = Engine::new(Arc::new(device.clone()), &request, &plan, &options).unwrap();
+    toy.fill(&engine).unwrap();
+    toy.step(&engine, 0, Some(1.0)).unwrap();
+    let mut kept = Some(engine.keep().unwrap());
+    drop(engine);
+    assert!(in_a_fork(|| drop(kept.take())));
+    assert_eq!(names(), 1);
+    let engine = Engine::with_kept(Arc::new(device), &request, &plan, &options, kept.as_ref().unwrap()).unwrap();
+    toy.step(&engine, 1, Some(1.0)).unwrap();
+    toy.state(&engine).unwrap();
+    drop((engine, kept));
+    assert_eq!(names(), 0);
+    std::fs::remove_dir(&folder).unwrap();
 }
 
 #[test]

@@ -345,6 +345,68 @@ fn what_is_refused_stays_pageable_the_rest_is_pinned_and_the_store_works_with_on
 }
 
 #[test]
+fn state_is_registered_unit_by_unit_as_plans_ask_for_it_and_nothing_between_or_twice() {
+    let layouts: Vec<_> = (0..5).map(|i| unit(&format!("layers.{i}"), Precision::Bf16)).collect();
+    let (small, device) = (Registrar::limited(5 * layouts[0].image_bytes), Registrar::default());
+    let options = StoreOptions { registered_state: &[3], ..StoreOptions::default() };
+    let store = Store::new(&layouts, &[true; 5], StoreOptions { device: Some(&small), ..options }).unwrap();
+    let state = |unit: usize| {
+        let planes = store.planes(unit).unwrap();
+        [planes.residual.clone().unwrap(), planes.exp_avg.clone(), planes.exp_avg_sq.clone()]
+    };
+    let bytes = |unit: usize| state(unit).iter().map(|plane| plane.len() as u64).sum::<u64>();
+    let range = |unit: usize| {
+        let [first, .., last] = state(unit);
+        (first.address() as usize, last.address() as usize + last.len() - first.address() as usize)
+    };
+    assert_eq!(small.sizes().len(), 1, "there was room for the images alone");
+    assert_eq!(store.pinning().asked - store.pinning().obtained, bytes(3));
+
+    // In memory, the state of units 0, 1, 2 and 4 follows that of unit 3.
+    let pinning = store.register_state(&device, &[0, 4]);
+    assert_eq!(*device.pinned.lock().unwrap(), [range(0), range(4)], "the units between are left alone");
+    assert_eq!(pinning, Pinning { asked: bytes(0) + bytes(4), obtained: bytes(0) + bytes(4), refusal: None });
+    let pinning = store.register_state(&device, &[0, 2, 3]);
+    assert_eq!(*device.pinned.lock().unwrap(), [range(0), range(4), range(3), range(2)]);
+    assert_eq!(pinning.asked, bytes(2) + bytes(3), "what was refused is asked for again, what is registered is not");
+    assert_eq!(pinning.warning(), None);
+    store.register_state(&device, &[4, 1]);
+    assert_eq!(device.sizes().len(), 5);
+    assert_eq!(store.register_state(&device, &[4, 3, 2, 1, 0]), Pinning::default());
+}
+
+#[test]
+fn what_the_host_does_not_hold_of_a_unit_is_said_to_be_where_it_is() {
+    let layouts = ["embed", "layers.0", "layers.1", "head"].map(|name| unit(name, Precision::Bf16));
+    // The first on the device, the second on disk, of the third the state on disk, the last on the host.
+    let options = StoreOptions { spilled: &[1, 2], ..StoreOptions::default() };
+    let store = Store::new(&layouts, &[false, false, true, true], options).unwrap();
+    let dtype_of = |plane| match plane {
+        Plane::Weights => Dtype::Bf16,
+        Plane::Residual => Dtype::I16,
+        _ => Dtype::F32,
+    };
+    let error = |unit: usize, plane: Plane| {
+        let read = store.read(unit, 0, plane, 0, &mut [0; 4]).err().map(|error| error.to_string());
+        let written = store.write(unit, 0, plane, 0, dtype_of(plane), &[0; 4]);
+        assert_eq!(read, written.err().map(|error| error.to_string()));
+        read
+    };
+    for plane in [Plane::Master, Plane::Weights, Plane::Residual, Plane::ExpAvg, Plane::ExpAvgSq] {
+        let message = error(0, plane).unwrap();
+        assert!(message.starts_with("the state of unit embed is on the device"), "{message}");
+        let what = if plane == Plane::Weights { "weights of unit layers.0 are" } else { "state of unit layers.0 is" };
+        let message = error(1, plane).unwrap();
+        assert!(message.starts_with(&format!("the {what} on disk")), "{message}");
+        match error(2, plane) {
+            None => assert_eq!(plane, Plane::Weights, "the weights of layers.1 are on the host"),
+            Some(message) => assert!(message.starts_with("the state of unit layers.1 is on disk"), "{message}"),
+        }
+        assert_eq!(error(3, plane), None);
+    }
+}
+
+#[test]
 fn several_arenas_make_one_warning() {
     let mut sum = Pinning { asked: 10, obtained: 10, refusal: None };
     assert_eq!(sum.warning(), None);

@@ -11,7 +11,7 @@ use megatrain_core::layout::{Moments, StateFormat};
 use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
 use megatrain_core::store::arena::{Arena, ArenaOptions};
-use megatrain_core::store::spill;
+use megatrain_core::store::spill::rates::{self, StateRates};
 use megatrain_core::{Error, Result};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -120,12 +120,13 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
     })
 }
 
-/// JSON rates of disks as places for optimizer state: `state_read_gbs`, `state_write_gbs`.
+/// JSON rates of disks as places for optimizer state: `state_read_gbs`, `state_write_gbs`, and by what they were read and
+/// written, `state_io`.
 #[pyfunction]
 pub(crate) fn probe_state_disk(py: Python<'_>, paths: Vec<PathBuf>, bytes: u64) -> PyResult<String> {
     interruptible(py, "megatrain-probe", move || {
-        let (read, written) = spill::rates::measure(paths, enough(bytes)?)?;
-        Ok(json!({"state_read_gbs": read / 1e9, "state_write_gbs": written / 1e9}).to_string())
+        let StateRates { read, written, means } = rates::measure(paths, enough(bytes)?)?;
+        Ok(json!({"state_read_gbs": read / 1e9, "state_write_gbs": written / 1e9, "state_io": means}).to_string())
     })
 }
 

@@ -230,11 +230,14 @@ def _probe(args: argparse.Namespace) -> int:
         calibrate.write_description(machine, found, Path(args.out))
     if args.json:
         description = descriptions.describe(machine) | {"rates": found}
-        json_line({"machine": description, "busy": measured.busy, "kept": str(kept) if kept else None})
+        kept_in = str(kept) if kept else None
+        json_line({"machine": description, "busy": measured.busy, "kept": kept_in, "state_io": measured.state_io})
     else:
         table(
             ("rate", ">value", "unit"), [(key, f"{value:.3g}", descriptions.UNITS[key]) for key, value in found.items()]
         )
+        if measured.state_io:
+            line(f"optimizer state on disk was read and written by {measured.state_io}")
         line(f"stored in {kept}" if kept else "not stored: the cache folder cannot be written")
         if measured.busy:
             line(f"busy: {measured.busy}, so plans will expect too little of this machine; probe again when it is idle")

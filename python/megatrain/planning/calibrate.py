@@ -161,6 +161,9 @@ class Measured:
     """In `UNITS`."""
     busy: str | None
     """Why they are those of a machine that did something else meanwhile; None where nothing speaks for that."""
+    state_io: str | None = None
+    """By what optimizer state was read and written: `io_uring with registered buffers`, `io_uring` or `threads`; None
+    where that was not measured."""
 
 
 _BUSY_LOAD = 0.75
@@ -200,8 +203,8 @@ def measure(
     found |= arithmetic
     say("disk")
     found |= _disk(folder)
-    found |= _state_disk(state or (folder,))
-    return Measured(found, _busy(load, os.cpu_count() or machine.cpus, spread))
+    of_state, state_io = _state_disk(state or (folder,))
+    return Measured(found | of_state, _busy(load, os.cpu_count() or machine.cpus, spread), state_io)
 
 
 def _load() -> float | None:
@@ -302,16 +305,18 @@ def _repeat(run: Callable[[], Any], device: str, count: int = 10) -> tuple[float
     return best, statistics.median(times) / best - 1
 
 
-def _state_disk(folders: Sequence[Path], size: int = 1 << 30) -> dict[str, float]:
-    """Reads and writes blocks as optimizer state on disk is: both at once, past the page cache, over all folders."""
+def _state_disk(folders: Sequence[Path], size: int = 1 << 30) -> tuple[dict[str, float], str | None]:
+    """Reads and writes blocks as optimizer state on disk is: both at once, past the page cache, over all folders.
+    Returns the rates, and by what (`Measured.state_io`)."""
     from megatrain import _core
 
     try:
-        found: dict[str, float] = json.loads(_core.probe_state_disk([str(folder) for folder in folders], size))
+        found = json.loads(_core.probe_state_disk([str(folder) for folder in folders], size))
     except StorageError as error:
         log.warning("the disk was not measured as a place for optimizer state: %s", error)
-        return {}
-    return found
+        return {}, None
+    by: str = found.pop("state_io")
+    return found, by
 
 
 def _disk(folder: Path, size: int = 256 << 20) -> dict[str, float]:

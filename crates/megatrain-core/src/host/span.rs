@@ -190,6 +190,18 @@ impl HostSpan {
         Arc::ptr_eq(&self.mapping, &other.mapping)
     }
 
+    /// How many spans refer to the mapping.
+    #[cfg(test)]
+    pub(crate) fn handles(&self) -> usize {
+        Arc::strong_count(&self.mapping)
+    }
+
+    /// Whether all of `other` is in this one.
+    pub(crate) fn contains(&self, other: &Self) -> bool {
+        let (end, other_end) = (self.offset + self.len, other.offset + other.len);
+        self.shares_mapping(other) && self.offset <= other.offset && other_end <= end
+    }
+
     /// Elements `[start, start + len)` of the span, read as `T`.
     ///
     /// A span is a handle, like a file descriptor: clones reach the same bytes from any thread. So the views of a mapping

@@ -100,8 +100,8 @@ impl Arena {
     }
 
     /// Registers `pieces` (disjoint spans of this arena in ascending order, each starting on a page) with a device, in
-    /// registrations of at most `max_bytes` that no piece straddles; a larger piece gets one of its own. What is refused
-    /// stays pageable: copies of it are slower, and all others are not.
+    /// registrations of at most `max_bytes` that no piece straddles and that hold nothing between pieces; a larger piece gets
+    /// one of its own. What is refused stays pageable: copies of it are slower, and all others are not.
     ///
     /// # Panics
     /// When a piece does not start on a page, is outside the arena or out of order.
@@ -147,6 +147,12 @@ impl Arena {
         pinning
     }
 
+    /// Whether all of a span is inside a registration.
+    #[must_use]
+    pub fn is_registered(&self, piece: &HostSpan) -> bool {
+        self.pins.iter().any(|(_, span)| span.contains(piece))
+    }
+
     /// How many registrations are in force.
     #[must_use]
     pub fn num_pins(&self) -> usize {
@@ -154,13 +160,18 @@ impl Arena {
     }
 }
 
-/// Groups neighbouring pieces into ranges of at most `max_bytes`, none of which begins or ends inside a piece.
+/// Joins pieces of which one begins on the page after another's end into ranges of at most `max_bytes`, none of which begins
+/// or ends inside a piece. What is between other pieces is somebody else's, who may have registered it already.
 fn chunks(pieces: &[Range<u64>], max_bytes: u64) -> Vec<Range<u64>> {
     let mut chunks: Vec<Range<u64>> = Vec::new();
     for piece in pieces {
         assert!(piece.start.is_multiple_of(PAGE as u64), "a piece at {} does not start on a page", piece.start);
         match chunks.last_mut() {
-            Some(last) if piece.end - last.start <= max_bytes => last.end = piece.end,
+            Some(last)
+                if last.end.next_multiple_of(PAGE as u64) == piece.start && piece.end - last.start <= max_bytes =>
+            {
+                last.end = piece.end;
+            }
             last => {
                 assert!(last.is_none_or(|l| l.end <= piece.start), "pieces overlap at {}", piece.start);
                 chunks.push(piece.clone());
@@ -251,11 +262,11 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_joined_up_to_the_bound_and_across_gaps_only_where_they_fit() {
+    fn pieces_that_adjoin_are_joined_up_to_the_bound_and_no_others() {
         let page = PAGE as u64;
-        let pieces = [0..page, page..3 * page, 4 * page..5 * page, 5 * page..9 * page];
+        let pieces = [0..page - 8, page..3 * page, 4 * page..5 * page, 5 * page..9 * page];
         assert_eq!(chunks(&pieces, 3 * page), [0..3 * page, 4 * page..5 * page, 5 * page..9 * page]);
-        assert_eq!(chunks(&pieces, u64::MAX), [Range { start: 0, end: 9 * page }]);
+        assert_eq!(chunks(&pieces, u64::MAX), [0..3 * page, 4 * page..9 * page]);
         assert_eq!(chunks(&pieces, 1), pieces);
         assert_eq!(chunks(&[], 1), [0u64..0; 0]);
     }

@@ -261,6 +261,12 @@ impl Spill {
         self.files.notes()
     }
 
+    /// Names the buffers that state will pass through, instead of those before: transfers of these can be cheaper. They stay
+    /// mapped until others are named.
+    pub fn register(&self, buffers: &[HostSpan]) {
+        self.files.register(buffers);
+    }
+
     fn unit(&self, unit: usize) -> &SpilledUnit {
         self.units[unit].as_ref().expect("only state whose home is a disk is looked for there")
     }

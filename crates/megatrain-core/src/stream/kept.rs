@@ -5,6 +5,7 @@ use super::Engine;
 use super::state::Shared;
 use crate::device::DeviceMemory;
 use crate::error::{Error, Result};
+use crate::host::Process;
 use crate::plan::{DeviceState, Placement, Region};
 use crate::store::Store;
 use crate::store::spill::Spill;
@@ -19,6 +20,16 @@ pub struct Kept {
     on_device: Option<[DeviceMemory; 2]>,
     /// The engine that has taken it over last.
     pub(super) taken: Mutex<Weak<Shared>>,
+    process: Process,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if self.process.is_forked() {
+            // What the device and the folders hold is the parent's.
+            std::mem::forget((Arc::clone(&self.store), self.spill.take(), self.on_device.take()));
+        }
+    }
 }
 
 impl Engine {
@@ -52,6 +63,7 @@ impl Engine {
             spill: shared.memory.spill(),
             on_device: holds_state.then(|| [Region::Weights, Region::State].map(|region| self.region(region))),
             taken: Mutex::default(),
+            process: Process::current(),
         };
         self.close();
         Ok(kept)

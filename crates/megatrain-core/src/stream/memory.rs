@@ -128,6 +128,12 @@ impl Memory {
         let disk_buffers =
             placement.disk_buffers.iter().map(|&b| passage.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
 
+        if let Some(spill) = &spill {
+            // After what the device copies: where little memory may be locked, that gains more by it.
+            let buffers = disk_buffers.iter().chain(&weight_buffers).chain([&window]);
+            spill.register(&buffers.cloned().collect::<Vec<_>>());
+        }
+
         let mut warnings = store.warnings();
         warnings.extend(passage.notes().iter().cloned());
         warnings.extend(transfers.notes().iter().chain(accumulation.notes()).cloned());
@@ -163,9 +169,11 @@ impl Memory {
         self.spill.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Gives the room on disk back as soon as nobody uses it, however long this lives.
+    /// Gives the room on disk back as soon as nobody uses it, however long this lives. Whoever keeps the files does not keep the
+    /// buffers of this.
     pub(crate) fn release_files(&self) {
-        self.spill.write().unwrap_or_else(PoisonError::into_inner).take();
+        let spill = self.spill.write().unwrap_or_else(PoisonError::into_inner).take();
+        spill.iter().for_each(|spill| spill.register(&[]));
     }
 
     /// A device region, whole.
@@ -242,6 +250,13 @@ impl Memory {
             device.synchronize(&device.record(Stream::Upload)?)?;
         }
         Ok(())
+    }
+}
+
+impl Drop for Memory {
+    /// For an engine that fails to start with files that are kept.
+    fn drop(&mut self) {
+        self.release_files();
     }
 }
 

@@ -5,7 +5,8 @@
 //! nothing else follows, a pass that only writes carries it. So the files hold one step's state although training goes
 //! on, and there is no second copy of it.
 //!
-//! A disk that fails ends the save and leaves the engine as it is; all else that fails breaks the engine, as everywhere.
+//! A disk that does not take the files ends the save and leaves the engine as it is; all else that fails breaks the engine, as
+//! everywhere: so does a disk that does not return the state that it holds.
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

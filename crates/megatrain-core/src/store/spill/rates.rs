@@ -7,15 +7,28 @@ use super::{BLOCK_BYTES, BlockFiles, Direction, Failed, Piece, StateFiles, State
 use crate::disk::{Disk, RealDisk};
 use crate::error::{Error, Result};
 use crate::host::HostSpan;
+use crate::store::arena::{Arena, ArenaOptions};
 
 /// Blocks of one transfer: about those of a part of a large unit.
 const BLOCKS: usize = 64;
+const TRANSFER_BYTES: usize = BLOCKS * BLOCK_BYTES;
 
-/// Bytes a second read and written while both happen at once, in files of `bytes` bytes altogether in these folders.
+/// What disks can do as places for state.
+#[derive(Clone, Copy, Debug)]
+pub struct StateRates {
+    /// Bytes read in a second.
+    pub read: f64,
+    /// Bytes written in a second, while as many were read.
+    pub written: f64,
+    /// By what they were read and written: [`BlockFiles::means`].
+    pub means: &'static str,
+}
+
+/// Reads and writes at once, in files of `bytes` bytes altogether in these folders.
 ///
 /// # Errors
-/// As for [`BlockFiles::open`], and [`Error::StateFilesFull`] and [`Error::StateFile`].
-pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
+/// As for [`BlockFiles::open`], and [`Error::StateFilesFull`] and [`Error::StateFolder`].
+pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<StateRates> {
     let disk: Arc<dyn Disk> = Arc::new(RealDisk);
     let mut files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto })?;
     let count = files.count();
@@ -26,7 +39,9 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
         let bytes = ((2 * half).div_ceil(count) * BLOCK_BYTES) as u64;
         files.allocate(file, bytes)?;
     }
-    let buffers = [HostSpan::map(BLOCKS * BLOCK_BYTES)?, HostSpan::map(BLOCKS * BLOCK_BYTES)?];
+    // In huge pages where the system has them, as an engine's.
+    let memory = Arena::new(2 * TRANSFER_BYTES as u64, ArenaOptions { huge_pages: true, pool: None })?;
+    let buffers = [0, 1].map(|index| memory.span().slice(index * TRANSFER_BYTES, TRANSFER_BYTES));
     for buffer in &buffers {
         // Some drives are faster with zeros.
         let mut state = 1u64;
@@ -37,6 +52,7 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
             state
         });
     }
+    files.register(&buffers);
     // What has never been written may be read without the drive.
     run(&files, Direction::Write, 0..half, &buffers[0])?;
     let (read, written) = std::thread::scope(|scope| {
@@ -44,7 +60,7 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<(f64, f64)> {
         let written = run(&files, Direction::Write, half..2 * half, &buffers[1]);
         (reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), written)
     });
-    Ok((read?, written?))
+    Ok(StateRates { read: read?, written: written?, means: files.means() })
 }
 
 /// Bytes a second of transfers of these blocks, checksums included.

@@ -48,7 +48,8 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
     let mut best = shortest(request, fitting, most(simulated), None)?;
     if compare_first_groups || request.requests.first_group.is_some() {
         let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
-        let all = space.with_first_groups(&points, seconds / WORTH_UNEQUAL)?;
+        let all =
+            space.with_first_groups(&points, seconds / if compare_first_groups { WORTH_UNEQUAL } else { ALIKE })?;
         best = shortest(request, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");

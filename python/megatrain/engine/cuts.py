@@ -143,6 +143,28 @@ def _first(found: Sequence[Cut], suits: Callable[[Cut], bool]) -> Cut | None:
     return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=suits)]
 
 
+def planned_when_idle(
+    found: Sequence[Cut], idle: Callable[[Cut], Request], now: Callable[[Cut], Request]
+) -> tuple[Cut, Request, str]:
+    """As `planned`, for requests with the memory that is free `now`, with the cut that fits first when nothing else
+    runs on the machine (`idle`): a cut may change rounding, which must not depend on what is free."""
+    if len(found) == 1:
+        return planned(found, found[0], now)
+    cut = first_that_fits(found, idle)
+    try:
+        return planned(found, cut, now)
+    except DoesNotFit as error:
+        fits_now = first_that_fits(found, now) if cut is not None else None
+        if fits_now is None:
+            raise
+        refusal = DoesNotFit(
+            f"{error}\nIt fits when nothing else uses this machine, and layers are cut for that, so that results do "
+            f"not depend on what is free now. Free some memory, or give plan={fits_now.options}, which fits now"
+        )
+        refusal.items = error.items
+        raise refusal from None
+
+
 def planned(found: Sequence[Cut], cut: Cut | None, asked: Callable[[Cut], Request]) -> tuple[Cut, Request, str]:
     """`cut`, its request and the core's plan as JSON. Where none of `found` fits, and so there is no cut, raises
     DoesNotFit: for the first of them, or for the last where that exceeds the budget by clearly less."""

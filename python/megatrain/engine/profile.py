@@ -342,7 +342,9 @@ def plan_request(
         "sum_layers": tiles > 1,
         "requests": {
             **{k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
-            "graphs": device == "cuda" and bool((requests or {}).get("graphs", True)) and can_capture(decoder),
+            "graphs": device == "cuda"
+            and bool((requests or {}).get("graphs", True))
+            and can_capture(decoder, micro_batches),
         },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }

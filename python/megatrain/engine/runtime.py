@@ -529,7 +529,7 @@ class Runtime:
             group=int(plan["group"]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
-            graphs=LayerGraphs(captured) if captured and casts is None else None,
+            graphs=LayerGraphs(captured) if captured else None,
         )
 
     def _layer_templates(

@@ -300,8 +300,8 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     ]
     asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
     ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
-    present = {key: value for key, value in run_plan.options.items() if key in asked}
-    changes += ways[ways.index(present) + 1 :] if present in ways else []
+    present = [all(run_plan.options.get(key) == value for key, value in way.items()) for way in ways]
+    changes += ways[present.index(True) + 1 :] if any(present) else []
     for change in changes:
         if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue

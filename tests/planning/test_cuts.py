@@ -1,16 +1,20 @@
 """When a run's layers are halved and tiled, what the summary says of it, and what is tried when memory runs out."""
 
 import json
+import types
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.cli import main
 from megatrain.config import Config
 from megatrain.models.decoder import Decoder
 from megatrain.planning import planner
 from megatrain.system import descriptions
+from megatrain.training import out_of_memory
 from megatrain.training.setup import prepare_model
+from support.reference import build
 
 H200 = "gpu.name=H200,gpu.memory=140GiB,gpu.capability=9.0,host.cpus=16,host.memory=110GiB"
 LONG = ["qwen2.5-7b", "data.seq_len=131072", "train.batch_tokens=131072", "memory.gpu=78GiB", "--machine", H200]
@@ -91,6 +95,27 @@ def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     assert cut(run_plan(gpu="6GiB")[2]) == {"fragments": "halves", "mlp_tiles": 4}
     assert cut(run_plan(gpu="6GiB", saved=key)[2]) == {"fragments": "whole"}
     assert cut(run_plan(gpu="2GiB", saved=key)[2])["mlp_tiles"] > 1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "tiles", "router", "advised"),
+    [("whole", 1, False, False), ("halves", 1, False, True), ("halves", 1, True, False), ("halves", 64, False, False)],
+)
+def test_more_tiles_are_advised_where_there_is_anything_to_tile(
+    fragments: str, tiles: int, router: bool, advised: bool
+) -> None:
+    model = build("mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=router)
+    found = types.SimpleNamespace(
+        device="cuda",
+        plan={"items": [], "units": [{"activation": "recompute"}]},
+        budget={"device": 1 << 30},
+        micro_batch=(1, 64),
+        options={"fragments": fragments} | ({"mlp_tiles": tiles} if fragments == "halves" else {}),
+    )
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    said = out_of_memory.explain(error, "step 3", found, Decoder(model))  # type: ignore[arg-type]
+    assert ("plan.mlp_tiles" in said) is advised
+    assert "lower data.seq_len (now 64)" in said
 
 
 def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:

@@ -527,6 +527,7 @@ class Runtime:
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
             group=int(plan["group"]),
+            keeps=any(unit["activation"] == "keep" for unit in plan["units"][1:-1]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
             graphs=LayerGraphs(captured) if captured else None,

@@ -84,6 +84,27 @@ def test_layers_that_stay_whole_beside_halves_are_named(capsys: pytest.CaptureFi
     assert len(answer["plan"]["units"]) == 58
 
 
+@pytest.mark.parametrize(
+    ("fragments", "said", "advised"),
+    [
+        ("whole", "28, of which 5 keep their activations, 23 recompute them;", "23 recomputed layers"),
+        (
+            "halves",
+            "28, sent as 56 units, attention and MLP apart, 5 units keep their activations, 51 recompute",
+            "51 recomputed units",
+        ),
+    ],
+)
+def test_a_line_says_whether_it_counts_layers_or_units(
+    fragments: str, said: str, advised: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["qwen2.5-7b", "data.seq_len=8192", "memory.gpu=78GiB", f"plan.fragments={fragments}", "plan.mlp_tiles=1"]
+    assert main(["plan", *words, "plan.keep=5", "plan.micro_batch=1", "--machine", H200]) == 0
+    printed = capsys.readouterr().out
+    assert f"layers: {said}" in printed
+    assert f"lets more of the {advised} keep" in printed
+
+
 def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     key = {"device": "H100", "compiled": True, "micro_batch": [1, 32768]}
     assert cut(run_plan()[2]) == {"fragments": "whole"}

@@ -428,19 +428,21 @@ class MemoryConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """Numbers that the planner derives; each can be given instead. null: derived."""
+    """Numbers that the planner derives; each can be given instead. null: derived. They count units, of which a decoder
+    layer is one, or two where layers are sent in halves (`fragments`)."""
 
     micro_batch: int | None = None
     """Rows (with packing: windows) computed at a time."""
     slots: int | None = None
-    """Device buffers that decoder layers' weights pass through."""
+    """Device buffers that decoder layers' weights pass through, one unit in each."""
     slabs: int | None = None
     """Host buffers that gradients land in."""
     group: int | None = None
     """Micro-batches that pass through a layer before the next one is loaded. null: all of a step, so that weights cross
     the link once."""
     keep: int | None = None
-    """Layers whose activations are kept on the device; the others are recomputed."""
+    """Units of decoder layers (whole layers, or halves) whose activations are kept on the device; the others are
+    recomputed."""
     activation: Literal["keep", "offload", "recompute"] | None = None
     """What becomes of activations: kept by all layers; or, of those that `keep` does not count, sent to the host
     (`offload`) or recomputed."""
@@ -449,14 +451,15 @@ class PlanConfig:
     stage_buffers: int | None = None
     """Device buffers that activations and inputs pass through on their way to the host and back."""
     state_on_device: int | None = None
-    """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
-    order."""
+    """Units whose weights and optimizer state live on the device: embedding and head first, then those of layers in
+    forward order."""
     updates_on_device: int | None = None
-    """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
-    others are updated by the host meanwhile. null: as many as make a step shortest."""
+    """Units of decoder layers (whole layers, or halves) whose optimizer state lives on the host and that are updated on
+    the device, which their state visits: the others are updated by the host meanwhile. null: as many as make a step
+    shortest."""
     state_on_disk: int | None = None
-    """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
-    embedding. null: as few as let the others fit in host memory."""
+    """Units whose optimizer state lives on disk (`memory.nvme`): those of layers from the last one backwards, then head
+    and embedding. null: as few as let the others fit in host memory."""
     fragments: Literal["auto", "whole", "halves"] = "auto"
     """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
     the MLP or experts. The numbers are the same, apart from what compilation rounds. auto: halves where whole

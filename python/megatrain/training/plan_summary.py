@@ -142,23 +142,29 @@ def _layers(report: "Forecast") -> str:
     units = report.run_plan.plan["units"]
     activations = [unit["activation"] for unit in units[1:-1]]
     how = {"keep": "keep their activations", "offload": "offload them", "recompute": "recompute them"}
-    shown = [f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations]
-    if len(shown) == 1:
-        shown = [f"all {how[activations[0]].replace('them', 'their activations')}"]
+    shown = ", ".join(f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations)
+    if len(set(activations)) == 1:
+        shown = f"all {how[activations[0]].replace('them', 'their activations')}"
+    else:
+        shown = f"of which {shown}" if _counted(report) == "layers" else shown.replace(" ", " units ", 1)
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
     if on_device < len(units):
         updates += f" ({report.run_plan.rates['adamw_gparams']:.2g}e9 parameters/s, {_moments(report)} moments)"
-    sent = f"{_sent(report)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}"
-    return f"layers: {sent}; {updates}"
+    return f"layers: {_sent(report)}, {shown}; {updates}"
+
+
+def _counted(report: "Forecast") -> str:
+    """What a plan has one entry for, between embedding and head."""
+    return "layers" if len(report.run_plan.plan["units"]) - 2 == report.decoder.num_layers else "units"
 
 
 def _sent(report: "Forecast") -> str:
     """How many layers there are, and which of them are sent and computed in halves and tiles."""
     decoder, run_plan = report.decoder, report.run_plan
     units = len(run_plan.plan["units"]) - 2
-    if units == decoder.num_layers:
+    if _counted(report) == "layers":
         return str(decoder.num_layers)
     why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
     whole = 2 * decoder.num_layers - units
@@ -293,7 +299,9 @@ def _advice(report: "Forecast") -> list[str]:
         advice += _larger_steps(report)
     recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])
     if recomputed and config.memory.gpu != "auto":
-        advice.append(f"a larger memory.gpu lets more of the {recomputed} recomputed layers keep their activations")
+        advice.append(
+            f"a larger memory.gpu lets more of the {recomputed} recomputed {_counted(report)} keep their activations"
+        )
     return advice[:2]
 
 

@@ -11,6 +11,7 @@ from megatrain.cli import main
 from megatrain.config import Config
 from megatrain.models.decoder import Decoder
 from megatrain.planning import planner
+from megatrain.planning.growth import device_memory
 from megatrain.system import descriptions
 from megatrain.training import out_of_memory
 from megatrain.training.setup import prepare_model
@@ -137,6 +138,28 @@ def test_more_tiles_are_advised_where_there_is_anything_to_tile(
     said = out_of_memory.explain(error, "step 3", found, Decoder(model))  # type: ignore[arg-type]
     assert ("plan.mlp_tiles" in said) is advised
     assert "lower data.seq_len (now 64)" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "within"),
+    [
+        ({"activation": "recompute", "inputs": "device"}, 0.001),
+        ({"activation": "offload", "inputs": "host", "keep": 1, "stage_buffers": 3}, 0.001),
+        ({"fragments": "halves", "mlp_tiles": 4, "keep": 3}, 0.05),
+    ],
+)
+def test_device_memory_of_another_length_is_what_the_step_line_says(asked: dict[str, Any], within: float) -> None:
+    fixed = asked | {"slots": 2, "state_on_device": 0, "updates_on_device": 0, "graphs": False}
+    fixed = {"fragments": "whole"} | fixed
+    config, decoder, found = run_plan(seq=16384, gpu="80GiB", **fixed)
+    growth = device_memory(config, decoder, found)
+    assert growth is not None
+    assert growth.constant > 4096 * 1024 * 2, "gradients of weights and logits of a chunk do not grow"
+    for seq in (8192, 16384, 32768, 49152, 65536):
+        other = run_plan(seq=seq, gpu="80GiB", **fixed)[2]
+        assert other.options["fragments"] == found.options["fragments"]
+        needed = other.plan["totals"]["device"]
+        assert growth.constant + seq * growth.per_token == pytest.approx(needed, rel=within)
 
 
 def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:

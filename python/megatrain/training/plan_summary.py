@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.names import format_names
-from megatrain.planning import calibrate, planner
+from megatrain.planning import calibrate, growth, planner
 from megatrain.system.hardware import format_bytes
 from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.metrics import duration
@@ -189,16 +189,14 @@ def _step(report: "Forecast") -> str:
 
 
 def _by_length(report: "Forecast") -> str:
-    """Device memory as a function of the tokens of a micro-batch: what torch allocates grows with them, in proportion
-    at most; the rest does not."""
-    run_plan = report.run_plan
-    if run_plan.device == "cpu":
+    """Device memory as a function of the tokens of a micro-batch."""
+    if report.run_plan.device == "cpu":
         return ""
-    torch_items = [item for item in run_plan.plan["items"] if item["what"].endswith("(torch)")]
-    grows = sum(item["bytes"] for item in torch_items if "context" not in item["what"])
-    fixed = run_plan.plan["totals"]["device"] - grows
-    per_token = grows / math.prod(run_plan.micro_batch)
-    return f"; device memory: {format_bytes(fixed)} and {format_bytes(round(per_token))} per token of a micro-batch"
+    found = growth.device_memory(report.config, report.decoder, report.run_plan)
+    if found is None:
+        return ""
+    constant, per_token = format_bytes(found.constant), format_bytes(found.per_token)
+    return f"; device memory: {constant} and {per_token} per token of a micro-batch"
 
 
 def _time(report: "Forecast") -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from megatrain.config.constraints import check_eps, check_matmul, check_memory
+from megatrain.config.constraints import check_eps, check_matmul, check_memory, check_plan
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -492,9 +492,7 @@ class PlanConfig:
     """Whether host memory is asked for in huge pages."""
 
     def __post_init__(self) -> None:
-        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, stage_buffers=2, parts=1, loss_chunk=1)
-        _at_least("plan", self, threads=1)
+        check_plan({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,10 @@ from typing import Any
 from megatrain import _core
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.decoder import Decoder
-from megatrain.units import is_count
 
 Request = dict[str, Any]
 """What the core's planner is asked (`profile.plan_request`)."""
 
-FRAGMENTS = ("auto", "whole", "halves")
-"""Whether layers are units, or halves of them."""
 _LEAST_TILE = 1024
 """Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
 _MOST_WORK = 0.25
@@ -53,18 +50,10 @@ class Cut:
 def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
     """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
     else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
-    ConfigError for halves or tiles of layers that have none."""
+    ConfigError for halves or tiles of layers that have none; `constraints.check_plan` has refused everything else."""
     fragments: Any = requests.get("fragments", "auto")
     tiles: Any = requests.get("mlp_tiles", "auto")
-    if fragments not in FRAGMENTS:
-        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
-    if tiles != "auto" and not is_count(tiles, 1):
-        raise ConfigError(f"plan.mlp_tiles must be auto or a whole number of at least 1, not {tiles!r}")
     several = tiles not in ("auto", 1)
-    if several and fragments == "whole":
-        raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole"
-        )
     halves = decoder.halves
     if halves is decoder:
         if fragments == "halves" or several:

@@ -162,6 +162,15 @@ def test_device_memory_of_another_length_is_what_the_step_line_says(asked: dict[
         assert growth.constant + seq * growth.per_token == pytest.approx(needed, rel=within)
 
 
+def test_a_step_of_one_micro_batch_has_sums_of_layers_gradients_only_in_tiles() -> None:
+    sums = [
+        {item["what"] for item in run_plan(seq=4096, **asked)[2].plan["items"] if "gradient sums" in item["what"]}
+        for asked in ({}, {"fragments": "halves", "mlp_tiles": 1}, {"mlp_tiles": 2})
+    ]
+    assert sums[0] == sums[1] == {"gradient sums: embed", "gradient sums: head"}
+    assert sums[2] == sums[0] | {"gradient sums: layers"}
+
+
 def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:
     asked = {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0, "updates_on_device": 0}
     config, decoder, found = run_plan(**asked)

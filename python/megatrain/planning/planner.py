@@ -329,7 +329,8 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
         return machine == machine.idle() or _planned(config, decoder, device, machine, rates) is not None
     if config.plan.micro_batch is not None:
         return False
-    # One micro-batch needs no fp32 sums of gradients on the device.
+    # More rows may fit where one does not: a step of a single micro-batch has no fp32 sums of layers' gradients on the
+    # device (with bf16 gradients, and MLPs that are not tiled). Embedding and head have theirs in any case.
     whole = rows * config.data.seq_len <= MICRO_BATCH_TOKENS[device][0] and planner.fits(rows, 1)
     return whole and _planned(config, decoder, device, machine, rates) is not None
 

@@ -118,12 +118,13 @@ def test_two_threads_that_plan_at_once_measure_what_one_does() -> None:
     """Tracing replaces methods of `nn.Module` for the whole process."""
     families = ("llama", "qwen3")
     wanted = [measured(decoder(family)) for family in families]
+    models = [decoder(families[number % 2]) for number in range(12)]  # transformers sets the default dtype meanwhile
     original = nn.Module.__call__
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda number: measured(decoder(families[number % 2])), range(12)))
+            found = list(threads.map(measured, models))
     finally:
         sys.setswitchinterval(before)
     assert found == wanted * 6

@@ -1,6 +1,9 @@
 """What a compiled layer is said to keep and to need is what the compiler's own partition of it keeps and needs."""
 
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from megatrain.engine import compile_memory, profile
+from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.models.decoder import Decoder
 from megatrain.models.modules import copy_without, on_meta
 
@@ -108,3 +112,41 @@ def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(
         assert found == profile.measure(model, model.units[1], ROWS, SEQ, "cuda")
         profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
     assert [r.message for r in caplog.records].count("Qwen2DecoderLayer is planned as if it were not compiled: no") == 1
+
+
+def test_two_threads_that_plan_at_once_measure_what_one_does() -> None:
+    """Tracing replaces methods of `nn.Module` for the whole process."""
+    families = ("llama", "qwen3")
+    wanted = [measured(decoder(family)) for family in families]
+    models = [decoder(families[number % 2]) for number in range(12)]  # transformers sets the default dtype meanwhile
+    original = nn.Module.__call__
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(measured, models))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == wanted * 6
+    assert nn.Module.__call__ is original
+
+
+def test_measuring_leaves_modules_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of all modules, as torch's own counter of operations registers, run wherever a module does."""
+    model = decoder("llama")
+    wanted = profile.measure(model, model.units[1], ROWS, SEQ, "cpu")
+    forward, hooks = CheckpointedCall.forward, []
+
+    def looked_at(*args: Any, **kwargs: Any) -> Any:
+        hooks.extend(torch.nn.modules.module._global_forward_pre_hooks.values())
+        hooks.extend(torch.nn.modules.module._global_forward_hooks.values())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointedCall, "forward", looked_at)
+    assert profile.measure(model, model.units[1], ROWS, SEQ, "cpu") == wanted
+    assert wanted.flops > 0
+    assert hooks == []
+
+
+def measured(model: Decoder) -> profile.Measured:
+    return profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)

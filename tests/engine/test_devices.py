@@ -14,6 +14,7 @@ from megatrain.engine import runtime
 from megatrain.errors import DoesNotFit
 from megatrain.system import hardware
 from megatrain.system.hardware import GIB, MIB, Machine, SystemProbe
+from megatrain.weights.state_format import StateFormat
 
 
 class Device:
@@ -100,6 +101,56 @@ def test_an_engine_is_planned_with_its_own_card(monkeypatch: pytest.MonkeyPatch)
     assert runtime.Runtime._machine(planned).budget("cuda")["device"] == 70 * GIB + 640 * MIB - GIB
 
 
+class Card(SystemProbe):
+    """A machine with one card, of which other programs leave `free` bytes."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.free = free
+
+    def cuda_status(self) -> dict[str, Any]:
+        card = {"name": "RTX 4090", "total_bytes": 24 * GIB, "capability": [8, 9]}
+        return {"available": True, "reason": None, "devices": [card]}
+
+    def gpu_free(self, card: int) -> int | None:
+        return [self.free][card]
+
+
+def test_how_layers_are_cut_does_not_follow_what_other_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(hidden_size=512, intermediate_size=4096, num_attention_heads=8, max_position_embeddings=32768)
+    ours = runtime.Runtime(
+        megatrain.Decoder(model, precision="bf16"),
+        megatrain.AdamW(),
+        types.SimpleNamespace(total_bytes=24 * GIB),  # type: ignore[arg-type]
+        torch.device("cuda", 0),
+        update="just_in_time",
+        grad_precision="bf16",
+        memory={"host": 8 * GIB},
+        plan={"activation": "recompute", "inputs": "host"},
+        micro_batch=None,
+        micro_batches=None,
+        load=None,
+        rates=None,
+        seed=0,
+        state_format=StateFormat(),
+    )
+
+    def cut(free: float) -> dict[str, Any]:
+        monkeypatch.setattr(hardware, "SYSTEM_PROBE", Card(int(free * GIB)))
+        return ours._first_that_fits((1, 32768), 1)[0].options
+
+    assert cut(23) == {"fragments": "whole"}
+    assert cut(4) == {"fragments": "whole"}, "and it fits, though a layer takes much of what is left"
+    with pytest.raises(
+        DoesNotFit, match=r"plan=\{'fragments': 'halves', 'mlp_tiles': \d+\}, which fits now"
+    ) as refused:
+        cut(1.5)
+    assert refused.value.items
+    with pytest.raises(DoesNotFit) as refused:
+        cut(0.1)
+    assert "which fits now" not in str(refused.value)
+
+
 def test_on_the_cpu_an_engine_uses_its_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megatrain.Engine(_model(), device="cpu", micro_batch=(1, 32), micro_batches=1, plan={"keep": 3})
     totals = model.plan["totals"]
@@ -111,7 +162,7 @@ def test_on_the_cpu_an_engine_uses_its_memory_once(monkeypatch: pytest.MonkeyPat
         megatrain.Engine(_model(), device="cpu", micro_batch=(1, 32), micro_batches=1, plan={"keep": 3})
 
 
-def _model() -> torch.nn.Module:
+def _model(**changes: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    return AutoModelForCausalLM.from_config(LlamaConfig(**llama()))  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(LlamaConfig(**llama() | changes))  # type: ignore[no-any-return]

@@ -1,18 +1,23 @@
 """What of a pass may be captured as CUDA graphs. That the graphs give the same bits, `gpu/check_graphs.py` shows."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatrain import _core
 from megatrain.engine import layer_graphs, runtime
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch
 from megatrain.engine.layer_graphs import CapturedPass, LayerGraphs, Recording, can_capture
+from megatrain.engine.profile import plan_request
 from megatrain.engine.step import Pass
 from megatrain.models.decoder import Decoder
+from megatrain.models.types import PRECISIONS
 from megatrain.models.varlen_attention import Documents, documents_attention
+from megatrain.weights.state_format import StateFormat
 from support.reference import batches, build, config, engine, packed
 
 CPU = torch.device("cpu")
@@ -126,10 +131,33 @@ def test_rounding_up_adds_empty_documents_alone() -> None:
 
 
 def test_what_may_be_captured_at_all() -> None:
-    assert can_capture(Decoder.from_config(config()))
-    assert not can_capture(Decoder.from_config(config("gpt2", resid_pdrop=0.1)))
+    assert can_capture(Decoder.from_config(config()), 32)
+    assert not can_capture(Decoder.from_config(config()), 33)
+    assert not can_capture(Decoder.from_config(config("gpt2", resid_pdrop=0.1)), 1)
     routed = config("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    assert not can_capture(Decoder.from_config(routed))
+    assert not can_capture(Decoder.from_config(routed), 1)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "stored", "captured"), [(32, "bf16", True), (33, "bf16", False), (1, "fp32", False)]
+)
+def test_a_plan_counts_no_captured_layers_where_none_will_be(micro_batches: int, stored: str, captured: bool) -> None:
+    """More than 32 micro-batches, and frozen weights that are cast, are computed without graphs."""
+    dtype = PRECISIONS[stored]
+    decoder = Decoder(build("llama", dtype=dtype), freeze=["model.layers.0.*"], precision="bf16")
+    request = plan_request(
+        decoder,
+        micro_batch=(1, 64),
+        micro_batches=micro_batches,
+        grad_precision="bf16",
+        state_format=StateFormat(),
+        update="just_in_time",
+        budget={"device": 8 << 30, "host": 8 << 30},
+        device="cuda",
+    )
+    plan = json.loads(_core.plan(json.dumps(request)))
+    assert plan["graphs"] is captured
+    assert any(item["what"] == "captured layers (torch)" for item in plan["items"]) is captured
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A pass that runs out of memory: what the error says, and that nothing of the step remains."""
 
+import re
 from typing import Any
 
 import pytest
@@ -58,6 +59,25 @@ def test_phase_unit_and_bytes_are_named_and_nothing_of_the_step_remains(
     assert ours.step(batches(2, seed=1)) == twin.step(batches(2, seed=1))  # dropout included
     for name in ours.decoder.tensors:
         assert torch.equal(ours.weight(name), twin.weight(name)), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, ["plan={'activation': 'recompute'}"]),
+        ({"activation": "recompute"}, []),
+        ({"activation": "recompute", "mlp_tiles": 2}, ["plan={'mlp_tiles': 4}"]),
+        ({"mlp_tiles": 2}, ["plan={'activation': 'recompute'}", "plan={'mlp_tiles': 4}"]),
+    ],
+)
+def test_only_what_can_be_changed_is_advised(
+    monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], said: list[str]
+) -> None:
+    ours = engine(build(), plan=plan)
+    fail_once(monkeypatch, "forward", 2, 0)
+    with pytest.raises(OutOfMemory, match=r"Use fewer rows or shorter ones, .*or lower memory=") as raised:
+        ours.step(batches(1))
+    assert re.findall(r"plan=\{.*?\}", str(raised.value)) == said
 
 
 def test_an_evaluation_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_an_unknown_key_of_a_micro_batch_is_refused_with_the_nearest_one() -> No
         ({"memory": {"gpu": 0.5}}, "memory.gpu is 0.5; write bytes as a whole number"),
         ({"memory": {"host": True}}, "memory.host is True"),
         ({"plan": ["slots"]}, "plan must be a dict, not list"),
-        ({"plan": {"loss_chunk": 1.5}}, "loss_chunk must be at least 1"),
+        ({"plan": {"loss_chunk": 1.5}}, r"loss_chunk is 1\.5; it must be a whole number of at least 1"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_refused_with_its_value(options: dict[str, Any], words: str) -> None:

@@ -157,6 +157,39 @@ def test_changing_a_kept_tensor_in_place_is_an_error() -> None:
             turn.backward(torch.ones_like(output), [layer.up, layer.down], 0, None)
 
 
+class Twice(torch.autograd.Function):
+    """A square whose backward reads what was saved twice, as autograd allows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(2 * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (one,), (other,) = ctx.saved_tensors, ctx.saved_tensors
+        return grad * (one + other) / 2
+
+
+@pytest.mark.parametrize("activation", ["keep", "recompute"])
+def test_a_saved_tensor_may_be_read_twice(activation: str) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    hidden, grad = torch.randn(1, 4, 8), torch.randn(1, 4, 8)
+
+    def layer(x: Tensor) -> Tensor:
+        return last(torch.tanh(Twice.apply(first(x))))
+
+    leaf = hidden.clone().requires_grad_()
+    parameters = [*first.parameters(), *last.parameters()]
+    wanted = torch.autograd.grad(layer(leaf), (leaf, *parameters), grad)
+    call = CheckpointedCall(layer, None, frozenset(), 0, lambda: None)
+    call.use_stage(None, 0, 0, frozenset())
+    call.forward(hidden, activation, input_on_host=False)
+    found = call.backward(grad, parameters, 0, None)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_density_is_told_from_strides() -> None:
     base = torch.zeros(4, 5, 6)
     assert is_dense(base)

@@ -206,15 +206,18 @@ def test_an_engine_whose_layers_do_not_fit_whole_is_cut_into_halves_and_tiles(
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"mlp_tiles": 0}, "plan.mlp_tiles must be auto or a whole number of at least 1, not 0"),
-        ({"mlp_tiles": 2.5}, "plan.mlp_tiles must be auto or a whole number of at least 1, not 2.5"),
+        ({"mlp_tiles": 0}, "plan.mlp_tiles is 0; it must be auto or at least 1"),
+        ({"mlp_tiles": 2.5}, "plan.mlp_tiles is 2.5; it must be auto or a whole number of at least 1"),
+        ({"slots": "2"}, "plan.slots is '2'; it must be a whole number of at least 2"),
+        ({"state_on_device": True}, "plan.state_on_device is True; it must be auto or a whole number of at least 0"),
+        ({"slabs": 2}, "plan.slabs is 2, and with update: just_in_time every gradient waits in a slab of its own"),
         ({"mlp_tiles": 2, "fragments": "whole"}, "plan.mlp_tiles is 2, which tiles the MLP halves"),
         ({"fragments": "thirds"}, "plan.fragments must be auto, whole or halves, not 'thirds'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(plan: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_asked_for_is_refused_at_once(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        engine(build("llama3"), plan=plan).core  # noqa: B018
+        engine(build("llama3"), plan=plan)
 
 
 def test_tiles_of_layers_that_have_none_are_refused_by_name() -> None:

@@ -1,16 +1,21 @@
 """When a run's layers are halved and tiled, what the summary says of it, and what is tried when memory runs out."""
 
 import json
+import types
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.cli import main
 from megatrain.config import Config
 from megatrain.models.decoder import Decoder
 from megatrain.planning import planner
+from megatrain.planning.growth import device_memory
 from megatrain.system import descriptions
+from megatrain.training import out_of_memory
 from megatrain.training.setup import prepare_model
+from support.reference import build
 
 H200 = "gpu.name=H200,gpu.memory=140GiB,gpu.capability=9.0,host.cpus=16,host.memory=110GiB"
 LONG = ["qwen2.5-7b", "data.seq_len=131072", "train.batch_tokens=131072", "memory.gpu=78GiB", "--machine", H200]
@@ -80,6 +85,27 @@ def test_layers_that_stay_whole_beside_halves_are_named(capsys: pytest.CaptureFi
     assert len(answer["plan"]["units"]) == 58
 
 
+@pytest.mark.parametrize(
+    ("fragments", "said", "advised"),
+    [
+        ("whole", "28, of which 5 keep their activations, 23 recompute them;", "23 recomputed layers"),
+        (
+            "halves",
+            "28, sent as 56 units, attention and MLP apart, 5 units keep their activations, 51 recompute",
+            "51 recomputed units",
+        ),
+    ],
+)
+def test_a_line_says_whether_it_counts_layers_or_units(
+    fragments: str, said: str, advised: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["qwen2.5-7b", "data.seq_len=8192", "memory.gpu=78GiB", f"plan.fragments={fragments}", "plan.mlp_tiles=1"]
+    assert main(["plan", *words, "plan.keep=5", "plan.micro_batch=1", "--machine", H200]) == 0
+    printed = capsys.readouterr().out
+    assert f"layers: {said}" in printed
+    assert f"lets more of the {advised} keep" in printed
+
+
 def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     key = {"device": "H100", "compiled": True, "micro_batch": [1, 32768]}
     assert cut(run_plan()[2]) == {"fragments": "whole"}
@@ -91,6 +117,58 @@ def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     assert cut(run_plan(gpu="6GiB")[2]) == {"fragments": "halves", "mlp_tiles": 4}
     assert cut(run_plan(gpu="6GiB", saved=key)[2]) == {"fragments": "whole"}
     assert cut(run_plan(gpu="2GiB", saved=key)[2])["mlp_tiles"] > 1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "tiles", "router", "advised"),
+    [("whole", 1, False, False), ("halves", 1, False, True), ("halves", 1, True, False), ("halves", 64, False, False)],
+)
+def test_more_tiles_are_advised_where_there_is_anything_to_tile(
+    fragments: str, tiles: int, router: bool, advised: bool
+) -> None:
+    model = build("mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=router)
+    found = types.SimpleNamespace(
+        device="cuda",
+        plan={"items": [], "units": [{"activation": "recompute"}]},
+        budget={"device": 1 << 30},
+        micro_batch=(1, 64),
+        options={"fragments": fragments} | ({"mlp_tiles": tiles} if fragments == "halves" else {}),
+    )
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    said = out_of_memory.explain(error, "step 3", found, Decoder(model))  # type: ignore[arg-type]
+    assert ("plan.mlp_tiles" in said) is advised
+    assert "lower data.seq_len (now 64)" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "within"),
+    [
+        ({"activation": "recompute", "inputs": "device"}, 0.001),
+        ({"activation": "offload", "inputs": "host", "keep": 1, "stage_buffers": 3}, 0.001),
+        ({"fragments": "halves", "mlp_tiles": 4, "keep": 3}, 0.05),
+    ],
+)
+def test_device_memory_of_another_length_is_what_the_step_line_says(asked: dict[str, Any], within: float) -> None:
+    fixed = asked | {"slots": 2, "state_on_device": 0, "updates_on_device": 0, "graphs": False}
+    fixed = {"fragments": "whole"} | fixed
+    config, decoder, found = run_plan(seq=16384, gpu="80GiB", **fixed)
+    growth = device_memory(config, decoder, found)
+    assert growth is not None
+    assert growth.constant > 4096 * 1024 * 2, "gradients of weights and logits of a chunk do not grow"
+    for seq in (8192, 16384, 32768, 49152, 65536):
+        other = run_plan(seq=seq, gpu="80GiB", **fixed)[2]
+        assert other.options["fragments"] == found.options["fragments"]
+        needed = other.plan["totals"]["device"]
+        assert growth.constant + seq * growth.per_token == pytest.approx(needed, rel=within)
+
+
+def test_a_step_of_one_micro_batch_has_sums_of_layers_gradients_only_in_tiles() -> None:
+    sums = [
+        {item["what"] for item in run_plan(seq=4096, **asked)[2].plan["items"] if "gradient sums" in item["what"]}
+        for asked in ({}, {"fragments": "halves", "mlp_tiles": 1}, {"mlp_tiles": 2})
+    ]
+    assert sums[0] == sums[1] == {"gradient sums: embed", "gradient sums: head"}
+    assert sums[2] == sums[0] | {"gradient sums: layers"}
 
 
 def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:
@@ -108,4 +186,4 @@ def test_what_ran_out_of_memory_is_tried_in_halves_and_tiles_last() -> None:
         config, decoder, found = run_plan(**asked, **other)
         kept = planner.safer(config, decoder, found, work // 2) or {}
         assert kept.get("mlp_tiles", 1) == 1
-        assert "fragments" not in other or "fragments" not in kept
+        assert kept.get("fragments") == (None if "fragments" in other else "halves")

@@ -187,7 +187,10 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         "host_peak_gib": _gib(metrics.host_peak_bytes()),
         "host_anonymous_gib": _gib(metrics.host_anonymous_bytes()),
         "plan": {
-            **{key: planned.get(key) for key in ("slots", "slabs", "group", "first_group", "micro_batches", "totals", "estimate")},
+            **{
+                key: planned.get(key)
+                for key in ("slots", "slabs", "group", "first_group", "micro_batches", "totals", "estimate")
+            },
             "state_on_device": sum(unit["state"] == "device" for unit in units),
             "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in units),
             "activations": {

@@ -236,9 +236,11 @@ def _bench(bench: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="layers that keep their activations instead of recomputing them",
+        help="units of layers (whole, or halves) that keep their activations instead of recomputing them",
     )
-    bench.add_argument("--slots", type=int, default=None, metavar="N", help="device buffers that layers pass through")
+    bench.add_argument(
+        "--slots", type=int, default=None, metavar="N", help="device buffers that layers pass through, one unit in each"
+    )
     bench.add_argument("--lr", type=float, default=1e-5, metavar="RATE", help="learning rate (default %(default)s)")
     bench.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default %(default)s)")
     bench.add_argument(

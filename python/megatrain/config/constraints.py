@@ -3,10 +3,11 @@ configuration alike. Needs neither torch nor a card."""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError
+from megatrain.units import is_count
 
 _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """How torchrun, Open MPI and MPICH tell a process how many there are."""
@@ -74,6 +75,71 @@ def refuse_float8(
             f"{section}matmul is fp8, and {card} (compute capability {capability[0]}.{capability[1]}) does not "
             f"multiply in float8, which begins with 8.9 (RTX 40, L40, H100); write {section}matmul: bf16, or leave it "
             "out"
+        )
+
+
+FRAGMENTS = ("auto", "whole", "halves")
+"""Whether layers are units, or halves of them."""
+
+_LEAST = {
+    "micro_batch": 1,
+    "slots": 2,  # one unit is computed while another is loaded
+    "slabs": 1,
+    "group": 1,
+    "first_group": 1,
+    "first_keep": 0,
+    "keep": 0,
+    "state_on_device": 0,
+    "updates_on_device": 0,
+    "state_on_disk": 0,
+    "weights_on_disk": 0,
+    "stage_buffers": 2,  # one is filled while another is emptied
+    "parts": 1,
+    "loss_chunk": 1,
+    "threads": 1,
+    "mlp_tiles": 1,
+}
+"""What the numbers of a plan must be at least."""
+_MAY_BE_AUTO = ("mlp_tiles", "state_on_device", "updates_on_device")
+
+
+def check_plan(plan: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number of a plan that no model can be planned with, and for numbers that contradict each
+    other whatever the model."""
+    for name, least in _LEAST.items():
+        value = plan.get(name)
+        auto = name in _MAY_BE_AUTO
+        if value is None or (auto and value == "auto") or is_count(value, least):
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        wanted = f"at least {least}" if whole else f"a whole number of at least {least}"
+        raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * auto}{wanted}")
+    fragments, tiles = plan.get("fragments") or "auto", plan.get("mlp_tiles")
+    if fragments not in FRAGMENTS:
+        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
+    if fragments == "whole" and tiles not in (None, "auto", 1):
+        raise ConfigError(
+            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole; leave one "
+            "of them out"
+        )
+    for name, most in (("group", "first_group"), ("first_keep", "keep")):
+        value, limit = plan.get(name), plan.get(most)
+        if value is not None and limit is not None and value > limit:
+            raise ConfigError(f"plan.{name} is {value}, and plan.{most} is {limit}, which must be at least as many")
+    if plan.get("keep") and plan.get("activation") == "recompute":
+        raise ConfigError(
+            f"plan.keep is {plan['keep']}, which keeps activations, and plan.activation is recompute, which keeps "
+            "none; leave one of them out"
+        )
+
+
+def refuse_slabs(slabs: int | None, update: str, section: str = "") -> None:
+    """Raises ConfigError for a number of slabs with just-in-time updates. `section`: what goes before `update` in the
+    message."""
+    if slabs is not None and update == "just_in_time":
+        raise ConfigError(
+            f"plan.slabs is {slabs}, and with {section}update: just_in_time every gradient waits in a slab of its own; "
+            f"leave it out, or write {section}update: immediate"
         )
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from megatrain.config.constraints import check_eps, check_matmul, check_memory
+from megatrain.config.constraints import check_eps, check_matmul, check_memory, check_plan
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -428,12 +428,13 @@ class MemoryConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """Numbers that the planner derives; each can be given instead. null: derived."""
+    """Numbers that the planner derives; each can be given instead. null: derived. They count units, of which a decoder
+    layer is one, or two where layers are sent in halves (`fragments`)."""
 
     micro_batch: int | None = None
     """Rows (with packing: windows) computed at a time."""
     slots: int | None = None
-    """Device buffers that decoder layers' weights pass through."""
+    """Device buffers that decoder layers' weights pass through, one unit in each."""
     slabs: int | None = None
     """Host buffers that gradients land in."""
     group: int | None = None
@@ -445,7 +446,8 @@ class PlanConfig:
     first_keep: int | None = None
     """Layers whose activations are kept in a larger first group, `keep` at most. null: as many as fit."""
     keep: int | None = None
-    """Layers whose activations are kept on the device; the others are recomputed."""
+    """Units of decoder layers (whole layers, or halves) whose activations are kept on the device; the others are
+    recomputed."""
     activation: Literal["keep", "offload", "recompute"] | None = None
     """What becomes of activations: kept by all layers; or, of those that `keep` does not count, sent to the host
     (`offload`) or recomputed."""
@@ -454,14 +456,15 @@ class PlanConfig:
     stage_buffers: int | None = None
     """Device buffers that activations and inputs pass through on their way to the host and back."""
     state_on_device: int | None = None
-    """Units whose weights and optimizer state live on the device: embedding and head first, then layers in forward
-    order."""
+    """Units whose weights and optimizer state live on the device: embedding and head first, then those of layers in
+    forward order."""
     updates_on_device: int | None = None
-    """Layers whose optimizer state lives on the host and that are updated on the device, which their state visits: the
-    others are updated by the host meanwhile. null: as many as make a step shortest."""
+    """Units of decoder layers (whole layers, or halves) whose optimizer state lives on the host and that are updated on
+    the device, which their state visits: the others are updated by the host meanwhile. null: as many as make a step
+    shortest."""
     state_on_disk: int | None = None
-    """Units whose optimizer state lives on disk (`memory.nvme`): layers from the last one backwards, then head and
-    embedding. null: as few as let the others fit in host memory."""
+    """Units whose optimizer state lives on disk (`memory.nvme`): those of layers from the last one backwards, then head
+    and embedding. null: as few as let the others fit in host memory."""
     fragments: Literal["auto", "whole", "halves"] = "auto"
     """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
     the MLP or experts. The numbers are the same, apart from what compilation rounds. auto: halves where whole
@@ -494,9 +497,7 @@ class PlanConfig:
     """Whether host memory is asked for in huge pages."""
 
     def __post_init__(self) -> None:
-        _at_least("plan", self, micro_batch=1, slots=1, slabs=1, keep=0, first_keep=0, state_on_device=0, updates_on_device=0)
-        _at_least("plan", self, state_on_disk=0, weights_on_disk=0, group=1, first_group=1, stage_buffers=2, parts=1, loss_chunk=1)
-        _at_least("plan", self, threads=1)
+        check_plan({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

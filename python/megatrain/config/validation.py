@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.config.constraints import check_eps, refuse_clipped_immediate, refuse_unrepeatable
+from megatrain.config.constraints import check_eps, refuse_clipped_immediate, refuse_slabs, refuse_unrepeatable
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def check(config: "Config") -> None:
     _train(config)
     _eval(config)
     _disk(config)
+    _plan(config)
 
 
 def _disk(config: "Config") -> None:
@@ -70,6 +71,10 @@ def _batch(config: "Config") -> None:
             )
         if rows is not None and plan.micro_batch > rows:
             raise ConfigError(f"plan.micro_batch ({plan.micro_batch}) is more than {what}")
+
+
+def _plan(config: "Config") -> None:
+    refuse_slabs(config.plan.slabs, config.train.update, "train.")
 
 
 def _train(config: "Config") -> None:

@@ -8,6 +8,7 @@ opaque operation here, which keeps what they keep.
 
 import functools
 import operator
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.engine import float8
 
+_TRACING = threading.Lock()
+"""One layer is traced at a time: torch.fx replaces methods of `nn.Module` while it traces, for the whole process, and
+afterwards puts back what it found (`_Patcher` in torch/fx/_symbolic_trace.py)."""
 _ALIGN = 512
 """Bytes to which torch's allocator rounds."""
 
@@ -66,7 +70,7 @@ def cut(
         output = torch.func.functional_call(module, weights, (hidden, *args), kwargs)
         return (output[0] if tuple_output else output,)
 
-    with FakeTensorMode() as mode:
+    with _TRACING, FakeTensorMode() as mode:
         hidden = torch.empty(shape, dtype=dtype).requires_grad_()
         weights = [_like(value).requires_grad_(value.requires_grad) for value in state.values()]
         shared = [_like(flat[place]) for place in places]

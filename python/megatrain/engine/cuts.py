@@ -9,13 +9,10 @@ from typing import Any
 from megatrain import _core
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.decoder import Decoder
-from megatrain.units import is_count
 
 Request = dict[str, Any]
 """What the core's planner is asked (`profile.plan_request`)."""
 
-FRAGMENTS = ("auto", "whole", "halves")
-"""Whether layers are units, or halves of them."""
 _LEAST_TILE = 1024
 """Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
 _MOST_WORK = 0.25
@@ -53,18 +50,10 @@ class Cut:
 def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
     """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
     else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
-    ConfigError for halves or tiles of layers that have none."""
+    ConfigError for halves or tiles of layers that have none; `constraints.check_plan` has refused everything else."""
     fragments: Any = requests.get("fragments", "auto")
     tiles: Any = requests.get("mlp_tiles", "auto")
-    if fragments not in FRAGMENTS:
-        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
-    if tiles != "auto" and not is_count(tiles, 1):
-        raise ConfigError(f"plan.mlp_tiles must be auto or a whole number of at least 1, not {tiles!r}")
     several = tiles not in ("auto", 1)
-    if several and fragments == "whole":
-        raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole"
-        )
     halves = decoder.halves
     if halves is decoder:
         if fragments == "halves" or several:
@@ -141,6 +130,28 @@ def _first(found: Sequence[Cut], suits: Callable[[Cut], bool]) -> Cut | None:
     if not tiled or not suits(tiled[-1]):
         return None
     return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=suits)]
+
+
+def planned_when_idle(
+    found: Sequence[Cut], idle: Callable[[Cut], Request], now: Callable[[Cut], Request]
+) -> tuple[Cut, Request, str]:
+    """As `planned`, for requests with the memory that is free `now`, with the cut that fits first when nothing else
+    runs on the machine (`idle`): a cut may change rounding, which must not depend on what is free."""
+    if len(found) == 1:
+        return planned(found, found[0], now)
+    cut = first_that_fits(found, idle)
+    try:
+        return planned(found, cut, now)
+    except DoesNotFit as error:
+        fits_now = first_that_fits(found, now) if cut is not None else None
+        if fits_now is None:
+            raise
+        refusal = DoesNotFit(
+            f"{error}\nIt fits when nothing else uses this machine, and layers are cut for that, so that results do "
+            f"not depend on what is free now. Free some memory, or give plan={fits_now.options}, which fits now"
+        )
+        refusal.items = error.items
+        raise refusal from None
 
 
 def planned(found: Sequence[Cut], cut: Cut | None, asked: Callable[[Cut], Request]) -> tuple[Cut, Request, str]:

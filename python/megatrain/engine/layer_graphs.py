@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain._core import ComputeOp
 from megatrain.engine.saved_tensors import CheckpointedCall
-from megatrain.engine.template import has_dropout
+from megatrain.engine.template import cast_bytes, has_dropout
 from megatrain.errors import first_line
 from megatrain.models.decoder import Decoder
 from megatrain.models.varlen_attention import Documents, is_documents, mark_dynamic
@@ -49,11 +49,14 @@ _LARGEST_INPUT = 64 << 20
 """Bytes of a layer's arguments (masks, rotary tables) above which a pass is not captured: they are held twice."""
 
 
-def can_capture(decoder: Decoder) -> bool:
-    """Whether the layers of a model launch the same kernels in every step, as far as their kind shows: those of routed
-    experts depend on the routes, and random numbers on the step."""
+def can_capture(decoder: Decoder, micro_batches: int) -> bool:
+    """Whether the layers of a model launch the same kernels in every step of `micro_batches`, as far as their kind
+    shows: those of routed experts depend on the routes, and random numbers on the step. Weights that are cast pass
+    through a buffer that all layers share, whose contents a graph would not know."""
     return (
-        not any("experts" in name for name in decoder.tensors)
+        micro_batches <= _MOST_MICRO_BATCHES
+        and not cast_bytes(decoder)
+        and not any("experts" in name for name in decoder.tensors)
         and decoder.vision_spec is None
         and not any(has_dropout(layer) for layer in decoder.layers)
     )

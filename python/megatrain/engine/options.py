@@ -62,9 +62,7 @@ def check(
                 f"plan.{name} is {(plan or {})[name]!r}, and no disk is named; give memory={{'nvme': {{'path': …}}}}, "
                 "a folder on a fast disk"
             )
-    chunk = (plan or {}).get("loss_chunk")
-    if chunk is not None and not is_count(chunk, 1):
-        raise ConfigError(f"plan.loss_chunk must be at least 1, not {chunk!r}")
+    constraints.check_plan(plan or {})
     workspace = (plan or {}).get("loss_workspace")
     if workspace is not None:
         _size("plan.loss_workspace", workspace)
@@ -73,6 +71,7 @@ def check(
         raise ConfigError(f"plan.more_workspace must be a whole number of bytes and not negative, not {more!r}")
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
+    constraints.refuse_slabs((plan or {}).get("slabs"), update)
     check_max_grad_norm(max_grad_norm, update)
 
 

@@ -1,5 +1,7 @@
 """The error of a pass that ran out of memory: what was computed, the bytes that were wanted, in use and planned."""
 
+from collections.abc import Sequence
+
 import torch
 
 from megatrain.errors import MegatrainError
@@ -11,7 +13,15 @@ class OutOfMemory(MegatrainError, torch.OutOfMemoryError):
     """Torch could not allocate what an operation of a pass needs. With just-in-time updates the step it belongs to has
     left nothing behind; the engine goes on."""
 
-    def __init__(self, operation: str, planned: int, in_use: int, cause: BaseException) -> None:
+    def __init__(
+        self,
+        operation: str,
+        planned: int,
+        in_use: int,
+        cause: BaseException,
+        *,
+        lighter: Sequence[str] = (),  # values of `plan` that need less memory, such as "'group': 1"
+    ) -> None:
         self.operation = operation
         """Phase, unit and micro-batch, such as "backward of layers.3, micro-batch 0"."""
         self.planned = planned
@@ -25,8 +35,9 @@ class OutOfMemory(MegatrainError, torch.OutOfMemoryError):
         if in_use:
             facts.append(f"{format_bytes(in_use)} were in use")
         super().__init__(
-            f"{operation}: out of memory ({'; '.join(facts)}). Use fewer rows or shorter ones, give "
-            "plan={'activation': 'recompute'}, or lower memory={'gpu': ...}, so that the plan leaves torch more room"
+            f"{operation}: out of memory ({'; '.join(facts)}). Use fewer rows or shorter ones, "
+            f"{''.join(f'give plan={{{way}}}, ' for way in lighter)}"
+            "or lower memory={'gpu': ...}, so that the plan leaves torch more room"
         )
 
     @property

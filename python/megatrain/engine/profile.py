@@ -92,6 +92,25 @@ class _AsOnDevice(TorchFunctionMode):
         return FusedAttention.apply(query, key, value)
 
 
+class _NoModules:
+    """In place of torch's `ModuleTracker`."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Matmuls(FlopCounterMode):
+    """Counts matmuls. Torch's own counter also notes in which module they are, by hooks of all modules of the process:
+    they run in other threads' training too, where they fail."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+
+
 def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
     """Measures a layer, or half of one, with a micro-batch of `rows` by `seq` tokens on a kind of device."""
     first = unit.layer
@@ -117,7 +136,7 @@ def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, c
     turn = CheckpointedCall(call, None, storages, 0, lambda: None)
     turn.use_stage(None, 0, 0, frozenset(t.untyped_storage()._cdata for t in shared))
     hidden = torch.empty(rows, seq, decoder.hidden_size, dtype=decoder.dtype, device="meta")
-    attention, matmuls = _AsOnDevice(device), FlopCounterMode(display=False)
+    attention, matmuls = _AsOnDevice(device), _Matmuls()
     try:
         with attention, matmuls:
             output = turn.forward(hidden, "offload", input_on_host=False)
@@ -343,7 +362,9 @@ def plan_request(
         "sum_layers": tiles > 1,
         "requests": {
             **{k: v for k, v in (requests or {}).items() if k in REQUESTS and v is not None},
-            "graphs": device == "cuda" and bool((requests or {}).get("graphs", True)) and can_capture(decoder),
+            "graphs": device == "cuda"
+            and bool((requests or {}).get("graphs", True))
+            and can_capture(decoder, micro_batches),
         },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from megatrain import _core
 from megatrain.config import constraints
 from megatrain.engine import options as arguments
-from megatrain.engine.cuts import Cut, cuts, first_that_fits, planned
+from megatrain.engine.cuts import Cut, cuts, planned, planned_when_idle
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
@@ -159,9 +159,16 @@ class Runtime:
         assert self.core is not None  # which makes it
         return self._plan
 
-    def request(self, cut: Cut, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0) -> dict[str, Any]:
-        """The planner's input; see `profile.plan_request`. `on_disk`: bytes of present state files, counted as free."""
-        machine = self._machine()
+    def request(
+        self,
+        cut: Cut,
+        micro_batch: tuple[int, int],
+        micro_batches: int,
+        on_disk: int = 0,  # bytes of present state files, counted as free
+        machine: hardware.Machine | None = None,  # whose memory is planned with; None: this one's, as it is now
+    ) -> dict[str, Any]:
+        """The planner's input; see `profile.plan_request`."""
+        machine = machine or self._machine()
         budget = machine.budget(self.device.type, **self._limits)
         if self._disk is not None:
             budget["disk"] = machine.state_disk(self._disk.paths, self._disk.size, budget["host"]) + on_disk
@@ -354,12 +361,14 @@ class Runtime:
     ) -> tuple[Cut, dict[str, Any], str]:
         """How the model is cut, the request and the plan."""
         found = cuts(self._whole, self.settings, math.prod(micro_batch))
-
-        def asked(cut: Cut) -> dict[str, Any]:
-            return self.request(cut, micro_batch, micro_batches, on_disk)
-
+        machine = self._machine()
+        idle = machine.idle()
         try:
-            return planned(found, first_that_fits(found, asked) if len(found) > 1 else found[0], asked)
+            return planned_when_idle(
+                found,
+                lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, idle),
+                lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, machine),
+            )
         except DoesNotFit:
             raise
         except ValueError as error:
@@ -518,9 +527,10 @@ class Runtime:
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
             group=max(int(plan["group"]), int(plan["first_group"])),
+            keeps=any(unit["activation"] == "keep" for unit in plan["units"][1:-1]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
-            graphs=LayerGraphs(captured) if captured and casts is None else None,
+            graphs=LayerGraphs(captured) if captured else None,
         )
 
     def _layer_templates(

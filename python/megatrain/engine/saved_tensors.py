@@ -297,10 +297,15 @@ class CheckpointedCall:
             return base.as_strided(handle.shape, handle.stride, int(base.storage_offset()) + handle.offset)
         if kind is _Staged:
             return self._from_stage(handle)
-        if self._rerun is None:
-            self._rerun = self._recompute()
-        tensor, self._rerun[handle.index] = self._rerun[handle.index], None
-        assert tensor is not None, "a saved tensor was asked for twice"
+        return self._recomputed(handle.index)
+
+    def _recomputed(self, index: int) -> Tensor:
+        """The tensor that forward saved as its `index`-th. It is let go of here, since almost every backward asks once
+        for it; one that asks again, as a function that reads `ctx.saved_tensors` twice, takes another recomputation."""
+        rerun = self._rerun
+        if rerun is None or rerun[index] is None:
+            rerun = self._rerun = self._recompute()
+        tensor, rerun[index] = rerun[index], None
         return cast("Tensor", tensor)
 
     def _from_stage(self, handle: _Staged) -> Tensor:

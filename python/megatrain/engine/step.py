@@ -57,12 +57,20 @@ class StepTemplates:
     """What layers draw random numbers from."""
     group: int
     """Micro-batches that pass through a unit before the next one is loaded."""
+    keeps: bool
+    """Whether any layer's activations are kept on the device."""
     torch_bytes: int
     """What the plan allows torch to allocate on the device."""
     heap: HeapLimit | None
     """On the CPU, where torch allocates from malloc's heap."""
     graphs: LayerGraphs | None
     """None where layers are launched kernel by kernel."""
+
+    @property
+    def lighter(self) -> list[str]:
+        """Values of `plan` under which a pass needs less device memory than now."""
+        tiles = max(self.tiles.values(), default=0)
+        return ["'activation': 'recompute'"] * self.keeps + [f"'mlp_tiles': {2 * tiles}"] * (tiles > 0)
 
     def train(self, training: bool) -> None:
         """Switches dropout on or off everywhere."""
@@ -226,7 +234,7 @@ class Pass:
             in_use = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             name = f"{op.phase.replace('_', ' ')} of {templates.decoder.units[op.unit].name}"
             operation = f"{name}, micro-batch {op.micro_batch}"
-            raise OutOfMemory(operation, templates.torch_bytes, in_use, error) from error
+            raise OutOfMemory(operation, templates.torch_bytes, in_use, error, lighter=templates.lighter) from error
         if self._templates.heap is not None:
             self._templates.heap.check()
 

@@ -300,8 +300,8 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     ]
     asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
     ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
-    present = {key: value for key, value in run_plan.options.items() if key in asked}
-    changes += ways[ways.index(present) + 1 :] if present in ways else []
+    present = [all(run_plan.options.get(key) == value for key, value in way.items()) for way in ways]
+    changes += ways[present.index(True) + 1 :] if any(present) else []
     for change in changes:
         if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue
@@ -329,7 +329,8 @@ def _fits(config: Config, decoder: "Decoder", device: str, machine: Machine, rat
         return machine == machine.idle() or _planned(config, decoder, device, machine, rates) is not None
     if config.plan.micro_batch is not None:
         return False
-    # One micro-batch needs no fp32 sums of gradients on the device.
+    # More rows may fit where one does not: a step of a single micro-batch has no fp32 sums of layers' gradients on the
+    # device (with bf16 gradients, and MLPs that are not tiled). Embedding and head have theirs in any case.
     whole = rows * config.data.seq_len <= MICRO_BATCH_TOKENS[device][0] and planner.fits(rows, 1)
     return whole and _planned(config, decoder, device, machine, rates) is not None
 
@@ -377,7 +378,9 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
     """The most rows that could be computed at a time, by trying."""
-    options = {key: value for key, value in run_plan.options.items() if key not in ("group", "first_group")}  # of several
+    options = {
+        key: value for key, value in run_plan.options.items() if key not in ("group", "first_group")
+    }  # of several
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:

@@ -160,7 +160,8 @@ def _free(start: _Tried, search: _Search) -> Iterator[_Tried]:
     for changes in [*({key: value} for key, value in asked.items()), *([asked] if len(asked) > 1 else [])]:
         words = [f"plan.{key}={'null' if value is None else value}" for key, value in changes.items()]
         yield from _changed(start, "plan", words, plan=dataclasses.replace(plan, **cast("Any", changes)))
-    # A step of one micro-batch needs no fp32 sums of gradients on the device; small ones need the least activations.
+    # A step of one micro-batch needs no fp32 sums of layers' gradients on the device; small ones need the least
+    # activations.
     # Where the size is derived, it follows from the idle card, so that smaller ones may fit beside what others hold.
     split = []
     for size in (search.rows >> shift for shift in range(search.rows.bit_length())):

@@ -150,7 +150,7 @@ def checkpoint_s(config: Config, decoder: "Decoder", run_plan: RunPlan) -> float
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The difference of two plans in words, such as "kept layers 12 → 20"."""
+    """The difference of two plans in words, such as "weight slots 2 → 4"."""
     old, new = _in_numbers(before), _in_numbers(after)
     return ", ".join(f"{what} {old[what]} → {new[what]}" for what in old if old[what] != new[what]) or "other buffers"
 
@@ -159,10 +159,10 @@ def _in_numbers(plan: dict[str, Any]) -> dict[str, Any]:
     units = plan["units"]
     activations = [unit["activation"] for unit in units[1:-1]]
     return {
-        "layers that keep their activations": activations.count("keep"),
+        "units that keep their activations": activations.count("keep"),
         "offload them": activations.count("offload"),
         "recompute them": activations.count("recompute"),
-        "layer inputs on the host": sum(unit["input"] == "host" for unit in units),
+        "inputs of units on the host": sum(unit["input"] == "host" for unit in units),
         "units with state on the device": sum(unit["state"] == "device" for unit in units),
         "with state on disk": sum(unit["state"] == "disk" for unit in units),
         "with weights on disk": sum(unit.get("weights_on_disk", False) for unit in units),

@@ -185,7 +185,8 @@ class TrainingLoop:
                 path = Path(error.filename) if isinstance(error.filename, str) else self.folder.path
                 sentence = f"{self.doing}: {storage_error(error, path)}"
             elif is_out_of_memory(error):
-                sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan)
+                decoder = self.planned.model_setup.decoder
+                sentence = out_of_memory.explain(error, self.doing, self.planned.run_plan, decoder)
                 if (correction := self._safer_plan(error)) is not None:
                     raise out_of_memory.PlanAgain(correction, sentence, self.planned.run_plan.micro_batch) from None
             else:

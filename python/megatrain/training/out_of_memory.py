@@ -15,6 +15,7 @@ from megatrain.system.out_of_memory import wanted_bytes
 from megatrain.training.begin_again import BeginAgain
 
 if TYPE_CHECKING:
+    from megatrain.models.decoder import Decoder
     from megatrain.planning.planner import RunPlan
 
 
@@ -33,7 +34,12 @@ class PlanAgain(BeginAgain):
         return ", ".join([room, *(f"plan.{key}: {value}" for key, value in asked.items())])
 
 
-def explain(error: BaseException, phase: str, run_plan: "RunPlan | None" = None) -> str:
+def explain(
+    error: BaseException,
+    phase: str,
+    run_plan: "RunPlan | None" = None,  # of the run that failed, whose model is `decoder`
+    decoder: "Decoder | None" = None,
+) -> str:
     """One sentence for an error of `is_out_of_memory`: the phase, the bytes wanted and planned, and what to change."""
     wanted = getattr(error, "wanted", None) or wanted_bytes(error)
     device = run_plan is not None and run_plan.device == "cuda"
@@ -53,10 +59,17 @@ def explain(error: BaseException, phase: str, run_plan: "RunPlan | None" = None)
     changes.append(f"{'or ' if changes else ''}lower data.seq_len (now {seq})")
     if any(unit["activation"] == "keep" for unit in run_plan.plan["units"]):
         changes.append("or keep fewer activations (plan.keep, or plan.activation: recompute)")
-    if run_plan.options.get("fragments") == "halves":
-        changes.append(f"or compute MLPs in more tiles (plan.mlp_tiles, now {run_plan.options['mlp_tiles']})")
+    tiles = run_plan.options.get("mlp_tiles", 1)
+    if decoder is not None and tiles < rows * seq and _is_tiled(run_plan, decoder):
+        changes.append(f"or compute MLPs in more tiles (plan.mlp_tiles, now {tiles})")
     changes.append(f"or lower {'memory.gpu' if device else 'memory.host'}, so that the plan leaves torch more room")
     return f"{what} ({_joined(facts, error)}). To go on, {', '.join(changes)}"
+
+
+def _is_tiled(run_plan: "RunPlan", decoder: "Decoder") -> bool:
+    """Whether layers are sent in halves, of which any can be computed in tiles."""
+    halves = decoder.halves
+    return run_plan.options.get("fragments") == "halves" and any(map(halves.is_tiled, halves.units))
 
 
 def release(error: BaseException) -> None:

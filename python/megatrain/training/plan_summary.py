@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
 from megatrain.names import format_names
-from megatrain.planning import calibrate, planner
+from megatrain.planning import calibrate, growth, planner
 from megatrain.system.hardware import format_bytes
 from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.metrics import duration
@@ -142,28 +142,32 @@ def _layers(report: "Forecast") -> str:
     units = report.run_plan.plan["units"]
     activations = [unit["activation"] for unit in units[1:-1]]
     how = {"keep": "keep their activations", "offload": "offload them", "recompute": "recompute them"}
-    shown = [f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations]
-    if len(shown) == 1:
-        shown = [f"all {how[activations[0]].replace('them', 'their activations')}"]
-    again = sum("first_activation" in unit for unit in units)
-    if again:
-        first = report.run_plan.plan["first_group"]
-        other = {unit.get("first_activation") for unit in units} - {None}
-        shown.append(f"{again} of them {' or '.join(sorted(other))} those of the first {first} micro-batches")
+    shown = ", ".join(f"{activations.count(kind)} {words}" for kind, words in how.items() if kind in activations)
+    if len(set(activations)) == 1:
+        shown = f"all {how[activations[0]].replace('them', 'their activations')}"
+    else:
+        shown = f"of which {shown}" if _counted(report) == "layers" else shown.replace(" ", " units ", 1)
+    differ = [unit["first_activation"] for unit in units if "first_activation" in unit]
+    if differ:
+        shown += f"; of the first {report.run_plan.plan['first_group']} micro-batches {len(differ)} {how[differ[0]]}"
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"
     if on_device < len(units):
         updates += f" ({report.run_plan.rates['adamw_gparams']:.2g}e9 parameters/s, {_moments(report)} moments)"
-    sent = f"{_sent(report)}, {'of which ' * (len(shown) > 1)}{', '.join(shown)}"
-    return f"layers: {sent}; {updates}"
+    return f"layers: {_sent(report)}, {shown}; {updates}"
+
+
+def _counted(report: "Forecast") -> str:
+    """What a plan has one entry for, between embedding and head."""
+    return "layers" if len(report.run_plan.plan["units"]) - 2 == report.decoder.num_layers else "units"
 
 
 def _sent(report: "Forecast") -> str:
     """How many layers there are, and which of them are sent and computed in halves and tiles."""
     decoder, run_plan = report.decoder, report.run_plan
     units = len(run_plan.plan["units"]) - 2
-    if units == decoder.num_layers:
+    if _counted(report) == "layers":
         return str(decoder.num_layers)
     why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
     whole = 2 * decoder.num_layers - units
@@ -188,16 +192,14 @@ def _step(report: "Forecast") -> str:
 
 
 def _by_length(report: "Forecast") -> str:
-    """Device memory as a function of the tokens of a micro-batch: what torch allocates grows with them, in proportion
-    at most; the rest does not."""
-    run_plan = report.run_plan
-    if run_plan.device == "cpu":
+    """Device memory as a function of the tokens of a micro-batch."""
+    if report.run_plan.device == "cpu":
         return ""
-    torch_items = [item for item in run_plan.plan["items"] if item["what"].endswith("(torch)")]
-    grows = sum(item["bytes"] for item in torch_items if "context" not in item["what"])
-    fixed = run_plan.plan["totals"]["device"] - grows
-    per_token = grows / math.prod(run_plan.micro_batch)
-    return f"; device memory: {format_bytes(fixed)} and {format_bytes(round(per_token))} per token of a micro-batch"
+    found = growth.device_memory(report.config, report.decoder, report.run_plan)
+    if found is None:
+        return ""
+    constant, per_token = format_bytes(found.constant), format_bytes(found.per_token)
+    return f"; device memory: {constant} and {per_token} per token of a micro-batch"
 
 
 def _time(report: "Forecast") -> str:
@@ -298,7 +300,9 @@ def _advice(report: "Forecast") -> list[str]:
         advice += _larger_steps(report)
     recomputed = sum(unit["activation"] == "recompute" for unit in run_plan.plan["units"][1:-1])
     if recomputed and config.memory.gpu != "auto":
-        advice.append(f"a larger memory.gpu lets more of the {recomputed} recomputed layers keep their activations")
+        advice.append(
+            f"a larger memory.gpu lets more of the {recomputed} recomputed {_counted(report)} keep their activations"
+        )
     return advice[:2]
 
 

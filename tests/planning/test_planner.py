@@ -90,7 +90,7 @@ def test_state_comes_to_the_card_until_the_hosts_part_is_hidden_then_activations
     assert many[2] == 0
     clipped, immediate = run_plan("qwen2.5-7b", 16), run_plan("qwen2.5-7b", 16, train=IMMEDIATE)
     assert counts(clipped)[0] > counts(immediate)[0], "immediate updates hide beneath the whole step"
-    assert run_plan("qwen2.5-7b", 64).micro_batches == 2
+    assert run_plan("qwen2.5-7b", 64).micro_batches == 8
 
 
 def test_the_context_and_fragmentation_are_in_the_sum_and_a_little_is_left_besides() -> None:

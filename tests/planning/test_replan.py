@@ -69,7 +69,7 @@ def test_at_the_measured_rates_the_plan_takes_what_was_measured() -> None:
     ids=["a slow host has layers updated on the card", "a fast host leaves the card to activations"],
 )
 def test_other_rates_give_plans_of_the_same_numbers_in_the_same_memory(share: float, in_place: list[bool]) -> None:
-    config, decoder, run_plan = planned(16)
+    config, decoder, run_plan = planned(8)
     lanes = lanes_of(run_plan)
     lanes["host"] *= share
     step_s = max(step_s_of(run_plan), lanes["host"])

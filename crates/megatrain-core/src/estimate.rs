@@ -103,7 +103,7 @@ fn captured<'a>(request: &'a Request, plan: &Plan) -> Cow<'a, Request> {
     let mut request = Cow::Borrowed(request);
     if plan.graphs {
         for (unit, choice) in request.to_mut().units.iter_mut().zip(&plan.units) {
-            if unit.role == UnitRole::Layer && choice.can_be_captured() {
+            if unit.role == UnitRole::Layer && choice.can_be_captured(unit) {
                 unit.launch_s *= CAPTURED_LAUNCHES;
             }
         }

@@ -13,7 +13,7 @@
 //!
 //! Every choice can be asked for in [`crate::plan::Requests`]; one that cannot be honoured is refused by name.
 use crate::error::Result;
-use crate::plan::{DeviceKind, Placement, Plan, Request, UnitPlan};
+use crate::plan::{DeviceKind, Placement, Plan, Request};
 
 mod groups;
 mod point;
@@ -68,8 +68,8 @@ pub fn fits(request: &Request) -> Result<bool> {
 
 /// The plan with its resident layers captured, where that was allowed and fits beside everything else.
 fn with_graphs(request: &Request, plan: Plan) -> Result<Plan> {
-    let layers = &plan.units[1..plan.units.len() - 1];
-    if !request.requests.graphs || request.device != DeviceKind::Cuda || !layers.iter().any(UnitPlan::can_be_captured) {
+    let captured = (1..=request.num_layers()).any(|unit| plan.units[unit].can_be_captured(&request.units[unit]));
+    if !request.requests.graphs || request.device != DeviceKind::Cuda || !captured {
         return Ok(plan);
     }
     let mut captured = Plan { graphs: true, ..plan.clone() };

@@ -405,6 +405,7 @@ def _beside_matmuls(
         "spared_flops": work.flops if tiles > 1 else min(last, max(0, work.flops - work.attention_flops)),
         "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
         "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
+        "captures": tiles == 1,
     }
 
 

@@ -1,7 +1,7 @@
 //! A plan: what becomes of every unit, how many buffers there are, and every line of the sum.
 use serde::{Deserialize, Serialize};
 
-use super::{Groups, Placement, Request};
+use super::{Groups, Placement, Request, UnitRequest};
 use crate::error::{Error, Item, Result, Tier};
 
 /// Where a unit's weights, residual and moments live between steps.
@@ -86,9 +86,13 @@ impl UnitPlan {
     /// Whether every step finds what a layer computes with where the step before did: its weights stay on the device, and
     /// nothing that it saves goes to the host.
     #[must_use]
-    pub fn can_be_captured(&self) -> bool {
+    pub fn can_be_captured(&self, unit: &UnitRequest) -> bool {
         let same = self.first_activation.is_none();
-        self.state == State::Device && same && self.activation != Activation::Offload && self.input == Place::Device
+        unit.captures
+            && self.state == State::Device
+            && same
+            && self.activation != Activation::Offload
+            && self.input == Place::Device
     }
 }
 

@@ -116,6 +116,13 @@ pub struct UnitRequest {
     /// tensors.
     #[serde(default)]
     pub launch_s: f64,
+    /// Whether its kernels may be captured once and replayed: those of a layer that is computed in tiles are not.
+    #[serde(default = "yes")]
+    pub captures: bool,
+}
+
+const fn yes() -> bool {
+    true
 }
 
 /// How much memory may be used.
@@ -349,6 +356,7 @@ impl UnitRequest {
             spared_flops: 0.0,
             moved_bytes: 0.0,
             launch_s: 0.0,
+            captures: true,
         }
     }
 }

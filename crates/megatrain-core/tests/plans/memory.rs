@@ -142,6 +142,13 @@ fn captured_layers_take_less_time_to_launch() {
     request.requests.graphs = true;
     let with = plan(&request).unwrap().estimate.step_s;
     assert!(without > 6.0 * 2.4e-3 && with < without / 5.0, "{without} s without and {with} s with");
+    // Layers that are computed in tiles are not captured.
+    request.units[1..5].iter_mut().for_each(|unit| unit.captures = false);
+    let few = plan(&request).unwrap();
+    assert!(few.graphs && few.estimate.step_s > without / 2.0, "{} s with two of six", few.estimate.step_s);
+    request.units[5..7].iter_mut().for_each(|unit| unit.captures = false);
+    let none = plan(&request).unwrap();
+    assert!(!none.graphs && (none.estimate.step_s - without).abs() < 1e-9);
 }
 
 #[test]

@@ -593,12 +593,12 @@ impl Request {
         if let (Some(first), keep) = (r.first_keep, r.keep.map_or(layers, |keep| keep as usize))
             && first as usize > keep
         {
-            let of = if r.keep.is_some() { "layers that plan.keep counts" } else { "layers" };
+            let of = if r.keep.is_some() { "units that plan.keep counts" } else { "units of layers" };
             return Err(exceeds("plan.first_keep", first, keep, of));
         }
         if let Some(keep) = r.keep {
             if keep as usize > layers {
-                return Err(exceeds("plan.keep", keep, layers, "layers"));
+                return Err(exceeds("plan.keep", keep, layers, "units of layers"));
             }
             match r.activation {
                 Some(Activation::Keep) if keep as usize != layers => {
@@ -646,7 +646,7 @@ impl Request {
         }
         if let Some(Count::Units(count)) = r.updates_on_device {
             if count as usize > layers {
-                return Err(exceeds("plan.updates_on_device", count, layers, "layers"));
+                return Err(exceeds("plan.updates_on_device", count, layers, "units of layers"));
             }
             if r.accumulate && count > 0 {
                 let other = "accumulating gradients over passes, whose store only the host's optimizer reads";

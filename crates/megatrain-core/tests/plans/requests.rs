@@ -27,11 +27,11 @@ fn requests_are_honoured_or_refused_by_name() {
             "plan.first_group must be between plan.group = 1 and micro_batches = 4, not 5",
             of(&|r| r.requests.first_group = Some(5)),
         ),
-        ("plan.keep = 7 exceeds the 6 layers", of(&|r| r.requests.keep = Some(7))),
+        ("plan.keep = 7 exceeds the 6 units of layers", of(&|r| r.requests.keep = Some(7))),
         ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
         ("plan.state_on_device = 9", of(&|r| r.requests.state_on_device = Some(Count::Units(9)))),
         (
-            "plan.updates_on_device = 7 exceeds the 6 layers",
+            "plan.updates_on_device = 7 exceeds the 6 units of layers",
             of(&|r| r.requests.updates_on_device = Some(Count::Units(7))),
         ),
         (

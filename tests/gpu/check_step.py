@@ -116,6 +116,14 @@ def plans_agree(layers: int) -> bool:
         "keep": {"activation": "keep"},
         "recompute": {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0},
         "offload": {"activation": "offload", "inputs": "host", "slots": 2, "group": 1, "poison": True},
+        "first group": {
+            "group": 1,
+            "first_group": 2,
+            "keep": layers - 1,
+            "first_keep": 1,
+            "inputs": "host",
+            "poison": True,
+        },
         "visit": {"activation": "keep", "slots": 3, "state_on_device": 0, "updates_on_device": layers - 1},
         "visit, poisoned": {"state_on_device": 1, "updates_on_device": layers // 2, "parts": 7, "poison": True},
     }.items():

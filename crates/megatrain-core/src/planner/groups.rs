@@ -86,11 +86,11 @@ fn elsewhere(plan: &Plan) -> (usize, usize) {
 /// need all micro-batches in one group.
 fn sizes(request: &Request) -> Vec<Option<u32>> {
     let (r, all) = (&request.requests, request.micro_batches);
-    if r.group.is_some() || r.accumulate || request.one_group {
-        return vec![r.group];
-    }
     if r.first_group == Some(all) {
         return vec![Some(all)];
+    }
+    if r.group.is_some() || r.accumulate || request.one_group {
+        return vec![r.group];
     }
     let smaller = [all.div_ceil(2), 4, 2, 1];
     let mut sizes: Vec<u32> = std::iter::once(all).chain(smaller.into_iter().filter(|&size| size < all)).collect();

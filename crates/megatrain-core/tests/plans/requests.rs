@@ -12,6 +12,12 @@ fn requests_are_honoured_or_refused_by_name() {
     };
     assert_eq!(of(&|r| r.requests.slots = Some(4)).unwrap().slots, 4);
     assert_eq!(of(&|r| r.requests.group = Some(2)).unwrap().group, 2);
+    let sizes = |group, first_group| {
+        let found = of(&|r| (r.requests.group, r.requests.first_group) = (group, Some(first_group))).unwrap();
+        (found.first_group, found.group)
+    };
+    assert_eq!((sizes(Some(1), 3), sizes(Some(2), 2)), ((3, 1), (0, 2)));
+    assert_eq!((sizes(Some(1), 4), sizes(None, 4)), ((0, 4), (0, 4)), "a first group of all is the only one");
     assert_eq!(of(&|r| (r.update, r.requests.slabs) = (UpdateMode::Immediate, Some(3))).unwrap().slabs, 3);
     let offloaded = of(&|r| (r.requests.activation, r.requests.stage_buffers) = (Some(Activation::Offload), Some(4)));
     assert_eq!(offloaded.unwrap().stage_buffers, 4);

@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::plan::{DeviceKind, Placement, Plan, Request};
 
 mod groups;
+mod on_disk;
 mod point;
 mod search;
 mod space;

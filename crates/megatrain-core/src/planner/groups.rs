@@ -5,8 +5,8 @@
 //! link for each micro-batch or stay on the device, where gradients are summed too; but updates of the step before are
 //! hidden by the forward of a single micro-batch, so the first group may be larger than the others. Groups are in order, so
 //! gradients are summed in the same order whatever the sizes.
+use super::on_disk::disk_traffic;
 use super::search;
-use super::space::disk_traffic;
 use crate::error::{Error, Result, Tier};
 use crate::estimate::expected_step_s;
 use crate::plan::{Plan, Request, State, UnitPlan};

@@ -3,8 +3,9 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use super::on_disk::OnDisk;
 use super::point::{Point, disk_order};
-use super::space::{Candidate, OnDisk, Space};
+use super::space::{Candidate, Space};
 use crate::error::{Error, Result, Tier};
 use crate::estimate::{expected_step_s, simulated_micro_batches};
 use crate::plan::{Budget, Groups, Place, Plan, Request, UpdateMode};

@@ -11,6 +11,7 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner, replan
 from megatrain.planning.alternatives import decisions
+from megatrain.planning.growth import device_memory
 from megatrain.system import descriptions
 from megatrain.training.setup import prepare_model
 from support.plans import H100
@@ -113,4 +114,32 @@ def test_a_lane_that_hardly_works_says_nothing_about_its_rate() -> None:
     rates = replan.measured_rates(run_plan, step_s, lanes)
     assert {name: rates[name] for name in ("h2d_gbs", "adamw_gparams")} == {
         name: run_plan.rates[name] for name in ("h2d_gbs", "adamw_gparams")
+    }
+
+
+def test_a_larger_first_group_is_planned_again_with_its_numbers_for_another_length() -> None:
+    asked = {"micro_batch": 4, "group": 1, "first_group": 4, "keep": 36, "first_keep": 5, "inputs": "host"}
+    config, decoder, run_plan = planned(32, plan=asked, memory={"gpu": "60GiB"})
+    plan = run_plan.plan
+    assert (plan["group"], plan["first_group"], plan["micro_batches"]) == (1, 4, 8)
+    again = [number for number, unit in enumerate(plan["units"]) if unit.get("first_activation") == "recompute"]
+    assert again == list(range(1, 32)), "all but the last five are kept in later groups only"
+    assert {unit["activation"] for unit in plan["units"]} == {"keep"}
+    assert sum(unit["input"] == "host" for unit in plan["units"]) == 31
+    growth = device_memory(config, decoder, run_plan)
+    assert growth is not None
+    longer, _, other = planned(64, plan={**asked, **_same(plan), "micro_batch": 8}, memory={"gpu": "140GiB"})
+    assert longer.plan.first_group == other.plan["first_group"] == 4
+    needed = growth.constant + growth.per_token * 8 * 1024
+    assert needed == pytest.approx(other.plan["totals"]["device"], rel=0.001)
+
+
+def _same(plan: dict[str, Any]) -> dict[str, Any]:
+    """What decides where state is and how many buffers there are."""
+    units = plan["units"]
+    return {
+        "state_on_device": sum(unit["state"] == "device" for unit in units),
+        "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in units),
+        "slots": plan["slots"],
+        "stage_buffers": plan["stage_buffers"],
     }

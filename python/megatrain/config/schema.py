@@ -444,7 +444,8 @@ class PlanConfig:
     """As many of the first group, whose forward pass hides the updates of the step before: at least `group`. null: the
     same as `group` where that is given, else as many as make a step shortest."""
     first_keep: int | None = None
-    """Layers whose activations are kept in a larger first group, `keep` at most. null: as many as fit."""
+    """Units of decoder layers whose activations are kept in a larger first group, `keep` at most. null: as many as
+    fit."""
     keep: int | None = None
     """Units of decoder layers (whole layers, or halves) whose activations are kept on the device; the others are
     recomputed."""

@@ -169,7 +169,7 @@ def _in_numbers(plan: dict[str, Any]) -> dict[str, Any]:
         "units updated on the device": sum(unit["update"] == "device" for unit in units),
         "micro-batches in a group": plan["group"],
         "in the first group": max(plan["first_group"], plan["group"]),
-        "layers that recompute in the first group only": sum("first_activation" in unit for unit in units),
+        "units that keep their activations after it only": sum("first_activation" in unit for unit in units),
         "weight slots": plan["slots"],
         "gradient slabs": plan["slabs"],
         "gradient buffers": plan["grad_buffers"],

@@ -168,7 +168,7 @@ pub struct Requests {
     pub group: Option<u32>,
     /// Micro-batches of the first group, at least as many.
     pub first_group: Option<u32>,
-    /// Layers whose activations are kept in the first group, where that is larger: at most as many as in the others.
+    /// Layers whose activations are kept in the first group, where that is larger: the last ones, `keep` at most.
     pub first_keep: Option<u32>,
     /// What becomes of the layers' activations.
     pub activation: Option<Activation>,

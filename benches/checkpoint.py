@@ -1,7 +1,7 @@
 """How fast a checkpoint is written, beside a plain sequential writer of as many bytes in the same folder: JSON lines.
 
     python benches/checkpoint.py FOLDER --model qwen2.5-3b --batch 32 --max-grad-norm 1.0
-    python benches/checkpoint.py FOLDER --model qwen2.5-7b --batch 16 --moments 8bit --master 24bit
+    python benches/checkpoint.py FOLDER --model qwen2.5-7b --batch 16 --set train.moments=8bit --set train.master=24bit
 
 Further arguments are those of `megatrain bench`. A checkpoint takes 12 bytes a parameter with fp32 state (3B: 37 GB,
 7B: 91 GB) and 5.1 with 8-bit moments and a 24-bit master (7B: 39 GB), so both commands fit on a disk with 64 GiB
@@ -126,7 +126,7 @@ def measure(running: bench.Bench, folder: Path) -> dict[str, Any]:
     if size * 1.02 > free:
         sys.exit(
             f"a checkpoint of {size / 1e9:.1f} GB does not fit in {folder}, where {free / 1e9:.1f} GB are free; "
-            "--moments 8bit --master 24bit make it smaller, and so does a smaller model"
+            "--set train.moments=8bit --set train.master=24bit make it smaller, and so does a smaller model"
         )
     plain: dict[str, float] = {}
 
@@ -186,12 +186,8 @@ def parse(words: list[str] | None = None) -> tuple[Path, bench.Request]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folder", type=Path, help="an empty folder on the disk that is measured; made if need be")
-    parser.add_argument("--moments", default="fp32", help="train.moments (default %(default)s)")
-    parser.add_argument("--master", default="32bit", help="train.master (default %(default)s)")
     given, rest = parser.parse_known_args(words)
     request = bench_request(cli.build().parse_args(["bench", *rest]))
-    train = request.settings["train"] | {"moments": given.moments, "master": given.master}
-    request = dataclasses.replace(request, settings=request.settings | {"train": train})
     if given.folder.exists() and (not given.folder.is_dir() or any(given.folder.iterdir())):
         parser.error(f"{given.folder} is not an empty folder, and what is measured there is removed")
     return given.folder, request

@@ -9,7 +9,8 @@ WORDS = ["--model", "tiny", "--batch", "2", "--seq", "16", "--device", "cpu", "-
 
 
 @pytest.mark.parametrize(
-    ("state", "least", "most"), [([], 12.0, 12.1), (["--moments", "8bit", "--master", "24bit"], 5.0, 5.3)]
+    ("state", "least", "most"),
+    [([], 12.0, 12.1), (["--set", "train.moments=8bit", "--set", "train.master=24bit"], 5.0, 5.3)],
 )
 def test_a_small_model_is_measured_and_leaves_nothing(
     state: list[str], least: float, most: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -48,7 +49,7 @@ def test_a_folder_with_files_and_a_checkpoint_that_does_not_fit_are_refused(
     assert "is not an empty folder" in capsys.readouterr().err
     assert (tmp_path / "mine").read_text() == "kept"
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000})())
-    with pytest.raises(SystemExit, match=r"0\.0 GB are free; --moments 8bit"):
+    with pytest.raises(SystemExit, match=r"0\.0 GB are free; --set train.moments=8bit"):
         checkpoint.main([str(tmp_path / "there"), *WORDS])
     with pytest.raises(SystemExit, match=r"train\.master"):
-        checkpoint.main([str(tmp_path / "there"), *WORDS, "--master", "7bit"])
+        checkpoint.main([str(tmp_path / "there"), *WORDS, "--set", "train.master=7bit"])

@@ -44,8 +44,9 @@ class Request:
     """Tokens per row."""
     steps: int = 10
     """Timed steps."""
-    warmup: int = 2
-    """Untimed steps before those."""
+    warmup: int = 3
+    """Untimed steps before those. The first compiles; in the third, layers are captured as CUDA graphs where the plan
+    has that, which can take seconds."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sections of a configuration: train, memory, plan, device."""
     trace: Path | None = None

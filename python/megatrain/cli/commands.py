@@ -321,11 +321,6 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
     from megatrain.config import paths, yaml12
 
     plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
-    for word in args.plan:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096")
-        plan[key] = yaml12.load(text, f"--set {key}")
     if args.trace:
         paths.check_writable(Path(args.trace), "--trace")
     settings: dict[str, Any] = {
@@ -341,6 +336,14 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
         "plan": {key: value for key, value in plan.items() if value is not None},
         "device": args.device,
     }
+    for word in args.assignments:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096 or train.moments=8bit")
+        section, dot, name = key.rpartition(".")
+        if dot and section not in ("train", "memory", "plan"):
+            raise ConfigError(f"--set {key}: a bench has sections train, memory and plan, not {section!r}")
+        settings[section or "plan"][name] = yaml12.load(text, f"--set {key}")
     from megatrain.cli.bench import Request
 
     return Request(

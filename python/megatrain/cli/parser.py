@@ -215,7 +215,13 @@ def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--steps", type=int, default=10, metavar="N", help="steps that are timed, as one interval (default 10)"
     )
-    bench.add_argument("--warmup", type=int, default=2, metavar="N", help="untimed steps before those (default 2)")
+    bench.add_argument(
+        "--warmup",
+        type=int,
+        default=3,
+        metavar="N",
+        help="untimed steps before those (default %(default)s: the first compiles, the third captures CUDA graphs)",
+    )
     bench.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     bench.add_argument("--gpu-memory", default=None, metavar="SIZE", help="most device memory, such as 12GiB")
     bench.add_argument("--host-memory", default=None, metavar="SIZE", help="most host memory, such as 100GiB")
@@ -245,11 +251,12 @@ def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default %(default)s)")
     bench.add_argument(
         "--set",
-        dest="plan",
+        dest="assignments",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any other key of a configuration's plan section, such as loss_chunk=4096 or activation=offload",
+        help="any other key of a configuration's plan section, such as loss_chunk=4096, or with its section's name "
+        "one of train or memory, such as train.moments=8bit or 'memory.nvme={path: /mnt/nvme}'",
     )
     bench.add_argument(
         "--trace", metavar="FILE", help="also run one more step and write its trace, for Chrome or Perfetto"

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("megatrain")
 
-MICRO_BATCH_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (32768, 8192), "cpu": (4096,)}
+MICRO_BATCH_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (32768, 16384, 8192), "cpu": (4096,)}
 """Tokens of a micro-batch that are compared, where nothing is asked for: of the first as many as fill the device while
-weights cross the link seldom, of the second so few that the activations of one micro-batch can all be kept."""
+weights cross the link seldom, of the last so few that the activations of one micro-batch can all be kept."""
 
 _ALIKE = 1.03
 """Step times that differ by less than this factor are alike: predictions are no better."""
+
+_ALIKE_IN_KIND = 1.01
+"""The same for plans with as much on the host: what predictions miss, they miss of both."""
 
 _LARGEST_SEARCHED = 1 << 14
 
@@ -467,8 +470,9 @@ def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
 
 def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "SplitPlanner") -> int:
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
-    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest: of those alike, what
-    leaves least to the host and launches layers at once, then the largest."""
+    that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest. Of those alike, the
+    ones that leave least to the host; of these, unless one is faster still, what launches layers at once, then the
+    largest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -477,21 +481,21 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
         return min(asked, rows)
     if before:
         return min(int(before[0]), rows)
-    sizes = [_even_parts(rows, tokens, config.data.seq_len) for tokens in MICRO_BATCH_TOKENS[device]]
-    plans = {
-        size: nominal.plan(size, -(-rows // size)) for size in (dict.fromkeys(sizes) if len(set(sizes)) > 1 else ())
-    }
+    sizes = list(dict.fromkeys(_even_parts(rows, t, config.data.seq_len) for t in MICRO_BATCH_TOKENS[device]))
+    if len(sizes) == 1:
+        return sizes[0]
+    plans = {size: nominal.plan(size, -(-rows // size)) for size in sizes}
     found = {size: plan for size, plan in plans.items() if plan is not None}
     if not found:
         return sizes[0]
     seconds = {size: float(plan["estimate"]["expected_step_s"]) for size, plan in found.items()}
-    least = min(seconds.values()) * _ALIKE
-
-    def effort(size: int) -> tuple[int, bool, int]:
-        elsewhere = sum(unit["state"] != "device" for unit in found[size]["units"])
-        return elsewhere, not found[size]["graphs"], -size
-
-    return min((size for size in found if seconds[size] <= least), key=effort)
+    elsewhere = {size: sum(unit["state"] != "device" for unit in plan["units"]) for size, plan in found.items()}
+    alike = [size for size in found if seconds[size] <= min(seconds.values()) * _ALIKE]
+    least = min(elsewhere[size] for size in alike)
+    alike = [size for size in alike if elsewhere[size] == least]
+    fastest = min(seconds[size] for size in alike)
+    alike = [size for size in alike if seconds[size] <= fastest * _ALIKE_IN_KIND]
+    return max(alike, key=lambda size: (found[size]["graphs"], size))
 
 
 class Fitted(NamedTuple):

@@ -230,6 +230,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         state_buffers: 0,
         disk_buffers: 0,
         weight_buffers: 0,
+        input_buffers: 0,
         groups: Groups::new(1, 1),
         micro_batches: 1,
         immediate,

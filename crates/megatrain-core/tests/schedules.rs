@@ -256,16 +256,14 @@ fn each_rule_of_inputs_on_disk_is_told_in_words() {
     let copied = "inputs are copied to the host before they are written, and read before they are fetched";
     let again = "a buffer is not used again before its input has been written to disk, or fetched";
     let waits = "activations are on the host, or on disk, before they are fetched or read";
-    let place = "activations on the host, or on disk, are not overwritten before they have been fetched or read";
     for (words, kind, of) in [
         (copied, Kind::WriteInput, Kind::OffloadActivation),
         (copied, Kind::FetchActivation, Kind::ReadInput),
         (again, Kind::OffloadActivation, Kind::WriteInput),
         (again, Kind::ReadInput, Kind::FetchActivation),
         (waits, Kind::ReadInput, Kind::WriteInput),
-        (place, Kind::WriteInput, Kind::ReadInput),
     ] {
-        let error = error(&|ops| forget(ops, kind, of));
+        let error = forgotten(kind, of);
         assert!(error.contains(words), "{kind:?} without {of:?}: {error}");
     }
     let twice =

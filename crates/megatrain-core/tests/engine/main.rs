@@ -135,8 +135,8 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         (r.requests.group, r.requests.stage_buffers) = (Some(1), Some(2));
     });
     add("inputs on disk, with a first group that keeps less", &|r| {
-        inputs_on_disk(r, 4);
-        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(3));
+        inputs_on_disk(r, 3);
+        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(2));
         (r.requests.first_keep, r.requests.slots) = (Some(1), Some(3));
     });
     add("offloaded to disk", &|r| {

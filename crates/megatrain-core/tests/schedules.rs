@@ -272,7 +272,7 @@ fn each_rule_of_inputs_on_disk_is_told_in_words() {
     let elsewhere = error(&|ops| ops.iter_mut().find(|o| o.kind == Kind::ReadInput).unwrap().lane = Lane::Upload);
     assert!(elsewhere.contains("inputs on disk are read on the lane that reads state"), "{elsewhere}");
     let unnamed = error(&|ops| ops.iter_mut().find(|o| o.kind == Kind::WriteInput).unwrap().input_buffer = Some(7));
-    assert!(unnamed.contains("InputBuffer") || unnamed.contains("pass through a buffer"), "{unnamed}");
+    assert!(unnamed.contains("WriteInput of unit 1"), "{unnamed}");
     // An evaluation writes nothing and reads nothing.
     let evaluated = Schedule::new(&facts, eval(4), Some(&good), &good.leaves(&facts)).unwrap();
     assert_eq!([Kind::WriteInput, Kind::ReadInput].map(|kind| count(&evaluated, kind)), [0; 2]);

@@ -1,13 +1,18 @@
 //! Layer inputs that wait on disk: what is written and read, what fails, and what a plan says of them.
+use std::path::Path;
+use std::sync::Arc;
+
 use megatrain_core::disk::{Fault, FaultKind, SimDisk};
 use megatrain_core::error::{Error, Tier};
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{Activation, Place, Plan, Request, Requests, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
+use megatrain_core::store::spill::StateIo;
 use megatrain_core::stream::{Engine, Options};
 
+use super::files::{Folder, train};
 use super::support::{FOREVER, Toy, request};
-use super::{Run, queueing, sums, support};
+use super::{Run, options, queueing, sums, support};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -50,6 +55,31 @@ fn an_input_is_written_once_and_read_once_in_a_step_and_never_in_an_evaluation()
         run.toy.begin(&run.engine, Pass::Eval, 4, false).unwrap();
         run.toy.compute(&run.engine, 9).unwrap();
         assert_eq!(run.moved(), [0, 0], "an evaluation leaves the disk alone");
+    }
+}
+
+#[test]
+fn inputs_in_files_are_what_they_were_by_rings_and_by_threads_on_one_path_or_several() {
+    let (one, other) = (Folder::new("inputs"), Folder::new("more-inputs"));
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        let mut in_memory = Request { update, ..request(3, 2) };
+        // Places of several blocks, the last one a part of a block.
+        in_memory.units.iter_mut().for_each(|unit| unit.input_bytes = (5 << 19) + 700);
+        let toy = Toy::new(queueing(1), in_memory.clone());
+        let engine = support::engine(&toy.device, &in_memory, &plan(&in_memory).unwrap(), &Options::default());
+        let expected = train(&toy, &engine.unwrap());
+        for io in [StateIo::Auto, StateIo::Threads] {
+            for paths in [&[&one.0 as &Path][..], &[&one.0, &other.0]] {
+                let mut request = in_memory.clone();
+                (request.requests.inputs_on_disk, request.budget.disk) = (Some(3), 1 << 30);
+                let toy = Toy::new(queueing(2), request.clone());
+                let (device, plan) = (Arc::new(toy.device.clone()), plan(&request).unwrap());
+                let engine = Engine::new(device, &request, &plan, &options(paths, io)).unwrap();
+                assert!(train(&toy, &engine) == expected, "{update:?}, {io:?}, {} paths", paths.len());
+                engine.close();
+                assert!(one.names().is_empty() && other.names().is_empty(), "a closed engine has removed its folders");
+            }
+        }
     }
 }
 
@@ -274,7 +304,7 @@ fn inputs_that_cannot_wait_on_disk_are_refused_by_name() {
     // A plan from a file that names no buffer for them.
     let mut wrong = plan(&base).unwrap();
     wrong.input_buffers = 0;
-    let device = std::sync::Arc::new(queueing(1));
+    let device = Arc::new(queueing(1));
     let error = Engine::new(device.clone(), &base, &wrong, &Options::default()).err().unwrap().to_string();
     assert!(error.contains("input_buffers") && error.contains("layer inputs on disk pass through them"), "{error}");
     let error = Engine::new(device, &base, &plan(&base).unwrap(), &Options::default()).err().unwrap().to_string();

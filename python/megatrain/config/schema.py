@@ -458,7 +458,7 @@ class PlanConfig:
     inputs_on_disk: int | None = None
     """Units of decoder layers whose inputs wait on disk (`memory.nvme`) instead of on the host, with their activations
     where those are offloaded: spread evenly among those that are not kept. null: as few as let the others fit in host
-    memory, where that moves fewer bytes than state on disk."""
+    memory, where optimizer state on disk does not leave enough or costs more."""
     stage_buffers: int | None = None
     """Device buffers that activations and inputs pass through on their way to the host and back."""
     state_on_device: int | None = None

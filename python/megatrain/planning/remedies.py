@@ -48,7 +48,7 @@ class Way:
         if not self.spilled:
             return words
         disk = f"{_FOLDER} on a fast disk: " if _FOLDER in words else ""
-        what, traffic = " and ".join(self.stored), "read and written once per step"
+        what, traffic = _listed(self.stored), "read and written once per step"
         if self.moved is not None:
             read, written = map(format_bytes, self.moved)
             traffic = f"{read} read and {written} written per step"
@@ -105,6 +105,11 @@ def ways_that_fit(
             if len(found) == _MOST_SHOWN:
                 break
     return found
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    """The words as a sentence lists them."""
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
 
 
 def _stored(plan: dict[str, Any]) -> tuple[str, ...]:

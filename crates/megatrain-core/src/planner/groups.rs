@@ -5,7 +5,7 @@
 //! link for each micro-batch or stay on the device, where gradients are summed too; but updates of the step before are
 //! hidden by the forward of a single micro-batch, so the first group may be larger than the others. Groups are in order, so
 //! gradients are summed in the same order whatever the sizes.
-use super::on_disk::disk_traffic;
+use super::on_disk::{disk_traffic, input_traffic};
 use super::search;
 use crate::error::{Error, Result, Tier};
 use crate::estimate::expected_step_s;
@@ -61,7 +61,7 @@ pub(super) fn any_fits(request: &Request) -> Result<bool> {
     Ok(false)
 }
 
-/// What a step of a plan reads from disk and writes there.
+/// What a step of a plan reads from disk and writes there, by which plans are compared.
 fn traffic(request: &Request, plan: &Plan) -> u64 {
     let of = |what: &str| -> u64 {
         let items = plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == what);
@@ -75,7 +75,7 @@ fn traffic(request: &Request, plan: &Plan) -> u64 {
         let staged = Staged::new(unit, choice, groups);
         (0..plan.micro_batches).map(|micro_batch| staged.disk_bytes(micro_batch)).sum::<u64>()
     });
-    state.saturating_add(moved.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.saturating_mul(2))))
+    state.saturating_add(input_traffic(moved.fold(0, |sum: u64, bytes| sum.saturating_add(bytes))))
 }
 
 /// The request with each of the group sizes that are compared asked for.

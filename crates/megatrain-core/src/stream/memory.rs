@@ -80,7 +80,9 @@ impl Memory {
         } else {
             let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default(), "inputs")?;
             let names = placement.layouts.iter().map(|layout| layout.name.clone()).collect();
-            Some(Arc::new(InputFiles::new(files, &placement.staged, names)?))
+            let places: Vec<(u32, u64)> =
+                placement.staged.iter().map(|staged| (staged.disk_places(), staged.largest_on_disk())).collect();
+            Some(Arc::new(InputFiles::new(files, &places, names)?))
         };
         let spilled: Vec<usize> =
             (0..placement.layouts.len()).filter(|&unit| !placement.disk_parts[unit].is_empty()).collect();

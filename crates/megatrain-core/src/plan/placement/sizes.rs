@@ -57,7 +57,7 @@ impl Staged {
     }
 
     /// Micro-batches for which there is a place.
-    pub(crate) fn places(&self) -> u32 {
+    fn places(&self) -> u32 {
         if self.first > 0 { self.groups.first() } else { self.groups.others() }
     }
 
@@ -79,6 +79,11 @@ impl Staged {
     /// Bytes that are written to disk, and read from there, of a micro-batch.
     pub(crate) fn disk_bytes(&self, micro_batch: u32) -> u64 {
         if self.on_disk { whole_pages(self.bytes(micro_batch)) } else { 0 }
+    }
+
+    /// Micro-batches for which there is a place on disk.
+    pub(crate) fn disk_places(&self) -> u32 {
+        if self.largest_on_disk() > 0 { self.places() } else { 0 }
     }
 
     /// The most of these bytes.

@@ -5,7 +5,6 @@
 //! overwrites. Which operation may touch which place when is decided by the schedule; nothing is locked here.
 use crate::error::Result;
 use crate::host::HostSpan;
-use crate::plan::Staged;
 
 use super::{BLOCK_BYTES, Block, BlockFiles, Dealer, Direction, transfer};
 
@@ -19,18 +18,17 @@ pub(crate) struct InputFiles {
 }
 
 impl InputFiles {
-    /// Gives the files their sizes. `staged`: what each unit leaves; `names`: their names.
+    /// Gives the files their sizes. `places`: by unit, how many places it has and the bytes of each, in whole pages; `names`:
+    /// the units' names.
     ///
     /// # Errors
     /// [`crate::Error::StateFilesFull`] and [`crate::Error::StateFolder`].
-    pub(crate) fn new(mut files: BlockFiles, staged: &[Staged], names: Vec<String>) -> Result<Self> {
+    pub(crate) fn new(mut files: BlockFiles, places: &[(u32, u64)], names: Vec<String>) -> Result<Self> {
         let mut dealer = Dealer::new(files.count());
-        let mut of_unit = |staged: &Staged| {
-            let places = if staged.on_disk() > 0 { staged.places() } else { 0 };
-            // Nothing is read from a place before it has been written.
-            (0..places).map(|_| dealer.extent(staged.largest_on_disk(), |_| 0)).collect::<Result<Vec<_>>>()
-        };
-        let places = staged.iter().map(&mut of_unit).collect::<Result<Vec<_>>>()?;
+        // Nothing is read from a place before it has been written.
+        let mut of_unit =
+            |&(count, bytes): &(u32, u64)| (0..count).map(|_| dealer.extent(bytes, |_| 0)).collect::<Result<Vec<_>>>();
+        let places = places.iter().map(&mut of_unit).collect::<Result<Vec<_>>>()?;
         dealer.allocate(&mut files)?;
         let bytes = places.iter().flatten().flatten().map(|block| block.len as u64).sum();
         Ok(Self { files, places, names, bytes })

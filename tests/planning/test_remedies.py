@@ -117,8 +117,8 @@ LLAMA_70B = {
         ("qwen2.5-7b", f"{RTX4090}32GiB", ["train.moments=8bit", "disk.count=1", "host.memory=128GiB"]),
         (
             "qwen2.5-7b",
-            f"{RTX4090}24GiB{DRIVES}",
-            ["train.update=immediate", "train.batch_tokens", "host.memory=32GiB"],
+            f"{RTX4090}10GiB{DRIVES}",
+            ["train.update=immediate", "host.memory=32GiB", "gpu.memory=80GiB"],
         ),
         # With weights on the drives too, the host has room for all of it; the card has not.
         ("llama-70b", f"{RTX4090}256GiB{DRIVES}", ["train.batch_tokens=4096", "gpu.memory=32GiB"]),

@@ -99,9 +99,10 @@ def ways_that_fit(
         if plan is not None:
             kinds.append(tried.kinds)
             words, hardware, spilled = " ".join(tried.words), ",".join(tried.hardware), int(plan["totals"]["disk"])
-            found.append(
-                Way(settings=words, machine=hardware, spilled=spilled, stored=_stored(plan), moved=_moved(plan))
-            )
+            way = Way(settings=words, machine=hardware, spilled=spilled)
+            if spilled:
+                way = dataclasses.replace(way, stored=_stored(plan), moved=_moved(plan))
+            found.append(way)
             if len(found) == _MOST_SHOWN:
                 break
     return found

@@ -494,7 +494,7 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     assert "written per day" in told
     too_small = disk["bytes"] - (1 << 30)
     assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}"]) == 2
-    assert "disk space for optimizer state" in capsys.readouterr().err
+    assert "this does not fit" in capsys.readouterr().err
 
 
 def test_weights_follow_the_state_to_disk_and_the_plan_says_what_a_step_reads_and_writes(

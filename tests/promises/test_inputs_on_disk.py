@@ -87,7 +87,8 @@ def input_file(folder: Path) -> Path:
 def test_an_input_that_cannot_be_read_again_costs_its_step_and_nothing_else(
     tmp_path: Path, tier: str, mode: str
 ) -> None:
-    plan = TIERS[tier] | {"inputs_on_disk": LAYERS, "activation": "recompute"}
+    # Both micro-batches pass all layers before the first loss, so some inputs have been written by then.
+    plan = TIERS[tier] | {"inputs_on_disk": LAYERS, "activation": "recompute", "group": 2}
     options = on_disk(tmp_path, plan)
     plain, engine = (started("bf16", False, accumulation=2, **MODES[mode], **more) for more in ({}, options))
     cut = False

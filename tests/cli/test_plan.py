@@ -494,7 +494,7 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     assert "written per day" in told
     too_small = disk["bytes"] - (1 << 30)
     assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}"]) == 2
-    assert "disk space for optimizer state" in capsys.readouterr().err
+    assert "this does not fit" in capsys.readouterr().err
 
 
 def test_weights_follow_the_state_to_disk_and_the_plan_says_what_a_step_reads_and_writes(
@@ -524,6 +524,35 @@ def test_weights_follow_the_state_to_disk_and_the_plan_says_what_a_step_reads_an
     assert f"of it weights, of {len(on_disk)} units" in told
     fewer = answer(capsys, *words, f"plan.weights_on_disk={len(on_disk) + 2}", "--machine", machine)
     assert sum(unit.get("weights_on_disk", False) for unit in fewer["plan"]["units"]) == len(on_disk) + 2
+
+
+def test_inputs_of_long_rows_go_to_disk_where_the_host_is_too_small_and_the_plan_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "disk": {"free": "1TiB"}}
+    machine = written(tmp_path, "small.yaml", small)
+    # One row of 131,072 tokens: 0.94 GB of the input of each half of a layer.
+    words = ("qwen2.5-7b", "data.seq_len=131072", "train.batch_size=1", "plan.fragments=halves", "plan.mlp_tiles=16")
+    words += ("plan.state_on_device=0", "plan.updates_on_device=0", "plan.state_on_disk=0", "plan.activation=recompute")
+    words += ("memory.host=120GiB", "memory.nvme.path=/nvme")
+    found = answer(capsys, *words, "plan.inputs=host", "--machine", machine)
+    plan, disk = found["plan"], found["state_on_disk"]
+    waiting = [unit["name"] for unit in plan["units"] if unit["input"] == "disk"]
+    assert 0 < len(waiting) < 56
+    row = 131_072 * 3584 * 2
+    assert disk["inputs"] == disk["bytes"] == plan["totals"]["disk"] == row * len(waiting)
+    assert disk["bytes_read"] == disk["bytes_written"] == disk["inputs"]
+    assert disk["bytes_written_a_day"] == pytest.approx(disk["inputs"] * 86400 / found["expected_step_s"])
+    assert plan["totals"]["host"] <= found["budget"]["host"]
+    # One input fewer would not leave two buffers' room.
+    assert plan["totals"]["host"] + row > found["budget"]["host"]
+    assert main(["plan", *words, "plan.inputs=host", "--machine", machine]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layer inputs on disk: "))
+    assert f"of {len(waiting)} of 58 units" in told
+    assert format_bytes(disk["inputs"]) in told
+    assert "written per day" in told
+    more = answer(capsys, *words, f"plan.inputs_on_disk={len(waiting) + 3}", "--machine", machine)
+    assert sum(unit["input"] == "disk" for unit in more["plan"]["units"]) == len(waiting) + 3
 
 
 def test_layers_are_captured_where_a_card_has_the_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -394,6 +394,11 @@ def test_a_value_out_of_range_is_named(sections, message):
         ),
         ({"plan": {"state_on_disk": 2}}, r"plan\.state_on_disk is 2, and no disk is named"),
         ({"plan": {"weights_on_disk": 2}}, r"plan\.weights_on_disk is 2, and no disk is named"),
+        ({"plan": {"inputs_on_disk": 2}}, r"plan\.inputs_on_disk is 2, and no disk is named"),
+        (
+            {"plan": {"inputs_on_disk": 2, "inputs": "device"}, "memory": {"nvme": {"path": "d"}}},
+            r"plan\.inputs_on_disk \(2\) and plan\.inputs \(device\)",
+        ),
         (
             {"plan": {"state_on_disk": 2, "weights_on_disk": 3}, "memory": {"nvme": {"path": "d"}}},
             r"plan\.weights_on_disk \(3\) is more than plan\.state_on_disk \(2\)",

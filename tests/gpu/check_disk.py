@@ -1,9 +1,10 @@
-"""Optimizer state and weights on disk while a card computes: the numbers of the run that has them in host memory.
+"""Optimizer state, weights and layer inputs on disk while a card computes: the numbers of the run that has them in
+memory.
 
 Run: python tests/gpu/check_disk.py [--device cuda|cpu] [--nvme DIR]. Clipped and immediate updates, each run whole with
-everything in memory, then with the state of six of eight layers on disk, and again with the weights of five of these
-there too; both are stopped half-way and resumed. The checkpoints and losses are compared bit for bit. Prints one JSON
-line a check; exits 1 on a miss.
+everything in memory, then with the state of six of eight layers on disk, again with the weights of five of these there
+too, then with the inputs of six recomputed layers there, and with all of that; each is stopped half-way and resumed.
+The checkpoints and losses are compared bit for bit. Prints one JSON line a check; exits 1 on a miss.
 """
 
 import argparse
@@ -22,8 +23,14 @@ from megatrain.training.stop import Stop
 from megatrain.training.trainer import Trainer
 from support.trainer import At, assert_bit_equal, losses
 
-STEPS, STOPPED, ON_DISK = 8, 4, 6
-WEIGHTS = (0, 5)
+STEPS, STOPPED = 8, 4
+CASES: dict[str, tuple[int, int, int]] = {
+    "state": (6, 0, 0),
+    "state-and-weights": (6, 5, 0),
+    "inputs": (0, 0, 6),
+    "everything": (6, 5, 6),
+}
+"""Units with state on disk, with weights there too, and with their input there."""
 MODES: dict[str, dict[str, Any]] = {
     "just_in_time": {"max_grad_norm": 1.0},
     "immediate": {"max_grad_norm": None, "update": "immediate"},
@@ -56,15 +63,17 @@ def config(folder: Path, device: str, run: str, train: dict[str, Any], **more: A
     }
 
 
-def compared(folder: Path, device: str, train: dict[str, Any], weights: int) -> dict[str, Any]:
+def compared(folder: Path, device: str, train: dict[str, Any], case: str) -> dict[str, Any]:
     """A run in memory, which is made once, and one on disk."""
     facts: dict[str, Any] = {}
     if not (folder / "memory").exists():
         started = time.perf_counter()
         Trainer(config(folder, device, "memory", train), display=Display("none")).fit()
         facts["memory_s"] = round(time.perf_counter() - started, 1)
-    run = f"disk-{weights}"
-    plan = {"state_on_disk": ON_DISK, "weights_on_disk": weights}
+    run, wanted = f"disk-{case}", CASES[case]
+    plan: dict[str, Any] = dict(zip(("state_on_disk", "weights_on_disk", "inputs_on_disk"), wanted, strict=True))
+    if plan["inputs_on_disk"]:
+        plan |= {"activation": "recompute", "group": 1}
     spilled = config(folder, device, run, train, plan=plan, memory={"nvme": {"path": str(folder)}})
     started, stop = time.perf_counter(), Stop()
     Trainer(spilled, stop=stop, display=At(STOPPED, lambda stop=stop: stop.request("SIGINT"))).fit()
@@ -72,10 +81,14 @@ def compared(folder: Path, device: str, train: dict[str, Any], weights: int) -> 
     facts["disk_s"] = round(time.perf_counter() - started, 1)
     assert_bit_equal(*(list_checkpoints(folder / one)[-1] for one in (run, "memory")))
     units = json.loads((folder / run / "plan.json").read_text())["units"]
-    counts = sum(unit["state"] == "disk" for unit in units), sum(unit.get("weights_on_disk", False) for unit in units)
+    counts = (
+        sum(unit["state"] == "disk" for unit in units),
+        sum(unit.get("weights_on_disk", False) for unit in units),
+        sum(unit["input"] == "disk" for unit in units),
+    )
     same = losses(folder / run) == losses(folder / "memory")
-    ok = same and counts == (ON_DISK, weights) and result.step == STEPS
-    return facts | {"state_on_disk": counts[0], "weights_on_disk": counts[1], "metrics_equal": same, "ok": ok}
+    ok = same and counts == wanted and result.step == STEPS
+    return facts | {"on_disk": counts, "metrics_equal": same, "ok": ok}
 
 
 def main() -> int:
@@ -88,10 +101,10 @@ def main() -> int:
     for mode, train in MODES.items():
         with tempfile.TemporaryDirectory(dir=args.nvme) as name:
             folder = Path(name)
-            for weights in WEIGHTS:
-                facts = {"check": f"state on disk, weights of {weights} units there, {mode}", "ok": False}
+            for case in CASES:
+                facts = {"check": f"{case} on disk, {mode}", "ok": False}
                 try:
-                    facts |= compared(folder, args.device, train, weights)
+                    facts |= compared(folder, args.device, train, case)
                 except Exception as error:  # the others are still of use
                     facts["error"] = f"{type(error).__name__}: {error}"[:600]
                 missed |= not facts["ok"]

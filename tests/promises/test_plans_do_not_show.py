@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,19 @@ def test_optimizer_threads_do_not_show(threads: int) -> None:
 )
 def test_where_activations_and_inputs_are_does_not_show(activation: str, inputs: str) -> None:
     assert_same_bits(bits(seed=4, plan={"activation": activation, "inputs": inputs}), wanted())
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_inputs_that_wait_on_disk_do_not_show(tmp_path: Path, inputs: int, activation: str, group: int) -> None:
+    memory = {"gpu": "1GiB", "host": "1GiB", "nvme": {"path": tmp_path}}
+    plan = {"inputs_on_disk": inputs, "activation": activation, "group": group, "slots": 2, "stage_buffers": 2}
+    for seed in (16, 17):
+        assert_same_bits(bits(seed=seed, memory=memory, plan=plan), wanted())
+    immediate = {"max_grad_norm": None, "update": "immediate"}
+    found = bits(seed=18, memory=memory, plan={**plan, "slabs": 1, "state_on_disk": 3}, **immediate)
+    assert_same_bits(found, wanted(max_grad_norm=None))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])

@@ -96,22 +96,24 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The plan has state on disk, and no folder was named for it.
-    #[error("the plan keeps optimizer state on disk, and no folder for it was named (memory.nvme.path)")]
+    /// The plan has state or layer inputs on disk, and no folder was named for it.
+    #[error(
+        "the plan keeps optimizer state or layer inputs on disk, and no folder for it was named (memory.nvme.path)"
+    )]
     NoStateFolder,
     /// A disk has no room for a state file.
-    #[error("{path} needs {needed} bytes for optimizer state, which its disk does not have; lower memory.nvme.size, free some space, or name more folders as memory.nvme.path", path = path.display())]
+    #[error("{path} needs {needed} bytes for what the plan keeps on disk, which its disk does not have; lower memory.nvme.size, free some space, or name more folders as memory.nvme.path", path = path.display())]
     StateFilesFull {
         /// The file.
         path: PathBuf,
         /// Its bytes.
         needed: u64,
     },
-    /// The system refused to read or write state.
-    #[error("{path}, bytes {offset} to {end}: state of unit {unit} cannot be {what}: {source}", path = path.display(), end = offset + *bytes as u64)]
+    /// The system refused to read or write state or layer inputs.
+    #[error("{path}, bytes {offset} to {end}: {whose} cannot be {what}: {source}", path = path.display(), end = offset + *bytes as u64)]
     StateFile {
-        /// The unit's name.
-        unit: String,
+        /// Whose state or input it is.
+        whose: String,
         /// `read` or `written`.
         what: &'static str,
         /// The file.
@@ -124,10 +126,10 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A state file ended early.
-    #[error("{path}, byte {offset}: state of unit {unit} has {expected} bytes here, and the file gave {got}; it was shortened", path = path.display())]
+    #[error("{path}, byte {offset}: {whose} has {expected} bytes here, and the file gave {got}; it was shortened", path = path.display())]
     StateFileShort {
-        /// The unit's name.
-        unit: String,
+        /// Whose state or input it is.
+        whose: String,
         /// The file.
         path: PathBuf,
         /// First byte.
@@ -137,13 +139,11 @@ pub enum Error {
         /// Bytes that there are.
         got: usize,
     },
-    /// State that was read is not what was written.
-    #[error("{path}, bytes {offset} to {end}: state of unit {unit} ({tensors}) was damaged on disk: its checksum is {got:08x}, and {expected:08x} was written", path = path.display(), end = offset + *bytes as u64)]
+    /// State, or a layer's input, that was read is not what was written.
+    #[error("{path}, bytes {offset} to {end}: {whose} was damaged on disk: its checksum is {got:08x}, and {expected:08x} was written", path = path.display(), end = offset + *bytes as u64)]
     StateDamaged {
-        /// The unit's name.
-        unit: String,
-        /// Which planes of which of its tensors.
-        tensors: String,
+        /// Whose state or input it is, and of state which planes of which tensors.
+        whose: String,
         /// The file.
         path: PathBuf,
         /// First byte.
@@ -232,6 +232,19 @@ pub enum Error {
         /// How many there are at most.
         most: usize,
     },
+    /// The inputs of more layers were asked for on disk than wait anywhere.
+    #[error("plan.inputs_on_disk = {asked}, but the plan keeps the activations of all but {left} units of layers")]
+    TooFewInputsForDisk {
+        /// How many were asked for.
+        asked: u32,
+        /// How many are not kept, at most.
+        left: usize,
+    },
+    /// All inputs were asked for in a place that takes a count.
+    #[error(
+        "plan.inputs is disk; write device or host, and how many units' inputs wait on disk as plan.inputs_on_disk"
+    )]
+    InputsPlace,
     /// Two settings contradict each other.
     #[error("{setting} = {value} contradicts {other}")]
     Contradiction {
@@ -740,6 +753,16 @@ pub enum Error {
         path: PathBuf,
         /// What files must be like.
         rule: &'static str,
+    },
+    /// A layer's input could not be written to disk or read again. The pass can be abandoned; the state is as it was before.
+    #[error("{op} of unit {unit} failed, so that this pass cannot be finished: {cause}")]
+    PassFailed {
+        /// The unit's name.
+        unit: String,
+        /// The operation.
+        op: String,
+        /// What happened.
+        cause: String,
     },
     /// An operation of a step failed; the engine refuses everything from then on.
     #[error("the engine is broken since {op} of unit {unit}: {cause}")]

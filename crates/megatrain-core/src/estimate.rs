@@ -229,8 +229,10 @@ impl Durations<'_> {
                 work.backward_s(r) + if again { work.recompute_s(r) } else { 0.0 } + self.adding_s(unit)
             }
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),
-            Kind::ReadState | Kind::ReadWeights => self.disk_bytes(op) as f64 / (r.state_read_gbs * 1e9),
-            Kind::WriteState => self.disk_bytes(op) as f64 / (r.state_write_gbs * 1e9),
+            Kind::ReadState | Kind::ReadWeights | Kind::ReadInput => {
+                self.disk_bytes(op) as f64 / (r.state_read_gbs * 1e9)
+            }
+            Kind::WriteState | Kind::WriteInput => self.disk_bytes(op) as f64 / (r.state_write_gbs * 1e9),
             Kind::Update if op.lane == Lane::Update => {
                 self.share(op) * memory((layout.update_bytes() * layout.num_trainable() as f64) as u64)
             }
@@ -259,6 +261,7 @@ impl Durations<'_> {
         match op.kind {
             Kind::ReadWeights => self.placement.layouts[unit].image_bytes,
             Kind::ReadState | Kind::WriteState => self.placement.disk_bytes(unit, op.part as usize),
+            Kind::ReadInput | Kind::WriteInput => self.placement.staged[unit].disk_bytes(op.micro_batch),
             _ => 0,
         }
     }

@@ -47,6 +47,10 @@ pub enum Kind {
     OffloadActivation,
     /// Copies them back to the device.
     FetchActivation,
+    /// Writes what was copied to the host to disk.
+    WriteInput,
+    /// Reads it from there again.
+    ReadInput,
     /// Sums the squares of a unit's gradient and copies it to its slab.
     OffloadGrad,
     /// Adds an offloaded gradient to the fp32 store.
@@ -82,6 +86,8 @@ impl Kind {
             Self::EmbedBackward => "embed_backward",
             Self::OffloadActivation => "offload_activation",
             Self::FetchActivation => "fetch_activation",
+            Self::WriteInput => "write_input",
+            Self::ReadInput => "read_input",
             Self::OffloadGrad => "offload_grad",
             Self::AccumulateGrad => "accumulate_grad",
             Self::ClipDecision => "clip_decision",
@@ -115,10 +121,10 @@ pub enum Lane {
     Caller,
     /// Files of checkpoints.
     Disk,
-    /// State read from disk to be updated, and weights to be loaded.
+    /// State read from disk to be updated, weights to be loaded, and layer inputs for backward.
     #[serde(rename = "state_read")]
     StateRead,
-    /// State written back to disk.
+    /// State written back to disk, and layer inputs that wait there.
     #[serde(rename = "state_write")]
     StateWrite,
 }
@@ -150,7 +156,7 @@ impl Lane {
         !matches!(self, Self::Disk | Self::StateRead | Self::StateWrite)
     }
 
-    /// Whether its operations move optimizer state, or weights, between disk and host.
+    /// Whether its operations move optimizer state, weights or layer inputs between disk and host.
     #[must_use]
     pub const fn moves_state_on_disk(self) -> bool {
         matches!(self, Self::StateRead | Self::StateWrite)
@@ -244,6 +250,9 @@ pub struct Op {
     /// The host buffer for weights on disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_buffer: Option<u32>,
+    /// The host buffer for inputs that wait on disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_buffer: Option<u32>,
     /// What must have happened before.
     pub deps: Vec<Dep>,
 }
@@ -268,6 +277,7 @@ impl Op {
             state_buffer: None,
             disk_buffer: None,
             weight_buffer: None,
+            input_buffer: None,
             deps: Vec::new(),
         }
     }

@@ -44,6 +44,7 @@ mod device_update;
 mod disk_update;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod execute;
+mod input_io;
 mod kept;
 mod lanes;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
@@ -74,7 +75,7 @@ pub struct Options {
     pub isa: Option<String>,
     /// Seed of the stochastic rounding of smaller states.
     pub seed: u64,
-    /// Where state is kept whose home is a disk; needed where the plan has any.
+    /// Where state is kept whose home is a disk, and layer inputs that wait there; needed where the plan has any.
     pub disk: Option<StateFiles>,
     /// Fault injection for tests: this run of the optimizer's threads fails, counted from 1; 0 lets all succeed.
     #[doc(hidden)]
@@ -182,8 +183,8 @@ impl Engine {
         Self::start(Shared::new(device, disk, request, plan, options, None)?)
     }
 
-    /// An engine that takes over the state of one that was closed, under a plan by which all of that stays where it is. Where
-    /// this fails, another plan can be tried, such as the one before.
+    /// An engine that takes over the state of one that was closed, under a plan by which all of that stays where it is. Its
+    /// files are on the same disk, and in the same folders unless `options` name others. Where this fails, another plan can be tried, such as the one before.
     ///
     /// # Errors
     /// [`crate::Error::OtherState`] when it would not stay, [`crate::Error::StateInUse`] while another engine has it, and those
@@ -199,7 +200,9 @@ impl Engine {
         if taken.strong_count() > 0 {
             return Err(crate::Error::StateInUse);
         }
-        let engine = Self::start(Shared::new(device, Arc::new(RealDisk), request, plan, options, Some(kept))?)?;
+        let disk = options.disk.clone().or_else(|| kept.folders.clone());
+        let options = Options { disk, ..options.clone() };
+        let engine = Self::start(Shared::new(device, Arc::clone(&kept.disk), request, plan, &options, Some(kept))?)?;
         *taken = Arc::downgrade(&engine.shared);
         Ok(engine)
     }
@@ -268,7 +271,8 @@ impl Engine {
     /// when the pass has no more.
     ///
     /// # Errors
-    /// [`crate::Error`] when no pass has begun or the last operation has not been finished.
+    /// [`crate::Error`] when no pass has begun or the last operation has not been finished; [`crate::Error::PassFailed`] once a
+    /// layer's input could not be written to disk or read again, until the pass is abandoned.
     pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         self.shared.next(limit)
     }

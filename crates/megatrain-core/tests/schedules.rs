@@ -110,6 +110,8 @@ proptest! {
         prop_assert!(stages != Some(false), "another staging buffer");
         let offloaded = change(&|op| op.kind == Kind::OffloadGrad && other(&mut op.grad, 2 + facts.shared_grads.len() as u32));
         prop_assert!(offloaded != Some(false), "another gradient buffer");
+        let inputs = change(&|op| other(&mut op.input_buffer, facts.input_buffers));
+        prop_assert!(inputs != Some(false), "another buffer for an input");
         let visited = change(&|op| other(&mut op.state_buffer, facts.state_buffers));
         prop_assert!(visited != Some(false), "another state buffer");
         let part = change(&|op| op.state_buffer.is_some() && { op.part ^= 1; true });
@@ -221,6 +223,59 @@ fn each_rule_of_device_updates_is_told_in_words() {
         ops.iter_mut().flat_map(|o| &mut o.deps).for_each(|d| d.edge = Edge::Complete);
     });
     assert!(elsewhere.contains("updated where its state lives or is fetched to"), "{elsewhere}");
+}
+
+#[test]
+fn each_rule_of_inputs_on_disk_is_told_in_words() {
+    let mut base = request(4, 4);
+    // Groups of two, and more inputs than buffers, so that places and buffers are used again.
+    (base.requests.inputs_on_disk, base.requests.group, base.budget.disk) = (Some(3), Some(2), 1 << 30);
+    let facts = facts(&base);
+    assert_eq!(facts.input_buffers, 2);
+    let (first, good) = Schedule::steady(&facts, train(4)).unwrap();
+    check(&facts, &good, Some(&first)).unwrap();
+    let count = |schedule: &Schedule, kind| schedule.ops.iter().filter(|op| op.kind == kind).count();
+    assert_eq!([Kind::WriteInput, Kind::ReadInput].map(|kind| count(&good, kind)), [12; 2]);
+    assert_eq!([Kind::OffloadActivation, Kind::FetchActivation].map(|kind| count(&good, kind)), [16; 2]);
+    let error = |mutate: &dyn Fn(&mut Vec<Op>)| {
+        let mut schedule = (*good).clone();
+        mutate(&mut schedule.ops);
+        check(&facts, &schedule, Some(&first)).unwrap_err().to_string()
+    };
+    // What is said where an operation of `kind` does not wait for one of kind `of`, unless others imply that it does.
+    let forgotten = |kind: Kind, of: Kind| {
+        let later = good.ops.iter().filter(|op| op.kind == kind && op.input_buffer.is_some());
+        let dep = |op: &Op| op.deps.iter().position(|dep| !dep.prior && good.ops[dep.op as usize].kind == of);
+        let mut found = later.filter_map(|op| {
+            let mut schedule = (*good).clone();
+            schedule.ops[op.id as usize].deps.remove(dep(op)?);
+            check(&facts, &schedule, Some(&first)).err().map(|error| error.to_string())
+        });
+        found.next().unwrap_or_default()
+    };
+    let copied = "inputs are copied to the host before they are written, and read before they are fetched";
+    let again = "a buffer is not used again before its input has been written to disk, or fetched";
+    let waits = "activations are on the host, or on disk, before they are fetched or read";
+    for (words, kind, of) in [
+        (copied, Kind::WriteInput, Kind::OffloadActivation),
+        (copied, Kind::FetchActivation, Kind::ReadInput),
+        (again, Kind::OffloadActivation, Kind::WriteInput),
+        (again, Kind::ReadInput, Kind::FetchActivation),
+        (waits, Kind::ReadInput, Kind::WriteInput),
+    ] {
+        let error = forgotten(kind, of);
+        assert!(error.contains(words), "{kind:?} without {of:?}: {error}");
+    }
+    let twice =
+        error(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::ReadInput).for_each(|o| o.kind = Kind::WriteInput));
+    assert!(twice.contains("in order") || twice.contains("WriteInput"), "{twice}");
+    let elsewhere = error(&|ops| ops.iter_mut().find(|o| o.kind == Kind::ReadInput).unwrap().lane = Lane::Upload);
+    assert!(elsewhere.contains("inputs on disk are read on the lane that reads state"), "{elsewhere}");
+    let unnamed = error(&|ops| ops.iter_mut().find(|o| o.kind == Kind::WriteInput).unwrap().input_buffer = Some(7));
+    assert!(unnamed.contains("WriteInput of unit 1"), "{unnamed}");
+    // An evaluation writes nothing and reads nothing.
+    let evaluated = Schedule::new(&facts, eval(4), Some(&good), &good.leaves(&facts)).unwrap();
+    assert_eq!([Kind::WriteInput, Kind::ReadInput].map(|kind| count(&evaluated, kind)), [0; 2]);
 }
 
 #[test]
@@ -340,7 +395,7 @@ fn a_schedule_survives_json() {
 
 /// Every way in which one operation can be wrong that leaves the list well-formed, with a name.
 fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
-    const KINDS: [Kind; 18] = [
+    const KINDS: [Kind; 20] = [
         Kind::Load,
         Kind::Embed,
         Kind::Forward,
@@ -349,6 +404,8 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
         Kind::EmbedBackward,
         Kind::OffloadActivation,
         Kind::FetchActivation,
+        Kind::WriteInput,
+        Kind::ReadInput,
         Kind::OffloadGrad,
         Kind::AccumulateGrad,
         Kind::ClipDecision,
@@ -385,7 +442,7 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
     }
     with("early".to_owned(), &|op| op.early ^= true);
     type Field = fn(&mut Op) -> &mut Option<u32>;
-    let buffers: [(&str, Field, usize); 7] = [
+    let buffers: [(&str, Field, usize); 8] = [
         ("slot", |op| &mut op.slot, facts.slots as usize),
         ("grad", |op| &mut op.grad, facts.shared_grads.len() + 3),
         ("slab", |op| &mut op.slab, facts.shared_slabs.len() + 3),
@@ -393,6 +450,7 @@ fn mutants(op: &Op, facts: &ScheduleInputs) -> Vec<(String, Op)> {
         ("state buffer", |op| &mut op.state_buffer, facts.state_buffers as usize),
         ("disk buffer", |op| &mut op.disk_buffer, facts.disk_buffers as usize),
         ("weight buffer", |op| &mut op.weight_buffer, facts.weight_buffers as usize),
+        ("input buffer", |op| &mut op.input_buffer, facts.input_buffers as usize),
     ];
     for (name, field, count) in buffers {
         let numbers = [0, 1, 2, count as u32, count as u32 + 7, u32::MAX].map(Some);

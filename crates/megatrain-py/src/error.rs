@@ -53,7 +53,8 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         | Error::StateFilesFull { .. }
         | Error::StateFile { .. }
         | Error::StateFileShort { .. }
-        | Error::StateDamaged { .. } => StorageError::new_err(message),
+        | Error::StateDamaged { .. }
+        | Error::PassFailed { .. } => StorageError::new_err(message),
         Error::Worker(_) | Error::Broken { .. } => EngineBroken::new_err(message),
         // All others name a request that cannot be honoured as written.
         _ => PyValueError::new_err(message),

@@ -198,6 +198,7 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
                 kind: sum(unit["activation"] == kind for unit in units) for kind in ("keep", "offload", "recompute")
             },
             "inputs_on_host": sum(unit["input"] == "host" for unit in units),
+            "inputs_on_disk": sum(unit["input"] == "disk" for unit in units),
         },
         "torch": torch.__version__,
     }

@@ -93,6 +93,7 @@ _LEAST = {
     "updates_on_device": 0,
     "state_on_disk": 0,
     "weights_on_disk": 0,
+    "inputs_on_disk": 0,
     "stage_buffers": 2,  # one is filled while another is emptied
     "parts": 1,
     "loss_chunk": 1,

@@ -417,7 +417,8 @@ class MemoryConfig:
     host: Size | Literal["auto"] = "auto"
     """Host memory; `auto`: what the machine or its control group leaves."""
     nvme: NvmeConfig | None = None
-    """Disk, for optimizer state, and then weights, that do not fit in host memory; used only then. null: none."""
+    """Disk, for optimizer state, weights and layer inputs that host memory has no room for; used only then. null:
+    none."""
 
     def __post_init__(self) -> None:
         for name in ("gpu", "host"):
@@ -454,6 +455,10 @@ class PlanConfig:
     (`offload`) or recomputed."""
     inputs: Literal["device", "host"] | None = None
     """Where the inputs of layers that are not kept wait for backward. null: on the device while they fit."""
+    inputs_on_disk: int | None = None
+    """Units of decoder layers whose inputs wait on disk (`memory.nvme`) instead of on the host, with their activations
+    where those are offloaded: spread evenly among those that are not kept. null: as few as let the others fit in host
+    memory, where optimizer state on disk does not leave enough or costs more."""
     stage_buffers: int | None = None
     """Device buffers that activations and inputs pass through on their way to the host and back."""
     state_on_device: int | None = None

@@ -23,13 +23,19 @@ def check(config: "Config") -> None:
 
 def _disk(config: "Config") -> None:
     plan = config.plan
-    for name, count in (("state_on_disk", plan.state_on_disk), ("weights_on_disk", plan.weights_on_disk)):
+    if plan.inputs_on_disk and plan.inputs == "device":
+        raise ConfigError(
+            f"plan.inputs_on_disk ({plan.inputs_on_disk}) and plan.inputs (device) are both given, and inputs that "
+            "wait on the device are not on disk; remove one"
+        )
+    for name in ("state_on_disk", "weights_on_disk", "inputs_on_disk"):
+        count = getattr(plan, name)
         if count and config.memory.nvme is None:
             raise ConfigError(
                 f"plan.{name} is {count}, and no disk is named; set memory.nvme.path to a folder on a fast disk, or "
                 "remove it"
             )
-        if count and plan.updates_on_device:
+        if count and plan.updates_on_device and name != "inputs_on_disk":
             raise ConfigError(
                 f"plan.{name} ({count}) and plan.updates_on_device ({plan.updates_on_device}) are both given, and the "
                 "latter is about state in host memory; keep one"

@@ -56,7 +56,7 @@ def check(
     for name, given in (("memory", memory), ("plan", plan)):
         mapping(name, given)
     memory_limits(memory)
-    for name in ("state_on_disk", "weights_on_disk"):
+    for name in ("state_on_disk", "weights_on_disk", "inputs_on_disk"):
         if (plan or {}).get(name) and state_disk(memory) is None:
             raise ConfigError(
                 f"plan.{name} is {(plan or {})[name]!r}, and no disk is named; give memory={{'nvme': {{'path': …}}}}, "

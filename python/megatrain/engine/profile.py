@@ -482,6 +482,7 @@ REQUESTS = (
     "updates_on_device",
     "state_on_disk",
     "weights_on_disk",
+    "inputs_on_disk",
     "stage_buffers",
     "parts",
     "accumulate",

@@ -70,7 +70,7 @@ class RunPlan:
     correction: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What `safer` has added after an earlier part of the run had run out of memory."""
     disk: NvmeConfig | None = None
-    """Where optimizer state may be kept on disk."""
+    """Where optimizer state, weights and layer inputs may be kept on disk."""
 
     def engine_options(self) -> dict[str, Any]:
         """Keywords for `Engine`."""
@@ -421,8 +421,8 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
 
 
 def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
-    """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside optimizer state
-    that the plan keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
+    """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside what the plan
+    keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
     checkpoints that are there already."""
     free = facts.SYSTEM_PROBE.disk_free(folder)
     kind = facts.SYSTEM_PROBE.file_system(folder)
@@ -454,7 +454,7 @@ def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Conf
 
 
 def _state_beside(folder: Path, run_plan: RunPlan) -> int:
-    """Bytes of optimizer state that the plan keeps on the disk of `folder`."""
+    """Bytes that the plan keeps on the disk of `folder`: optimizer state, weights, layer inputs."""
     if run_plan.disk is None:
         return 0
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())

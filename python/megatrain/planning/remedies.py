@@ -35,9 +35,11 @@ class Way:
     machine: str = ""
     """`key=value` words for `--machine`; empty where the machine stays."""
     spilled: int = 0
-    """Bytes of optimizer state, and weights, that are then on a disk."""
+    """Bytes that are then on a disk."""
+    stored: tuple[str, ...] = ("optimizer state",)
+    """What they are: optimizer state, weights, layer inputs."""
     moved: tuple[int, int] | None = None
-    """Bytes that a step reads and writes there, where weights are among them and the two differ."""
+    """Bytes that a step reads and writes there, where that is not only optimizer state."""
 
     def __str__(self) -> str:
         words = self.settings
@@ -46,10 +48,10 @@ class Way:
         if not self.spilled:
             return words
         disk = f"{_FOLDER} on a fast disk: " if _FOLDER in words else ""
-        what, traffic = "optimizer state", "read and written once per step"
+        what, traffic = _listed(self.stored), "read and written once per step"
         if self.moved is not None:
             read, written = map(format_bytes, self.moved)
-            what, traffic = "optimizer state and weights", f"{read} read and {written} written per step"
+            traffic = f"{read} read and {written} written per step"
         return f"{words}  ({disk}{format_bytes(self.spilled)} of {what}, {traffic})"
 
 
@@ -97,17 +99,34 @@ def ways_that_fit(
         if plan is not None:
             kinds.append(tried.kinds)
             words, hardware, spilled = " ".join(tried.words), ",".join(tried.hardware), int(plan["totals"]["disk"])
-            found.append(
-                Way(settings=words, machine=hardware, spilled=spilled, moved=_moved(plan) if spilled else None)
-            )
+            way = Way(settings=words, machine=hardware, spilled=spilled)
+            if spilled:
+                way = dataclasses.replace(way, stored=_stored(plan), moved=_moved(plan))
+            found.append(way)
             if len(found) == _MOST_SHOWN:
                 break
     return found
 
 
+def _listed(words: tuple[str, ...]) -> str:
+    """The words as a sentence lists them."""
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
+
+
+def _stored(plan: dict[str, Any]) -> tuple[str, ...]:
+    """What a plan has on disk, in words."""
+    units = plan["units"]
+    stored = {
+        "optimizer state": any(unit["state"] == "disk" for unit in units),
+        "weights": any(unit.get("weights_on_disk", False) for unit in units),
+        "layer inputs": any(unit["input"] == "disk" for unit in units),
+    }
+    return tuple(what for what, there in stored.items() if there)
+
+
 def _moved(plan: dict[str, Any]) -> tuple[int, int] | None:
-    """Bytes that a step reads from disk and writes there, where weights are among them."""
-    if not any(unit.get("weights_on_disk", False) for unit in plan["units"]):
+    """Bytes that a step reads from disk and writes there, where that is not only optimizer state."""
+    if _stored(plan) in ((), ("optimizer state",)):
         return None
     return int(plan["estimate"]["disk_read"]), int(plan["estimate"]["disk_written"])
 

@@ -163,6 +163,7 @@ def _in_numbers(plan: dict[str, Any]) -> dict[str, Any]:
         "offload them": activations.count("offload"),
         "recompute them": activations.count("recompute"),
         "inputs of units on the host": sum(unit["input"] == "host" for unit in units),
+        "inputs of units on disk": sum(unit["input"] == "disk" for unit in units),
         "units with state on the device": sum(unit["state"] == "device" for unit in units),
         "with state on disk": sum(unit["state"] == "disk" for unit in units),
         "with weights on disk": sum(unit.get("weights_on_disk", False) for unit in units),

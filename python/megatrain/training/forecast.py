@@ -36,15 +36,19 @@ FEW_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateOnDisk:
-    """What a step does with optimizer state, and weights, whose home is a disk."""
+    """What a step does with optimizer state and weights whose home is a disk, and with layer inputs that wait there."""
 
     bytes: int
-    """On the disk; `weights` of them are weights."""
+    """On the disk; `weights` of them are weights, and `inputs` layer inputs."""
     weights: int
+    inputs: int
+    """With the activations of these layers where those are offloaded; places that the next group of micro-batches uses
+    again."""
     bytes_read: int
-    """In a step: everything once to be updated, and weights each time that they are sent to the device."""
+    """In a step: everything once, layer inputs of each micro-batch, and weights each time that they are sent to the
+    device too."""
     bytes_written: int
-    """In a step: everything once."""
+    """In a step: everything once, layer inputs of each micro-batch."""
     seconds: float
     """That the slower of reading and writing takes; both run at once, and beside computing."""
     bytes_written_a_day: float
@@ -139,16 +143,17 @@ class Forecast:
 
     @property
     def state_on_disk(self) -> StateOnDisk | None:
-        """Traffic of optimizer state and weights with the disk; None where none are kept there."""
+        """Traffic of optimizer state, weights and layer inputs with the disk; None where none are kept there."""
         plan, rates = self.timed.plan, self.timed.rates
         size = int(plan["totals"]["disk"])
         if not size:
             return None
         read, written = int(plan["estimate"]["disk_read"]), int(plan["estimate"]["disk_written"])
-        on_disk = [item for item in plan["items"] if item["tier"] == "disk"]
+        of = {item["what"]: int(item["bytes"]) for item in plan["items"] if item["tier"] == "disk"}
         return StateOnDisk(
             bytes=size,
-            weights=sum(int(item["bytes"]) for item in on_disk if item["what"] == "weights"),
+            weights=of.get("weights", 0),
+            inputs=of.get("activations", 0),
             bytes_read=read,
             bytes_written=written,
             seconds=max(read / (rates["state_read_gbs"] * 1e9), written / (rates["state_write_gbs"] * 1e9)),

@@ -98,13 +98,21 @@ def _state_on_disk(report: "Forecast") -> list[str]:
     budget, units = report.run_plan.budget["disk"], report.run_plan.plan["units"]
     count = sum(unit["state"] == "disk" for unit in units)
     spilled, daily = format_bytes(disk.bytes), format_bytes(disk.bytes_written_a_day)
-    weights, moved = "", "reads and writes it once"
+    parts, moved = [], "reads and writes it once"
     if disk.weights:
         of = sum(unit.get("weights_on_disk", False) for unit in units)
-        weights = f" ({format_bytes(disk.weights)} of it weights, of {of} units)"
+        parts.append(f"{format_bytes(disk.weights)} of it weights, of {of} units")
+    waiting = sum(unit["input"] == "disk" for unit in units)
+    what, of_units = "state on disk", f", of {count} of {len(units)} units"
+    if disk.inputs and not count:
+        what, of_units = "layer inputs on disk", f", of {waiting} of {len(units)} units"
+    elif disk.inputs:
+        parts.append(f"{format_bytes(disk.inputs)} of it layer inputs, of {waiting} units")
+    if disk.weights or disk.inputs:
         moved = f"reads {format_bytes(disk.bytes_read)} and writes {format_bytes(disk.bytes_written)}"
+    among = f" ({'; '.join(parts)})" if parts else ""
     text = (
-        f"state on disk: {spilled} of {format_bytes(budget)}, of {count} of {len(units)} units{weights}; a step "
+        f"{what}: {spilled} of {format_bytes(budget)}{of_units}{among}; a step "
         f"{moved}, in about {_seconds(disk.seconds)}; wear: {daily} written per day"
     )
     return [text]
@@ -315,6 +323,10 @@ def _larger_steps(report: "Forecast") -> list[str]:
     if report.bound in ("state_read", "state_write"):
         more = "more tokens per step (train.batch_tokens), or more drives (memory.nvme.path)"
         disk = report.state_on_disk
+        if disk is not None and disk.inputs:
+            return [
+                "more drives (memory.nvme.path), or more host memory: layer inputs on disk grow with a step's tokens"
+            ]
         if disk is not None and disk.weights:
             return [f"{more}: what is on disk is read a few times and written once per step, whatever its size"]
         return [f"{more}: state on disk is read and written once per step, whatever its size"]

@@ -140,6 +140,8 @@ pub struct Placement {
     pub weights_on_disk: Vec<bool>,
     /// Bytes of each host buffer through which those are sent to the device.
     pub weight_buffers: Vec<u64>,
+    /// Bytes of each host buffer through which layer inputs go to disk and come back.
+    pub input_buffers: Vec<u64>,
     /// A unit's own place in `weights`: embed, head and units whose state lives on the device.
     pub own: Vec<Option<DeviceRange>>,
     /// The slots.
@@ -168,7 +170,7 @@ pub struct Placement {
     pub own_slab: Vec<Option<u32>>,
     /// The shared slabs.
     pub shared_slabs: Vec<u32>,
-    /// What each unit leaves on the host between forward and backward.
+    /// What each unit leaves on the host, or on disk, between forward and backward.
     pub staged: Vec<Staged>,
     /// Bytes of each unit's fp32 store for gradients accumulated over passes.
     pub store: Vec<u64>,
@@ -224,6 +226,12 @@ impl Placement {
     pub(crate) fn disk_bytes(&self, unit: usize, part: usize) -> u64 {
         let elements = &self.disk_parts[unit][part];
         part_bytes(&self.layouts[unit], elements, self.weights_on_disk[unit])
+    }
+
+    /// Whether a step reads or writes anything on disk.
+    #[must_use]
+    pub fn uses_disk(&self) -> bool {
+        !self.disk_buffers.is_empty() || !self.input_buffers.is_empty()
     }
 
     /// Bytes of a unit's gradient as it is sent.

@@ -39,6 +39,8 @@ pub enum Place {
     Device,
     /// On the host.
     Host,
+    /// On disk, through buffers of the host's. (No unit is updated there.)
+    Disk,
 }
 
 /// What the plan says of one unit.
@@ -54,7 +56,8 @@ pub struct UnitPlan {
     /// What becomes of them in the first group of micro-batches, where that is something else.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_activation: Option<Activation>,
-    /// Where its input waits, of micro-batches whose activations are not kept.
+    /// Where its input waits, of micro-batches whose activations are not kept. On disk, activations that are offloaded wait
+    /// with it.
     pub input: Place,
     /// Where it is updated: where its state lives, or on the device, through which its state then passes.
     pub update: Place,
@@ -125,10 +128,10 @@ pub struct Forecast {
     /// Seconds busy, by lane, at the rates that a whole step sustains: what a run's lanes are compared with.
     #[serde(default)]
     pub expected_lanes: std::collections::BTreeMap<String, f64>,
-    /// Bytes that a step reads from disk: state, and weights that are there too each time that they are sent.
+    /// Bytes that a step reads from disk: state, layer inputs, and weights that are there too each time that they are sent.
     #[serde(default)]
     pub disk_read: u64,
-    /// Bytes that a step writes to disk.
+    /// Bytes that a step writes to disk: state with its weights, and layer inputs.
     #[serde(default)]
     pub disk_written: u64,
 }
@@ -158,6 +161,9 @@ pub struct Plan {
     /// Host buffers through which weights on disk are sent to the device.
     #[serde(default)]
     pub weight_buffers: u32,
+    /// Host buffers through which inputs that wait on disk go there and come back.
+    #[serde(default)]
+    pub input_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
     /// As many of the first group, where that is larger; else 0.

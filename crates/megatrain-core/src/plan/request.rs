@@ -133,7 +133,7 @@ pub struct Budget {
     pub device: u64,
     /// Host bytes.
     pub host: u64,
-    /// Bytes on disk for optimizer state that the host has no room for.
+    /// Bytes on disk for optimizer state, weights and layer inputs that the host has no room for.
     #[serde(default)]
     pub disk: u64,
 }
@@ -174,8 +174,11 @@ pub struct Requests {
     pub activation: Option<Activation>,
     /// Layers whose activations are kept, the last ones.
     pub keep: Option<u32>,
-    /// Where layer inputs wait.
+    /// Where layer inputs wait: on the device or on the host.
     pub inputs: Option<Place>,
+    /// Layers whose inputs wait on disk instead of on the host, with their activations where those are offloaded: spread evenly
+    /// among those that are not kept, so that reading and writing has the time in which the others are computed.
+    pub inputs_on_disk: Option<u32>,
     /// Units whose state lives on the device: `embed`, `head`, then layers in forward order.
     pub state_on_device: Option<Count>,
     /// Layers whose state lives on the host and that are updated on the device, spread evenly among those.
@@ -610,6 +613,7 @@ impl Request {
                 _ => {}
             }
         }
+        self.check_inputs(layers)?;
         if let Some(Count::Units(count)) = r.state_on_device {
             if count as usize > self.units.len() {
                 return Err(exceeds("plan.state_on_device", count, self.units.len(), "units"));
@@ -655,6 +659,31 @@ impl Request {
         }
         if r.accumulate && self.update == UpdateMode::Immediate {
             return Err(Error::ImmediateAccumulation);
+        }
+        Ok(())
+    }
+
+    fn check_inputs(&self, layers: usize) -> Result<()> {
+        let r = &self.requests;
+        if r.inputs == Some(Place::Disk) {
+            return Err(Error::InputsPlace);
+        }
+        let Some(count) = r.inputs_on_disk.filter(|&count| count > 0) else { return Ok(()) };
+        if r.inputs == Some(Place::Device) {
+            return Err(contradicts(
+                "plan.inputs_on_disk",
+                count,
+                "plan.inputs, by which all of them wait on the device",
+            ));
+        }
+        let kept = match r.activation {
+            Some(Activation::Keep) => layers,
+            _ => r.keep.map_or(0, |keep| keep as usize),
+        };
+        // Fewer may be kept in a larger first group.
+        let kept = if r.first_group.is_some() { r.first_keep.map_or(0, |keep| keep as usize) } else { kept };
+        if count as usize > layers - kept {
+            return Err(exceeds("plan.inputs_on_disk", count, layers - kept, "units of layers that are not kept"));
         }
         Ok(())
     }

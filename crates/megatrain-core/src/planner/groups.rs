@@ -5,11 +5,11 @@
 //! link for each micro-batch or stay on the device, where gradients are summed too; but updates of the step before are
 //! hidden by the forward of a single micro-batch, so the first group may be larger than the others. Groups are in order, so
 //! gradients are summed in the same order whatever the sizes.
-use super::on_disk::disk_traffic;
+use super::on_disk::{disk_traffic, input_traffic};
 use super::search;
 use crate::error::{Error, Result, Tier};
 use crate::estimate::expected_step_s;
-use crate::plan::{Plan, Request, State, UnitPlan};
+use crate::plan::{Place, Plan, Request, Staged, State, UnitPlan};
 
 /// Step times that differ by less than this factor are alike.
 const ALIKE: f64 = 1.0005;
@@ -37,8 +37,8 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         let seconds = expected_step_s(&asked, &plan)?;
         found.push((plan, seconds));
     }
-    let fewest = found.iter().map(|(plan, _)| traffic(plan)).min().unwrap_or(0);
-    found.retain(|(plan, _)| traffic(plan) == fewest);
+    let fewest = found.iter().map(|(plan, _)| traffic(request, plan)).min().unwrap_or(0);
+    found.retain(|(plan, _)| traffic(request, plan) == fewest);
     let least = found.iter().map(|found| found.1).fold(f64::INFINITY, f64::min);
     found.retain(|found| found.1 < least * ALIKE);
     let best = found.into_iter().map(|(plan, _)| plan).min_by_key(|plan| {
@@ -61,10 +61,21 @@ pub(super) fn any_fits(request: &Request) -> Result<bool> {
     Ok(false)
 }
 
-/// What a step of a plan reads from disk and writes there.
-fn traffic(plan: &Plan) -> u64 {
-    let weights = plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == "weights");
-    disk_traffic(plan.totals.disk, weights.map(|item| item.bytes).sum(), plan.groups().count(plan.micro_batches))
+/// What a step of a plan reads from disk and writes there, by which plans are compared.
+fn traffic(request: &Request, plan: &Plan) -> u64 {
+    let of = |what: &str| -> u64 {
+        let items = plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == what);
+        items.map(|item| item.bytes).sum()
+    };
+    let (weights, inputs) = (of("weights"), of("activations"));
+    let groups = plan.groups();
+    let state = disk_traffic(plan.totals.disk - inputs, weights, groups.count(plan.micro_batches));
+    let units = request.units.iter().zip(&plan.units).filter(|(_, choice)| choice.input == Place::Disk);
+    let moved = units.map(|(unit, choice)| {
+        let staged = Staged::new(unit, choice, groups);
+        (0..plan.micro_batches).map(|micro_batch| staged.disk_bytes(micro_batch)).sum::<u64>()
+    });
+    state.saturating_add(input_traffic(moved.fold(0, |sum: u64, bytes| sum.saturating_add(bytes))))
 }
 
 /// The request with each of the group sizes that are compared asked for.

@@ -1,7 +1,7 @@
-//! What it takes and gives to have optimizer state and weights on disk.
+//! What it takes and gives to have optimizer state, weights and layer inputs on disk.
 use std::ops::Range;
 
-use super::point::{DISK_BUFFERS, WEIGHT_BUFFERS, disk_order};
+use super::point::{DISK_BUFFERS, INPUT_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, evenly};
 use super::space::{Space, total};
 use crate::error::Result;
 use crate::layout::UnitLayout;
@@ -22,8 +22,36 @@ pub(super) struct OnDisk {
     /// Host bytes that are no longer needed, and those of the buffers that are.
     pub(super) freed: u64,
     pub(super) buffers: u64,
-    /// Seconds that a step's reading and writing takes at least.
-    pub(super) least_s: f64,
+    /// Of these, what is read and what is written at least.
+    pub(super) read: u64,
+    pub(super) written: u64,
+}
+
+/// What it takes and gives to have the inputs of some layers on disk that would wait on the host.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct InputsOnDisk {
+    /// How many layers.
+    pub(super) layers: usize,
+    /// Bytes on disk, which the host no longer needs.
+    pub(super) disk: u64,
+    /// Bytes that a step writes, and reads again.
+    pub(super) moved: u64,
+    /// Host bytes of the buffers that they pass through.
+    pub(super) buffers: u64,
+}
+
+impl InputsOnDisk {
+    /// What they add to [`disk_traffic`].
+    pub(super) const fn traffic(&self) -> u64 {
+        input_traffic(self.moved)
+    }
+}
+
+/// What writing so many bytes of inputs in a step, and reading them again, counts for in comparison with [`disk_traffic`]: a
+/// quarter more than as many bytes of state, which are read and written while others are computed. An input that is late holds
+/// up its layer. So state goes to disk first, then inputs, and then weights, which are read several times.
+pub(super) const fn input_traffic(moved: u64) -> u64 {
+    moved.saturating_mul(2).saturating_add(moved / 2)
 }
 
 /// Sums over the first units whose state goes to disk.
@@ -100,10 +128,7 @@ impl Space<'_> {
             u64::from(WEIGHT_BUFFERS).saturating_mul(of_weights.largest_image),
             window,
         ];
-        // Weights are read at least once to be sent.
-        let seconds = |bytes: u64, gbs: f64| bytes as f64 / (gbs * 1e9);
         let updated = of_state.state.saturating_add(of_weights.updated_weights);
-        let read = seconds(updated.saturating_add(of_weights.images), self.rates.state_read_gbs);
         OnDisk {
             units,
             weights,
@@ -115,8 +140,35 @@ impl Space<'_> {
             ),
             freed: of_state.freed.saturating_add(of_weights.images),
             buffers: total(buffers),
-            least_s: read.max(seconds(updated, self.rates.state_write_gbs)),
+            // Weights are read at least once to be sent.
+            read: updated.saturating_add(of_weights.images),
+            written: updated,
         }
+    }
+
+    /// What it takes to have the inputs of none, one, two, … layers of a point on disk, where all of them wait on the host.
+    pub(super) fn inputs_on_disk(&self, point: &Point) -> Vec<InputsOnDisk> {
+        let (left, left_in_others) = self.not_kept(point);
+        let (groups, all) = (point.groups(self.request), self.request.micro_batches);
+        let first = groups.first().min(all);
+        let with = |count: usize| {
+            let mut found = InputsOnDisk { layers: count, ..InputsOnDisk::default() };
+            for layer in evenly(left, count).map(|index| index + 1) {
+                let bytes = self.left_on_host(layer);
+                let times = if layer <= left_in_others { all } else { first };
+                found.disk = found.disk.saturating_add(bytes.saturating_mul(groups.first().into()));
+                found.moved = found.moved.saturating_add(bytes.saturating_mul(times.into()));
+                found.buffers = found.buffers.max(bytes.saturating_mul(INPUT_BUFFERS.into()));
+            }
+            found
+        };
+        (0..=left).map(with).collect()
+    }
+
+    /// Seconds that a step's reading and writing takes at least.
+    pub(super) fn least_disk_s(&self, on_disk: &OnDisk, inputs: &InputsOnDisk) -> f64 {
+        let seconds = |bytes: u64, gbs: f64| bytes.saturating_add(inputs.moved) as f64 / (gbs * 1e9);
+        seconds(on_disk.read, self.rates.state_read_gbs).max(seconds(on_disk.written, self.rates.state_write_gbs))
     }
 }
 

@@ -33,6 +33,8 @@ pub(super) struct Point {
     pub(super) on_disk: usize,
     /// The first ones of those, whose weights are there too.
     pub(super) weights: usize,
+    /// Layers whose inputs wait on disk instead of on the host: see [`evenly`].
+    pub(super) inputs_on_disk: usize,
 }
 
 impl Point {
@@ -50,6 +52,8 @@ impl Point {
         let on_device: Vec<usize> = state_order(request).take(self.state).collect();
         let on_disk: Vec<usize> = disk_order(request, self.state).take(self.on_disk).collect();
         let weights = &on_disk[..self.weights];
+        let left = layers - if self.first > 0 { self.first_keep } else { self.keep };
+        let inputs_on_disk: Vec<usize> = evenly(left, self.inputs_on_disk).map(|index| 1 + index).collect();
         let offloads = request.requests.activation == Some(Activation::Offload);
         let other = if offloads { Activation::Offload } else { Activation::Recompute };
         let unit = |index: usize| {
@@ -66,7 +70,13 @@ impl Point {
                 activation: if kept { Activation::Keep } else { other },
                 first_activation: (kept && !first_kept).then_some(other),
                 // A kept layer holds its input among what it keeps; embed and head have none that waits.
-                input: if kept && first_kept { Place::Device } else { self.inputs },
+                input: if kept && first_kept {
+                    Place::Device
+                } else if inputs_on_disk.contains(&index) {
+                    Place::Disk
+                } else {
+                    self.inputs
+                },
                 update: if on_device.contains(&index) { Place::Device } else { Place::Host },
                 weights_on_disk: weights.contains(&index),
             }
@@ -91,6 +101,7 @@ impl Point {
             state_buffers: 0,
             disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
             weight_buffers: if weights.is_empty() { 0 } else { WEIGHT_BUFFERS },
+            input_buffers: 0,
             group: request.requests.group.unwrap_or(request.micro_batches),
             first_group: self.first,
             micro_batches: request.micro_batches,
@@ -104,8 +115,10 @@ impl Point {
             plan.units[unit].update = Place::Device;
             plan.state_buffers = state_buffers(request);
         }
-        let staged = |unit: usize| Staged::new(&request.units[unit], &plan.units[unit], plan.groups()).largest();
-        plan.stage_bytes = (1..=layers).map(staged).max().unwrap_or(0);
+        let staged: Vec<Staged> =
+            (1..=layers).map(|unit| Staged::new(&request.units[unit], &plan.units[unit], plan.groups())).collect();
+        plan.stage_bytes = staged.iter().map(Staged::largest).max().unwrap_or(0);
+        plan.input_buffers = if staged.iter().any(|staged| staged.on_disk() > 0) { INPUT_BUFFERS } else { 0 };
         plan.stage_buffers = if plan.stage_bytes > 0 { self.stage_buffers } else { 0 };
         let placement = Placement::new(request, &plan)?;
         plan.items = placement.items().to_vec();
@@ -118,6 +131,8 @@ impl Point {
 pub(super) const DISK_BUFFERS: u32 = 3;
 /// One buffer for weights on disk is filled, one is sent to the device.
 pub(super) const WEIGHT_BUFFERS: u32 = 2;
+/// One buffer for inputs that wait on disk is filled, one is emptied.
+pub(super) const INPUT_BUFFERS: u32 = 2;
 
 /// Units in the order in which their state goes to disk, with the first `state` units' on the device: layers from the last one
 /// backwards, which the next forward needs last and whose gradients come first; then head and embedding, of whose rows the
@@ -155,6 +170,11 @@ fn state_buffers(request: &Request) -> u32 {
 
 /// Which of the `hosted` layers are updated on the device when `count` are, or all where there are fewer.
 pub(super) fn updated_on_device(hosted: &[usize], count: u32) -> impl Iterator<Item = usize> {
-    let count = (count as usize).min(hosted.len());
-    (0..count).map(move |i| hosted[(2 * i + 1) * hosted.len() / (2 * count)])
+    evenly(hosted.len(), count as usize).map(|index| hosted[index])
+}
+
+/// `count` of the numbers below `all`, or all where there are fewer, as evenly spread as they can be.
+pub(super) fn evenly(all: usize, count: usize) -> impl Iterator<Item = usize> {
+    let count = count.min(all);
+    (0..count).map(move |i| (2 * i + 1) * all / (2 * count))
 }

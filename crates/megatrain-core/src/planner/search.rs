@@ -3,7 +3,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::on_disk::OnDisk;
+use super::on_disk::{InputsOnDisk, OnDisk};
 use super::point::{Point, disk_order};
 use super::space::{Candidate, Space};
 use crate::error::{Error, Result, Tier};
@@ -35,7 +35,7 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
     let mut fitting = if asked { Vec::new() } else { fitting_in_memory(request, &all) };
     if fitting.is_empty() {
         let on_disk = OnDiskChoices::new(request, &space, &all)?;
-        fitting = fitting_with_disk(request, &all, &on_disk);
+        fitting = fitting_with_disk(request, &space, &all, &on_disk);
         if fitting.is_empty() {
             return Err(refusal(request, &all, &on_disk));
         }
@@ -44,7 +44,8 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
     // Load, forward and backward, land and update of every unit, for each of the steps that an estimate runs.
     let operations = |micro_batches: u32| 3 * request.units.len() * (4 + 4 * micro_batches as usize);
     let most = |micro_batches: u32| (SIMULATED / operations(micro_batches)).max(FEWEST);
-    let points: Vec<Point> = fitting.iter().map(|found| found.0).filter(|point| point.on_disk == 0).collect();
+    let in_memory = |point: &Point| point.on_disk == 0 && point.inputs_on_disk == 0;
+    let points: Vec<Point> = fitting.iter().map(|found| found.0).filter(in_memory).collect();
     let simulated = simulated_micro_batches(request.micro_batches, Groups::new(0, group));
     let mut best = shortest(request, fitting, most(simulated), None)?;
     if compare_first_groups || request.requests.first_group.is_some() {
@@ -99,7 +100,8 @@ fn shortest(
 /// Whether any candidate fits.
 ///
 /// # Errors
-/// [`Error::TooFewUnitsForDisk`] where a number of units on disk was asked for that no candidate leaves.
+/// [`Error::TooFewUnitsForDisk`] and [`Error::TooFewInputsForDisk`] where a number of units on disk was asked for that no
+/// candidate leaves.
 pub(super) fn fits(request: &Request) -> Result<bool> {
     let space = Space::new(request)?;
     let all = space.smallest_candidates()?;
@@ -110,42 +112,75 @@ pub(super) fn fits(request: &Request) -> Result<bool> {
         return Ok(true);
     }
     let on_disk = OnDiskChoices::new(request, &space, &all)?;
-    Ok(!fitting_with_disk(request, &all, &on_disk).is_empty())
+    Ok(!fitting_with_disk(request, &space, &all, &on_disk).is_empty())
 }
 
 /// Whether it was asked for what is on disk.
 const fn asked(request: &Request) -> bool {
-    request.requests.state_on_disk.is_some() || request.requests.weights_on_disk.is_some()
+    let r = &request.requests;
+    r.state_on_disk.is_some() || r.weights_on_disk.is_some() || r.inputs_on_disk.is_some()
 }
 
 /// Points that fit with all state in memory, each with the least seconds of its step.
 fn fitting_in_memory(request: &Request, all: &[Candidate]) -> Vec<(Point, f64)> {
-    let fits = |candidate: &Candidate| Some((fitted(candidate, &OnDisk::default(), request)?, candidate.least_s));
+    let (on_disk, inputs) = (OnDisk::default(), InputsOnDisk::default());
+    let fits = |candidate: &Candidate| Some((fitted(candidate, &on_disk, &inputs, request)?, candidate.least_s));
     all.iter().filter_map(fits).collect()
 }
 
 /// Those that fit with the fewest bytes that a step reads from disk and writes there: a disk is far slower than everything
 /// else, so that nothing makes up for more.
-fn fitting_with_disk(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Vec<(Point, f64)> {
-    let fits = |candidate: &Candidate| {
-        choices.of(candidate).iter().find_map(|on_disk| {
-            let point = fitted(candidate, on_disk, request)?;
-            Some((point, candidate.least_s.max(on_disk.least_s), on_disk.traffic))
-        })
-    };
-    let found: Vec<(Point, f64, u64)> = all.iter().filter_map(fits).collect();
-    let fewest = found.iter().map(|found| found.2).min().unwrap_or(0);
+fn fitting_with_disk(
+    request: &Request,
+    space: &Space<'_>,
+    all: &[Candidate],
+    choices: &OnDiskChoices,
+) -> Vec<(Point, f64)> {
+    let (mut found, mut fewest) = (Vec::new(), u64::MAX);
+    for candidate in all {
+        let of_state = choices.of(candidate);
+        // The most host bytes that state on disk may free: what that does not help need not be tried with each of them.
+        let most = of_state.iter().map(|on_disk| on_disk.freed.saturating_sub(on_disk.buffers)).max().unwrap_or(0);
+        for inputs in choices.inputs_of(candidate) {
+            let on_host = with_inputs(candidate.host, inputs).saturating_sub(most);
+            if inputs.traffic() > fewest || on_host > request.budget.host {
+                continue;
+            }
+            for on_disk in of_state {
+                let traffic = on_disk.traffic.saturating_add(inputs.traffic());
+                if traffic > fewest {
+                    break;
+                }
+                if let Some(point) = fitted(candidate, on_disk, inputs, request) {
+                    fewest = traffic;
+                    found.push((point, candidate.least_s.max(space.least_disk_s(on_disk, inputs)), traffic));
+                    break;
+                }
+            }
+        }
+    }
     found.into_iter().filter(|found| found.2 == fewest).map(|(point, least_s, _)| (point, least_s)).collect()
 }
 
-/// What may be on disk, by the number of units whose state is on the device.
-struct OnDiskChoices(HashMap<usize, Vec<OnDisk>>);
+/// Host bytes where some inputs of those that wait there wait on disk.
+const fn with_inputs(host: u64, inputs: &InputsOnDisk) -> u64 {
+    host.saturating_sub(inputs.disk).saturating_add(inputs.buffers)
+}
+
+/// What may be on disk: state and weights, by the number of units whose state is on the device; inputs, by the layers that are
+/// not kept.
+struct OnDiskChoices {
+    of_state: HashMap<usize, Vec<OnDisk>>,
+    of_inputs: HashMap<(usize, usize), Vec<InputsOnDisk>>,
+    /// For inputs that wait on the device.
+    no_inputs: Vec<InputsOnDisk>,
+}
 
 impl OnDiskChoices {
     /// What was asked for; else, where there is a disk, every number of units.
     ///
     /// # Errors
-    /// [`Error::TooFewUnitsForDisk`] when no candidate leaves as many units as were asked for.
+    /// [`Error::TooFewUnitsForDisk`] and [`Error::TooFewInputsForDisk`] when no candidate leaves as many units as were asked for.
     fn new(request: &Request, space: &Space<'_>, all: &[Candidate]) -> Result<Self> {
         let (state, weights) = (request.requests.state_on_disk, request.requests.weights_on_disk);
         let setting = if state.is_some() { "plan.state_on_disk" } else { "plan.weights_on_disk" };
@@ -164,7 +199,7 @@ impl OnDiskChoices {
                 place.insert(found);
             }
         }
-        let choices = Self(choices);
+        let choices = Self::with_inputs(request, space, all, choices)?;
         match asked {
             Some(asked) if all.iter().all(|candidate| choices.of(candidate).is_empty()) => {
                 Err(Error::TooFewUnitsForDisk { setting, asked, most })
@@ -173,25 +208,61 @@ impl OnDiskChoices {
         }
     }
 
+    fn with_inputs(
+        request: &Request,
+        space: &Space<'_>,
+        all: &[Candidate],
+        of_state: HashMap<usize, Vec<OnDisk>>,
+    ) -> Result<Self> {
+        let asked = request.requests.inputs_on_disk.map(|asked| asked as usize);
+        let mut of_inputs = HashMap::new();
+        for point in all.iter().map(|candidate| &candidate.point).filter(|point| point.inputs == Place::Host) {
+            if let Entry::Vacant(place) = of_inputs.entry((point.keep, point.first_keep)) {
+                let mut found = space.inputs_on_disk(point);
+                match asked {
+                    Some(asked) => found.retain(|inputs| inputs.layers == asked),
+                    None if request.budget.disk == 0 => found.truncate(1),
+                    // In the order of the bytes that a step moves.
+                    None => found.sort_by_key(|inputs| inputs.moved),
+                }
+                place.insert(found);
+            }
+        }
+        let no_inputs = if asked.unwrap_or(0) == 0 { vec![InputsOnDisk::default()] } else { Vec::new() };
+        match asked.filter(|&asked| asked > 0 && of_inputs.values().all(Vec::is_empty)) {
+            Some(asked) => {
+                let left = of_inputs.keys().map(|&(keep, _)| request.num_layers() - keep).max().unwrap_or(0);
+                Err(Error::TooFewInputsForDisk { asked: u32::try_from(asked).unwrap_or(u32::MAX), left })
+            }
+            None => Ok(Self { of_state, of_inputs, no_inputs }),
+        }
+    }
+
+    /// The choices of inputs of a candidate, fewest bytes first.
+    fn inputs_of(&self, candidate: &Candidate) -> &[InputsOnDisk] {
+        let point = &candidate.point;
+        if point.inputs == Place::Host { &self.of_inputs[&(point.keep, point.first_keep)] } else { &self.no_inputs }
+    }
+
     /// Those of a candidate, fewest bytes first; none where its units on the device leave fewer than were asked for.
     /// Layers that are updated on the device have their state on the host.
     fn of(&self, candidate: &Candidate) -> &[OnDisk] {
-        let choices = &self.0[&candidate.point.state];
+        let choices = &self.of_state[&candidate.point.state];
         let in_memory = choices.iter().take_while(|on_disk| on_disk.units == 0).count();
         if candidate.point.device_updates > 0 { &choices[..in_memory] } else { choices }
     }
 }
 
 /// The candidate with as many slabs as fit, if it fits at all.
-fn fitted(candidate: &Candidate, on_disk: &OnDisk, request: &Request) -> Option<Point> {
+fn fitted(candidate: &Candidate, on_disk: &OnDisk, inputs: &InputsOnDisk, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
-    let point = Point { on_disk: on_disk.units, weights: on_disk.weights, ..point };
-    let host = host.saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
+    let point = Point { on_disk: on_disk.units, weights: on_disk.weights, inputs_on_disk: inputs.layers, ..point };
+    let host = with_inputs(host, inputs).saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
     let Budget { device: on_device, host: on_host, disk } = request.budget;
     // A sum that is too large for its type is more than there is.
     let others = if request.shared_memory { host.checked_add(device)? } else { host };
     let left = on_host.checked_sub(others)?;
-    if device > on_device || on_disk.disk > disk {
+    if device > on_device || on_disk.disk.saturating_add(inputs.disk) > disk {
         return None;
     }
     if request.update != UpdateMode::Immediate || slab == 0 {
@@ -208,12 +279,13 @@ fn fitted(candidate: &Candidate, on_disk: &OnDisk, request: &Request) -> Option<
 /// first: the message names one tier, and with that one enlarged the candidate must fit.
 fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Error {
     let Budget { device: on_device, host: on_host, disk } = request.budget;
-    let excess = |(candidate, on_disk): &(&Candidate, &OnDisk)| {
+    let excess = |(candidate, on_disk, inputs): &(&Candidate, &OnDisk, &InputsOnDisk)| {
         let slabs = u64::from(request.requests.slabs.unwrap_or(1));
         let host = slabs.saturating_mul(candidate.slab).saturating_add(candidate.host);
-        let host = host.saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
+        let host = with_inputs(host, inputs).saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
+        let on_disk = on_disk.disk.saturating_add(inputs.disk);
         let beyond_device = candidate.device.saturating_sub(on_device);
-        let beyond_disk = on_disk.disk.saturating_sub(disk);
+        let beyond_disk = on_disk.saturating_sub(disk);
         let beyond_host = if request.shared_memory {
             candidate.device.saturating_add(host).saturating_sub(on_host).max(beyond_device)
         } else {
@@ -221,12 +293,20 @@ fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Err
         };
         let exceeded = [beyond_device > 0, host > on_host, beyond_disk > 0].into_iter().filter(|&is| is).count();
         let several = if request.shared_memory { beyond_host > 0 && beyond_disk > 0 } else { exceeded > 1 };
-        (several, beyond_host.saturating_add(beyond_disk), on_disk.disk)
+        (several, beyond_host.saturating_add(beyond_disk), on_disk)
     };
-    let pairs = all.iter().flat_map(|candidate| choices.of(candidate).iter().map(move |on_disk| (candidate, on_disk)));
-    let (nearest, on_disk) = pairs.min_by_key(excess).expect("there is always a candidate");
+    // Of inputs, the fewest and the most are enough to say what is missing.
+    let ends = |found: &'_ [InputsOnDisk]| {
+        if found.len() > 1 { vec![found[0], found[found.len() - 1]] } else { found.to_vec() }
+    };
+    let of_inputs: Vec<Vec<InputsOnDisk>> = all.iter().map(|candidate| ends(choices.inputs_of(candidate))).collect();
+    let pairs = all.iter().zip(&of_inputs).flat_map(|(candidate, of_inputs)| {
+        let pair = move |on_disk| of_inputs.iter().map(move |inputs| (candidate, on_disk, inputs));
+        choices.of(candidate).iter().flat_map(pair)
+    });
+    let (nearest, on_disk, inputs) = pairs.min_by_key(excess).expect("there is always a candidate");
     let (slabs, weights) = (request.requests.slabs.unwrap_or(1), on_disk.weights);
-    let point = Point { slabs, on_disk: on_disk.units, weights, ..nearest.point };
+    let point = Point { slabs, on_disk: on_disk.units, weights, inputs_on_disk: inputs.layers, ..nearest.point };
     let plan = match point.plan(request) {
         Ok((plan, _)) => plan,
         Err(error) => return error,

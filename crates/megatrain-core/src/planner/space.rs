@@ -284,7 +284,10 @@ impl<'a> Space<'a> {
     }
 
     fn inputs(&self) -> Vec<Place> {
-        self.request.requests.inputs.map_or_else(|| vec![Place::Device, Place::Host], |place| vec![place])
+        let r = &self.request.requests;
+        // On disk are some of those that would wait on the host.
+        let asked = r.inputs.or_else(|| r.inputs_on_disk.is_some_and(|count| count > 0).then_some(Place::Host));
+        asked.map_or_else(|| vec![Place::Device, Place::Host], |place| vec![place])
     }
 
     /// The points that need least memory: what is left where none with buffers to spare fits.
@@ -306,6 +309,7 @@ impl<'a> Space<'a> {
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
                         on_disk: 0,
                         weights: 0,
+                        inputs_on_disk: 0,
                     };
                     self.candidate(point, base)
                 };
@@ -339,6 +343,7 @@ impl<'a> Space<'a> {
             stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
             on_disk: 0,
             weights: 0,
+            inputs_on_disk: 0,
         };
         for slots in r.slots.map_or_else(|| slot_counts(base.hosted), |slots| vec![slots]) {
             for keep in self.keeps() {
@@ -377,9 +382,15 @@ impl<'a> Space<'a> {
     }
 
     /// Layers that are not kept, the first ones: in the first group, and in the others.
-    fn not_kept(&self, point: &Point) -> (usize, usize) {
+    pub(super) fn not_kept(&self, point: &Point) -> (usize, usize) {
         let layers = self.request.num_layers();
         (layers - if point.first > 0 { point.first_keep } else { point.keep }, layers - point.keep)
+    }
+
+    /// Bytes that a layer leaves on the host of a micro-batch, its input among them, in whole pages.
+    pub(super) fn left_on_host(&self, layer: usize) -> u64 {
+        let staged = |layers: usize| self.first_layers[layers].staged[1];
+        staged(layer).saturating_sub(staged(layer - 1))
     }
 
     /// Bytes of a staging buffer.
@@ -511,6 +522,7 @@ impl<'a> Space<'a> {
             stage_buffers: LEAST_STAGE_BUFFERS,
             on_disk: 0,
             weights: 0,
+            inputs_on_disk: 0,
         };
         let (plan, placement) = point.plan(request)?;
         let layers = 1..=request.num_layers();

@@ -29,6 +29,8 @@ struct Builder<'a> {
     /// Uses of buffers for state on disk, and of those for weights there.
     disk_buffered: u32,
     weights_read: u32,
+    /// Uses of buffers for inputs that wait on disk.
+    inputs_moved: u32,
 }
 
 pub(super) fn build(
@@ -59,6 +61,7 @@ pub(super) fn build(
         state_buffered: [0; 2],
         disk_buffered: 0,
         weights_read: 0,
+        inputs_moved: 0,
     };
     builder.pass();
     Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
@@ -117,7 +120,15 @@ impl Builder<'_> {
                     (op.slot, op.stage) = (turn.map(|t| t.slot), stage);
                 });
                 if stage.is_some() {
-                    self.push(Kind::OffloadActivation, unit, mb, Lane::Download, self.computed, |op| op.stage = stage);
+                    let buffer = self.next_input_buffer(unit, mb);
+                    self.push(Kind::OffloadActivation, unit, mb, Lane::Download, self.computed, |op| {
+                        (op.stage, op.input_buffer) = (stage, buffer);
+                    });
+                    if buffer.is_some() {
+                        self.push(Kind::WriteInput, unit, mb, Lane::StateWrite, self.computed, |op| {
+                            op.input_buffer = buffer;
+                        });
+                    }
                 }
                 self.computed += 1;
             }
@@ -145,7 +156,15 @@ impl Builder<'_> {
             for mb in group.clone() {
                 let stage = self.next_stage(unit, mb, true);
                 if stage.is_some() {
-                    self.push(Kind::FetchActivation, unit, mb, Lane::Upload, self.computed, |op| op.stage = stage);
+                    let buffer = self.next_input_buffer(unit, mb);
+                    if buffer.is_some() {
+                        self.push(Kind::ReadInput, unit, mb, Lane::StateRead, self.computed, |op| {
+                            op.input_buffer = buffer;
+                        });
+                    }
+                    self.push(Kind::FetchActivation, unit, mb, Lane::Upload, self.computed, |op| {
+                        (op.stage, op.input_buffer) = (stage, buffer);
+                    });
                 }
                 self.push(Kind::Backward, unit, mb, Lane::Compute, self.computed, |op| {
                     (op.slot, op.stage, op.grad) = (turn.map(|t| t.slot), stage, grad);
@@ -182,6 +201,17 @@ impl Builder<'_> {
         let stage = self.staged % self.inputs.stage_buffers;
         self.staged += 1;
         Some(stage)
+    }
+
+    /// The host buffer through which what a unit stages goes to disk, or comes back, where it waits there: each in turn, so that
+    /// as many are written, or read ahead of their backward, as there are buffers.
+    fn next_input_buffer(&mut self, unit: u32, micro_batch: u32) -> Option<u32> {
+        if self.inputs.unit(unit).staged.disk_bytes(micro_batch) == 0 {
+            return None;
+        }
+        let buffer = self.inputs_moved % self.inputs.input_buffers;
+        self.inputs_moved += 1;
+        Some(buffer)
     }
 
     /// Embed and head keep their place all pass long, so that they are loaded once.

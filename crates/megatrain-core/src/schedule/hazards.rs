@@ -26,8 +26,10 @@ pub(super) enum Resource {
     Stage(u32),
     /// A state buffers.
     StateBuffer(u32),
-    /// A unit's place on the host for one micro-batch's activations.
+    /// A unit's place on the host, or on disk, for one micro-batch's activations.
     Area(u32, u32),
+    /// A host buffer for activations that go to disk or come from there.
+    InputBuffer(u32),
     /// The norm sums of a part of a unit on the host.
     Sums(u32, u32),
     /// The fp32 store of a unit.
@@ -42,8 +44,8 @@ pub(super) enum Resource {
     Files,
 }
 
-/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a buffer for state, a
-/// unit and what [`buffer_content`] says.
+/// How a resource is touched, and what it must hold or will hold: a unit and a micro-batch; of a buffer for state or for
+/// inputs on disk, a unit and what [`buffer_content`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     /// Reads what was written for this unit and micro-batch.
@@ -59,7 +61,8 @@ fn writes_grad(inputs: &ScheduleInputs, shape: Shape, unit: u32, micro_batch: u3
     inputs.unit(unit).trains && (!inputs.unit(unit).sums_apart || micro_batch + 1 == shape.micro_batches)
 }
 
-/// What a buffer for state holds of a unit: which part, and whether that has been updated.
+/// What a buffer for state holds of a unit: which part, and whether that has been updated. Of a buffer for inputs on disk: which
+/// micro-batch's, and whether that has been read again.
 const fn buffer_content(part: u32, updated: bool) -> u32 {
     2 * part + updated as u32
 }
@@ -140,10 +143,24 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
         }
         Kind::OffloadActivation => {
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Read(unit, mb)));
-            list.push((Resource::Area(unit, mb - inputs.groups.start(mb)), Access::Write(unit, mb)));
+            list.push(match op.input_buffer {
+                Some(buffer) => (Resource::InputBuffer(buffer), Access::Write(unit, buffer_content(mb, false))),
+                None => (area(inputs, op), Access::Write(unit, mb)),
+            });
+        }
+        Kind::WriteInput => {
+            list.push((input_buffer(op), Access::Read(unit, buffer_content(mb, false))));
+            list.push((area(inputs, op), Access::Write(unit, mb)));
+        }
+        Kind::ReadInput => {
+            list.push((area(inputs, op), Access::Read(unit, mb)));
+            list.push((input_buffer(op), Access::Write(unit, buffer_content(mb, true))));
         }
         Kind::FetchActivation => {
-            list.push((Resource::Area(unit, mb - inputs.groups.start(mb)), Access::Read(unit, mb)));
+            list.push(match op.input_buffer {
+                Some(buffer) => (Resource::InputBuffer(buffer), Access::Read(unit, buffer_content(mb, true))),
+                None => (area(inputs, op), Access::Read(unit, mb)),
+            });
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Write(unit, mb)));
         }
         Kind::OffloadGrad => {
@@ -276,6 +293,18 @@ const fn disk_buffer(op: &Op) -> Resource {
         Some(buffer) => Resource::DiskBuffer(buffer),
         None => Resource::DiskBuffer(0),
     }
+}
+
+const fn input_buffer(op: &Op) -> Resource {
+    match op.input_buffer {
+        Some(buffer) => Resource::InputBuffer(buffer),
+        None => Resource::InputBuffer(0),
+    }
+}
+
+/// Where what the operation's micro-batch has staged waits, in the turn of its group.
+const fn area(inputs: &ScheduleInputs, op: &Op) -> Resource {
+    Resource::Area(op.unit, op.micro_batch - inputs.groups.start(op.micro_batch))
 }
 
 const fn weight_buffer(op: &Op) -> Resource {

@@ -21,6 +21,8 @@ pub struct ScheduleInputs {
     pub disk_buffers: u32,
     /// Host buffers for weights on disk.
     pub weight_buffers: u32,
+    /// Host buffers for inputs that wait on disk.
+    pub input_buffers: u32,
     /// How micro-batches are divided.
     pub groups: Groups,
     /// Micro-batches at most.
@@ -58,7 +60,7 @@ pub struct UnitInputs {
     pub own_slab: Option<u32>,
     /// Whether its sum over micro-batches has a place of its own, so that only the last one writes the gradient buffer.
     pub sums_apart: bool,
-    /// What of activations and inputs goes to the host.
+    /// What of activations and inputs goes to the host, or to disk.
     pub staged: Staged,
 }
 
@@ -96,6 +98,7 @@ impl ScheduleInputs {
             state_buffers: plan.state_buffers,
             disk_buffers: plan.disk_buffers,
             weight_buffers: plan.weight_buffers,
+            input_buffers: plan.input_buffers,
             groups: plan.groups(),
             micro_batches: plan.micro_batches,
             immediate: request.update == UpdateMode::Immediate,

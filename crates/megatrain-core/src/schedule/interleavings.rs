@@ -15,16 +15,22 @@ use loom::thread;
 use super::inputs::UnitInputs;
 use super::progress::{Id, Progress};
 use super::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
-use crate::plan::{Groups, Staged};
+use crate::plan::{self, Activation, Groups, Place, Staged, UnitPlan, UnitRequest, UnitRole};
 
 /// Lanes with a thread of their own; the test's thread computes and decides.
-const WORKED: [Lane; 3] = [Lane::Upload, Lane::Download, Lane::Host];
+const OF_UPDATES: &[Lane] = &[Lane::Upload, Lane::Download, Lane::Host];
+/// The same where layer inputs wait on disk and nothing is updated: loom has no more threads.
+const OF_INPUTS: &[Lane] = &[Lane::Upload, Lane::Download, Lane::StateRead, Lane::StateWrite];
 
-/// Whose weights or gradient a buffer holds, and how often the unit had been updated when they were made.
+/// Whose weights or gradient a buffer holds, and how often the unit had been updated when they were made; or whose input, of
+/// which micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Content {
     unit: u32,
+    micro_batch: u32,
     updates: u64,
+    /// Whether it was read from disk again.
+    again: bool,
 }
 
 struct Cell(UnsafeCell<Content>);
@@ -34,7 +40,9 @@ unsafe impl Sync for Cell {}
 
 impl Cell {
     fn several(count: u32) -> Vec<Self> {
-        (0..count).map(|unit| Self(UnsafeCell::new(Content { unit, updates: 0 }))).collect()
+        (0..count)
+            .map(|unit| Self(UnsafeCell::new(Content { unit, micro_batch: 0, updates: 0, again: false })))
+            .collect()
     }
 
     fn get(&self) -> Content {
@@ -63,8 +71,8 @@ struct State {
     progress: Progress<Id>,
     /// Operations whose events have passed.
     passed: BTreeSet<Id>,
-    /// What the lanes' threads and the test's own wait for.
-    wants: [Option<Want>; WORKED.len() + 1],
+    /// What the lanes' threads and then the test's own wait for.
+    wants: Vec<Option<Want>>,
 }
 
 impl State {
@@ -80,30 +88,38 @@ impl State {
 struct Engine {
     state: Mutex<State>,
     /// One per thread, where the engine has one for all: waking only who can go on leaves loom fewer orders to try.
-    changed: [Condvar; WORKED.len() + 1],
+    changed: Vec<Condvar>,
+    /// The lanes that have a thread; the test's thread is the one after these.
+    lanes: &'static [Lane],
     images: Vec<Cell>,
     slots: Vec<Cell>,
     grads: Vec<Cell>,
     slabs: Vec<Cell>,
+    stages: Vec<Cell>,
+    input_buffers: Vec<Cell>,
+    /// Places on disk, by layer and micro-batch of a group.
+    places: Vec<Cell>,
 }
 
-/// The test's thread, among those of the lanes.
-const CALLER: usize = WORKED.len();
-
 impl Engine {
-    fn new(inputs: &ScheduleInputs) -> Self {
+    fn new(inputs: &ScheduleInputs, lanes: &'static [Lane]) -> Self {
         let units = inputs.head() + 1;
+        let places = units * inputs.groups.first();
         Self {
             state: Mutex::new(State {
                 progress: Progress::default(),
                 passed: BTreeSet::new(),
-                wants: [const { None }; WORKED.len() + 1],
+                wants: vec![None; lanes.len() + 1],
             }),
-            changed: std::array::from_fn(|_| Condvar::new()),
+            changed: (0..=lanes.len()).map(|_| Condvar::new()).collect(),
+            lanes,
             images: Cell::several(units),
             slots: Cell::several(inputs.slots),
             grads: Cell::several(units),
             slabs: Cell::several(units),
+            stages: Cell::several(inputs.stage_buffers),
+            input_buffers: Cell::several(inputs.input_buffers),
+            places: Cell::several(places),
         }
     }
 
@@ -151,13 +167,27 @@ impl Engine {
 
     /// Reads and writes what the operation does, in a training pass that follows `updates` others.
     fn touch(&self, op: &Op, updates: u64) {
-        let own = Content { unit: op.unit, updates };
+        let own = Content { unit: op.unit, micro_batch: 0, updates, again: false };
+        let input = Content { micro_batch: op.micro_batch, ..own };
+        let stage = || &self.stages[op.stage.unwrap() as usize];
+        let buffer = || &self.input_buffers[op.input_buffer.unwrap() as usize];
+        // (Groups of one micro-batch.)
+        let place = || &self.places[op.unit as usize];
         let image = &self.images[op.unit as usize];
         let slot = || &self.slots[op.slot.unwrap() as usize];
         let grad = || &self.grads[op.grad.unwrap() as usize];
         let slab = || &self.slabs[op.slab.unwrap() as usize];
         match op.kind {
             Kind::Load => slot().set(image.get()),
+            Kind::Forward if op.stage.is_some() => stage().set(input),
+            Kind::OffloadActivation => buffer().set(stage().get()),
+            Kind::WriteInput => place().set(buffer().get()),
+            Kind::ReadInput => buffer().set(Content { again: true, ..place().get() }),
+            Kind::FetchActivation => stage().set(buffer().get()),
+            Kind::Backward if op.stage.is_some() => {
+                let input = Content { again: true, ..input };
+                assert_eq!(stage().get(), input, "the input that a backward reads is not its own");
+            }
             Kind::Forward => assert_eq!(slot().get(), own, "what a forward reads is not its own"),
             Kind::Backward => {
                 assert_eq!(slot().get(), own, "what a backward reads is not its own");
@@ -177,8 +207,8 @@ impl Engine {
         let mut state = self.lock();
         for _ in 0..count {
             let id = loop {
-                state = self.wait(state, thread, &Want::Work(WORKED[thread]));
-                if let Some(id) = state.progress.take(WORKED[thread]) {
+                state = self.wait(state, thread, &Want::Work(self.lanes[thread]));
+                if let Some(id) = state.progress.take(self.lanes[thread]) {
                     break id;
                 }
             };
@@ -191,17 +221,29 @@ impl Engine {
         let mut state = self.lock();
         let pass = state.progress.begin(std::sync::Arc::clone(schedule));
         self.notify(&mut state);
-        for op in schedule.ops.iter().filter(|op| !WORKED.contains(&op.lane)) {
+        let caller = self.lanes.len();
+        for op in schedule.ops.iter().filter(|op| !self.lanes.contains(&op.lane)) {
             let id = Id { pass, op: op.id };
-            state = self.wait(state, CALLER, &Want::Ready(id));
+            state = self.wait(state, caller, &Want::Ready(id));
             state.progress.take_op(id);
-            state = self.run(state, CALLER, id);
+            state = self.run(state, caller, id);
         }
     }
 }
 
 const fn touches(kind: Kind) -> bool {
-    matches!(kind, Kind::Load | Kind::Forward | Kind::Backward | Kind::OffloadGrad | Kind::Update)
+    matches!(
+        kind,
+        Kind::Load
+            | Kind::Forward
+            | Kind::Backward
+            | Kind::OffloadGrad
+            | Kind::Update
+            | Kind::OffloadActivation
+            | Kind::FetchActivation
+            | Kind::WriteInput
+            | Kind::ReadInput
+    )
 }
 
 /// Layers that train, between an embedding and a head that are frozen and stay on the device.
@@ -230,6 +272,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         state_buffers: 0,
         disk_buffers: 0,
         weight_buffers: 0,
+        input_buffers: 0,
         groups: Groups::new(1, 1),
         micro_batches: 1,
         immediate,
@@ -239,20 +282,49 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
     }
 }
 
+/// Layers that are frozen and stay on the device, and whose inputs wait on disk: one micro-batch after the other, through one
+/// buffer on the device and one on the host.
+fn inputs_on_disk(layers: u32, micro_batches: u32) -> ScheduleInputs {
+    let mut inputs = inputs(layers, false);
+    let tensors = vec![crate::layout::TensorSpec::trainable("weight", [1])];
+    let mut sizes = UnitRequest::new("layer", UnitRole::Layer, tensors);
+    sizes.input_bytes = 1;
+    let choice = UnitPlan {
+        name: "layer".to_owned(),
+        state: plan::State::Device,
+        activation: Activation::Recompute,
+        first_activation: None,
+        input: Place::Disk,
+        update: Place::Device,
+        weights_on_disk: false,
+    };
+    let frozen = inputs.units[0];
+    for unit in 1..=layers as usize {
+        inputs.units[unit] = UnitInputs { staged: Staged::new(&sizes, &choice, Groups::new(1, 1)), ..frozen };
+    }
+    (inputs.stage_buffers, inputs.input_buffers, inputs.micro_batches) = (1, 1, micro_batches);
+    inputs
+}
+
 /// Runs passes in every order of the threads with at most so many preemptions.
-fn every_order(schedules: &[std::sync::Arc<Schedule>], inputs: &ScheduleInputs, preemptions: usize) {
+fn every_order(
+    schedules: &[std::sync::Arc<Schedule>],
+    inputs: &ScheduleInputs,
+    lanes: &'static [Lane],
+    preemptions: usize,
+) {
     let (schedules, inputs) = (schedules.to_vec(), inputs.clone());
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.max_branches = 10_000;
     builder.check(move || {
-        let engine = Arc::new(Engine::new(&inputs));
-        let threads = [0, 1, 2].map(|thread| {
-            let lane = WORKED[thread];
+        let engine = Arc::new(Engine::new(&inputs, lanes));
+        let start = |(thread, &lane): (usize, &Lane)| {
             let count = schedules.iter().flat_map(|s| &s.ops).filter(|op| op.lane == lane).count();
             let engine = Arc::clone(&engine);
             thread::spawn(move || engine.work(thread, count))
-        });
+        };
+        let threads: Vec<_> = lanes.iter().enumerate().map(start).collect();
         schedules.iter().for_each(|schedule| engine.drive(schedule));
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     });
@@ -260,7 +332,7 @@ fn every_order(schedules: &[std::sync::Arc<Schedule>], inputs: &ScheduleInputs, 
 
 /// The first training steps.
 fn steps(inputs: &ScheduleInputs, count: usize) -> Vec<std::sync::Arc<Schedule>> {
-    let shape = Shape::new(Pass::Train, 1);
+    let shape = Shape::new(Pass::Train, inputs.micro_batches);
     let mut schedules: Vec<std::sync::Arc<Schedule>> = Vec::new();
     for _ in 0..count {
         let previous = schedules.last().map(AsRef::as_ref);
@@ -323,14 +395,25 @@ fn in_every_order_of_the_lanes_each_operation_finds_what_is_its_own() {
         [(1, true, 2, 2), (1, false, 2, 2), (2, true, 1, 2), (2, false, 1, 2), (2, true, 2, 1), (2, false, 2, 1)];
     for (layers, immediate, passes, preemptions) in cases {
         let inputs = inputs(layers, immediate);
-        every_order(&steps(&inputs, passes), &inputs, preemptions);
+        every_order(&steps(&inputs, passes), &inputs, OF_UPDATES, preemptions);
+    }
+}
+
+#[test]
+fn in_every_order_of_the_lanes_each_backward_finds_its_input_that_waited_on_disk() {
+    for (layers, micro_batches, passes, preemptions) in [(1, 1, 1, 2), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)] {
+        let inputs = inputs_on_disk(layers, micro_batches);
+        every_order(&steps(&inputs, passes), &inputs, OF_INPUTS, preemptions);
     }
 }
 
 #[test]
 fn a_dependency_left_out_is_a_race_unless_others_imply_it() {
-    for (layers, immediate, passes) in [(2, true, 1), (2, false, 1), (1, true, 2), (1, false, 2)] {
-        let inputs = inputs(layers, immediate);
+    let of_updates = [(2, true, 1), (2, false, 1), (1, true, 2), (1, false, 2)];
+    let of_updates = of_updates.map(|(layers, immediate, passes)| (inputs(layers, immediate), OF_UPDATES, passes));
+    let of_inputs = [(2, 1, 1), (1, 1, 2)];
+    let of_inputs = of_inputs.map(|(layers, count, passes)| (inputs_on_disk(layers, count), OF_INPUTS, passes));
+    for (inputs, lanes, passes) in of_updates.into_iter().chain(of_inputs) {
         let right = steps(&inputs, passes);
         let mut caught = 0;
         for (pass, schedule) in right.iter().enumerate() {
@@ -347,7 +430,7 @@ fn a_dependency_left_out_is_a_race_unless_others_imply_it() {
                 let mut wrong = right.clone();
                 wrong[pass] = std::sync::Arc::new(without);
                 let implied = ordered(&wrong, (from, earlier.id), (pass, op.id));
-                let race = ends_in_a_race(|| every_order(&wrong, &inputs, 1));
+                let race = ends_in_a_race(|| every_order(&wrong, &inputs, lanes, 1));
                 assert_eq!(race, !implied, "pass {pass}: {op:?} without {earlier:?}");
                 let previous = pass.checked_sub(1).map(|pass| wrong[pass].as_ref());
                 let refused = super::check(&inputs, &wrong[pass], previous).is_err();

@@ -1,4 +1,5 @@
-//! State whose home is a disk: residuals and moments, and of some units weights too, in files of checksummed blocks.
+//! State whose home is a disk: residuals and moments, and of some units weights too, in files of checksummed blocks. (Layer
+//! inputs that wait there for backward are in files of their own: `inputs`.)
 //!
 //! A unit's state is cut into parts, each of which is read, updated and written as a whole while a step runs. The state of a
 //! part is one extent: its residual (none under fp32), first moments, second moments, one after the other, each beginning on a
@@ -9,22 +10,23 @@
 //! noticed before they are used.
 //!
 //! Which operation may touch which part when is decided by the schedule; nothing is locked here.
-use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::host::HostSpan;
 use crate::host::span::PAGE;
 use crate::layout::{Precision, Role, TensorLayout, UnitLayout};
 use crate::store::Plane;
 
+mod blocks;
 mod files;
 mod folder;
+pub(crate) mod inputs;
 pub mod rates;
 #[expect(unsafe_code, reason = "a ring is given addresses of memory that it fills")]
 mod uring;
 
+use self::blocks::{Block, Dealer, Failed, Piece, transfer};
 pub use self::files::{BlockFiles, StateFiles, StateIo};
 
 /// The largest block, in bytes: long enough that a drive reaches its rate, short enough that few bytes are read in vain for a
@@ -49,36 +51,6 @@ impl Direction {
             Self::Write => "written",
         }
     }
-}
-
-/// A block on its way between memory and a file. Memory, offset and length are multiples of 4 KiB.
-#[derive(Clone, Debug)]
-struct Piece {
-    /// Index of the file.
-    file: usize,
-    /// First byte in the file.
-    offset: u64,
-    /// Memory, as long as the block.
-    span: HostSpan,
-}
-
-/// Why a transfer failed, and at which of its pieces.
-#[derive(Debug)]
-enum Failed {
-    /// The system refused.
-    System(usize, io::Error),
-    /// The file ended early, after so many bytes of the piece.
-    Short(usize, usize),
-    /// What was called for a piece failed.
-    Piece(Error),
-}
-
-struct Block {
-    file: usize,
-    offset: u64,
-    len: usize,
-    /// CRC32 of what it holds.
-    sum: AtomicU32,
 }
 
 struct Part {
@@ -208,21 +180,8 @@ impl Spill {
         parts: &[Vec<Range<u64>>],
         weights: &[bool],
     ) -> Result<Self> {
-        let mut ends = vec![0u64; files.count()];
-        let mut next = 0;
-        let mut block = |len: usize| {
-            let file = next % ends.len();
-            next += 1;
-            let offset = ends[file];
-            ends[file] += len as u64;
-            Block { file, offset, len, sum: AtomicU32::new(zeros(len)) }
-        };
-        let mut extent = |bytes: u64| {
-            let bytes = usize::try_from(bytes).map_err(|_| Error::AddressSpace { bytes: u64::MAX })?;
-            debug_assert!(bytes.is_multiple_of(PAGE), "an extent has whole pages");
-            let starts = (0..bytes).step_by(BLOCK_BYTES);
-            Ok(starts.map(|start| block(BLOCK_BYTES.min(bytes - start))).collect::<Vec<_>>())
-        };
+        let mut dealer = Dealer::new(files.count());
+        let mut extent = |bytes| dealer.extent(bytes, zeros);
         let mut units = Vec::new();
         for ((layout, elements), &weights) in layouts.iter().zip(parts).zip(weights) {
             let mut parts = Vec::new();
@@ -237,9 +196,7 @@ impl Spill {
             let unit = SpilledUnit { layout: layout.clone(), parts, frozen, weights };
             units.push((!unit.parts.is_empty()).then_some(unit));
         }
-        for (file, &bytes) in ends.iter().enumerate() {
-            files.allocate(file, bytes)?;
-        }
+        dealer.allocate(&mut files)?;
         Ok(Self { files, units })
     }
 
@@ -329,46 +286,14 @@ impl Spill {
         buffer: &HostSpan,
     ) -> Result<()> {
         let blocks: Vec<&Block> = named.iter().map(|&(extent, index)| &self.unit(unit).blocks(extent)[index]).collect();
-        let mut at = 0;
-        let pieces: Vec<Piece> = blocks
-            .iter()
-            .map(|block| {
-                at += block.len;
-                Piece { file: block.file, offset: block.offset, span: buffer.slice(at - block.len, block.len) }
-            })
-            .collect();
-        let each = |index: usize| {
-            let span = &pieces[index].span;
-            let sum = crc32fast::hash(&span.elements::<u8>(0, span.len() as u64));
-            if direction == Direction::Write {
-                blocks[index].sum.store(sum, Ordering::Release);
-                return Ok(());
-            }
-            let expected = blocks[index].sum.load(Ordering::Acquire);
-            if sum == expected {
-                return Ok(());
-            }
-            let (extent, block) = named[index];
-            let (tensors, path) = (self.tensors(unit, extent, block), self.files.path(pieces[index].file));
-            let (unit, offset, bytes) = (self.unit(unit).layout.name.clone(), pieces[index].offset, span.len());
-            Err(Error::StateDamaged { unit, tensors, path, offset, bytes, expected, got: sum })
+        let held: usize = blocks.iter().map(|block| block.len).sum();
+        assert!(held <= buffer.len(), "a buffer holds what it was made for");
+        let whose = |damaged: Option<usize>| {
+            let state = format!("state of unit {}", self.unit(unit).layout.name);
+            let tensors = damaged.map(|index| self.tensors(unit, named[index].0, named[index].1));
+            tensors.map_or(state.clone(), |tensors| format!("{state} ({tensors})"))
         };
-        self.files.transfer(direction, &pieces, &each).map_err(|failed| {
-            let name = || self.unit(unit).layout.name.clone();
-            match failed {
-                Failed::Piece(error) => error,
-                Failed::System(index, source) => {
-                    let Piece { file, offset, ref span } = pieces[index];
-                    let (unit, path, bytes) = (name(), self.files.path(file), span.len());
-                    Error::StateFile { unit, what: direction.name(), path, offset, bytes, source }
-                }
-                Failed::Short(index, got) => {
-                    let Piece { file, offset, ref span } = pieces[index];
-                    let (unit, path, expected) = (name(), self.files.path(file), span.len());
-                    Error::StateFileShort { unit, path, offset, expected, got }
-                }
-            }
-        })
+        transfer(&self.files, direction, &blocks, buffer, &whose)
     }
 
     /// The tensors of which a block holds anything, as a message names them.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::execute::span_of;
-use super::state::{Deadline, Shared, Token};
+use super::state::{Current, Deadline, Shared, Token};
 use super::workers::guarded;
 use crate::device::{DeviceMemory, Stream};
 use crate::error::{Error, Result};
@@ -72,7 +72,7 @@ pub struct ComputeOp {
     pub round_tied: bool,
     /// What becomes of the unit's activations.
     pub activation: Activation,
-    /// Whether the unit's input goes to the host between forward and backward.
+    /// Whether the unit's input goes to the host, or on to disk, between forward and backward.
     pub input_on_host: bool,
     /// Region `stage`: where forward leaves what goes to the host, and backward finds it again.
     pub stage: Option<u64>,
@@ -83,14 +83,18 @@ impl Shared {
         let deadline = Deadline::after(limit);
         let core = self.enter()?;
         let current = core.current.as_ref().ok_or(Error::NoPass)?;
+        current.check()?;
         if let Some((held, ..)) = current.held {
             return Err(Error::NotFinished { id: held.op.into() });
         }
         let Some(&index) = current.computes.get(current.finished) else { return Ok(Poll::Ready(None)) };
         let (id, shape) = (Id { pass: current.number, op: index }, current.shape);
         let asked = Instant::now();
-        let waited =
-            self.wait_until(core, deadline, |core| (core.progress.op_is_ready(id) && core.may_take()).then_some(()));
+        // What a failed pass waits for may never come.
+        let waited = self.wait_until(core, deadline, |core| {
+            let failed = core.current.as_ref().is_some_and(|current| current.failure.is_some());
+            (failed || core.progress.op_is_ready(id) && core.may_take()).then_some(())
+        });
         let mut core = match waited? {
             Poll::Pending => {
                 self.lock().counters.waited(asked.elapsed());
@@ -99,6 +103,7 @@ impl Shared {
             Poll::Ready((core, ())) => core,
         };
         core.counters.waited(asked.elapsed());
+        core.current.as_ref().map_or(Err(Error::NoPass), Current::check)?;
         core.progress.take_op(id);
         let awaited = core.progress.awaited(id);
         let op = core.progress.op(id);
@@ -221,7 +226,7 @@ impl Shared {
             tied_grad: p.own_grad[0].filter(|_| tied_loss && train).map(|g| p.grads[g as usize].offset),
             round_tied: self.rounds_tied(op, shape),
             activation: plan.activation_in(first),
-            input_on_host: plan.input_in(first) == Place::Host,
+            input_on_host: plan.input_in(first) != Place::Device,
             stage: op.stage.filter(|_| train).map(|s| p.stage[s as usize].offset),
         }
     }

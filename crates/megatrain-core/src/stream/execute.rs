@@ -38,6 +38,8 @@ impl Shared {
                 Kind::ReadState => self.read_state(op, decision)?,
                 Kind::ReadWeights => self.read_weights(op)?,
                 Kind::WriteState => self.write_state(op, decision)?,
+                Kind::WriteInput => self.write_input(op)?,
+                Kind::ReadInput => self.read_input(op)?,
                 Kind::Update if op.disk_buffer.is_some() => self.update_from_disk(op, decision)?,
                 Kind::Update => self.update_on_host(op, decision)?,
                 // (A save that was given up is no longer there.)
@@ -83,14 +85,24 @@ impl Shared {
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {
         let stage = op.stage.expect("what is offloaded or fetched passes through a staging buffer");
-        let area = self.memory.area(op.unit as usize, op.micro_batch, &self.placement);
+        let area = match self.input_buffer(op) {
+            Some(buffer) => {
+                let bytes = self.placement.staged[op.unit as usize].bytes(op.micro_batch);
+                buffer.slice(0, usize::try_from(bytes).expect("a mapped length"))
+            }
+            None => self.memory.area(op.unit as usize, op.micro_batch, &self.placement),
+        };
         let buffer = self.memory.at(self.placement.stage[stage as usize]);
         (buffer.slice(0, area.len() as u64), area)
     }
 
     fn offload_activation(&self, op: &Op) -> Result<()> {
         let (buffer, area) = self.stage(op);
-        // SAFETY: the host never looks at an area; offloads and fetches of it are ordered by the schedule, as is proved there.
+        if self.options.poison && op.input_buffer.is_some() {
+            area.fill(0xff);
+        }
+        // SAFETY: the host never looks at an area, and writes a buffer to disk or reads it from there before or after copies;
+        // the schedule orders all of these, as is proved there.
         unsafe { self.device.copy_to_host(Stream::Download, &buffer, &area) }
     }
 

@@ -4,11 +4,12 @@ use std::sync::{Arc, Mutex, Weak};
 use super::Engine;
 use super::state::Shared;
 use crate::device::DeviceMemory;
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::host::Process;
 use crate::plan::{DeviceState, Placement, Region};
 use crate::store::Store;
-use crate::store::spill::Spill;
+use crate::store::spill::{Spill, StateFiles};
 
 /// All weights, residuals, moments and counts of a model whose engine was closed. Nothing is copied: the next engine takes the
 /// memory and the files over, and only what a step works in is allocated anew.
@@ -20,6 +21,9 @@ pub struct Kept {
     on_device: Option<[DeviceMemory; 2]>,
     /// The engine that has taken it over last.
     pub(super) taken: Mutex<Weak<Shared>>,
+    /// Its disk, and the folders that it was given there.
+    pub(super) disk: Arc<dyn Disk>,
+    pub(super) folders: Option<StateFiles>,
     process: Process,
 }
 
@@ -63,6 +67,8 @@ impl Engine {
             spill: shared.memory.spill(),
             on_device: holds_state.then(|| [Region::Weights, Region::State].map(|region| self.region(region))),
             taken: Mutex::default(),
+            disk: Arc::clone(&shared.disk),
+            folders: shared.options.disk.clone(),
             process: Process::current(),
         };
         self.close();

@@ -10,6 +10,7 @@ use crate::host::Pool;
 use crate::host::span::{HostSpan, PAGE};
 use crate::plan::{DeviceRange, Placement, Region};
 use crate::store::arena::{Arena, ArenaOptions};
+use crate::store::spill::inputs::InputFiles;
 use crate::store::spill::{BlockFiles, Spill};
 use crate::store::{REGISTRATION_BYTES, Store, StoreOptions};
 
@@ -23,6 +24,10 @@ pub(crate) struct Memory {
     pub(crate) disk_buffers: Vec<HostSpan>,
     /// Buffers through which weights on disk are sent to the device.
     pub(crate) weight_buffers: Vec<HostSpan>,
+    /// Layer inputs that wait on disk.
+    inputs: RwLock<Option<Arc<InputFiles>>>,
+    /// Buffers through which they pass.
+    pub(crate) input_buffers: Vec<HostSpan>,
     /// Slabs of gradients.
     pub(crate) slabs: Vec<HostSpan>,
     /// Staged activations of each unit, those of a group's micro-batches one after the other.
@@ -65,10 +70,19 @@ impl Memory {
             (Some(kept), _) => kept.spill.clone(),
             (None, 0) => None,
             (None, _) => {
-                let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default())?;
+                let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default(), "state")?;
                 let (layouts, parts) = (&placement.layouts, &placement.disk_parts);
                 Some(Arc::new(Spill::new(files, layouts, parts, &placement.weights_on_disk)?))
             }
+        };
+        let inputs = if placement.input_buffers.is_empty() {
+            None
+        } else {
+            let files = BlockFiles::open(disk, &options.disk.clone().unwrap_or_default(), "inputs")?;
+            let names = placement.layouts.iter().map(|layout| layout.name.clone()).collect();
+            let places: Vec<(u32, u64)> =
+                placement.staged.iter().map(|staged| (staged.disk_places(), staged.largest_on_disk())).collect();
+            Some(Arc::new(InputFiles::new(files, &places, names)?))
         };
         let spilled: Vec<usize> =
             (0..placement.layouts.len()).filter(|&unit| !placement.disk_parts[unit].is_empty()).collect();
@@ -100,6 +114,7 @@ impl Memory {
         let units = 0..placement.layouts.len();
         let bytes: u64 = placement.slabs.iter().sum::<u64>()
             + placement.weight_buffers.iter().sum::<u64>()
+            + placement.input_buffers.iter().sum::<u64>()
             + units.clone().map(area_bytes).sum::<u64>()
             + placement.norm_bytes()
             + placement.window;
@@ -108,9 +123,12 @@ impl Memory {
         let areas = units.clone().map(|u| transfers.carve(area_bytes(u), PAGE)).collect::<Result<Vec<_>>>()?;
         let weight_buffers =
             placement.weight_buffers.iter().map(|&b| transfers.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
+        let input_buffers =
+            placement.input_buffers.iter().map(|&b| transfers.carve(b, PAGE)).collect::<Result<Vec<_>>>()?;
         let window = transfers.carve(placement.window, PAGE)?;
         let all_sums = transfers.carve(placement.norm_bytes(), PAGE)?;
-        let mut pieces: Vec<HostSpan> = slabs.iter().chain(&areas).chain(&weight_buffers).cloned().collect();
+        let mut pieces: Vec<HostSpan> =
+            [&slabs, &areas, &weight_buffers, &input_buffers].into_iter().flatten().cloned().collect();
         pieces.extend([window.clone(), all_sums.clone()]);
         pinning.absorb(transfers.register(device, &pieces, REGISTRATION_BYTES));
 
@@ -134,6 +152,10 @@ impl Memory {
             spill.register(&buffers.cloned().collect::<Vec<_>>());
         }
 
+        if let Some(inputs) = &inputs {
+            inputs.register(&input_buffers);
+        }
+
         let mut warnings = store.warnings();
         warnings.extend(passage.notes().iter().cloned());
         warnings.extend(transfers.notes().iter().chain(accumulation.notes()).cloned());
@@ -141,11 +163,16 @@ impl Memory {
         warnings.dedup();
         warnings.extend(pinning.warning());
         warnings.extend(spill.iter().flat_map(|spill| spill.notes()).cloned());
+        let of_inputs = inputs.iter().flat_map(|inputs| inputs.notes());
+        let of_inputs: Vec<String> = of_inputs.filter(|note| !warnings.contains(note)).cloned().collect();
+        warnings.extend(of_inputs);
         let memory = Self {
             store,
             spill: RwLock::new(spill),
             disk_buffers,
             weight_buffers,
+            inputs: RwLock::new(inputs),
+            input_buffers,
             slabs,
             areas,
             accumulated,
@@ -169,9 +196,16 @@ impl Memory {
         self.spill.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Layer inputs on disk, where the plan has any, until the engine is closed.
+    pub(crate) fn input_files(&self) -> Option<Arc<InputFiles>> {
+        // It guards no value that a panic could leave half-changed.
+        self.inputs.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Gives the room on disk back as soon as nobody uses it, however long this lives. Whoever keeps the files does not keep the
     /// buffers of this.
     pub(crate) fn release_files(&self) {
+        drop(self.inputs.write().unwrap_or_else(PoisonError::into_inner).take());
         let spill = self.spill.write().unwrap_or_else(PoisonError::into_inner).take();
         spill.iter().for_each(|spill| spill.register(&[]));
     }
@@ -220,12 +254,15 @@ impl Memory {
         add("activations", Tier::Host, total(&self.areas), true);
         add("gradient store", Tier::Host, total(&self.accumulated), false);
         add("weights: read from disk", Tier::Host, total(&self.weight_buffers), true);
-        let carved = total(&self.slabs) + total(&self.areas) + total(&self.weight_buffers) + self.window.len() as u64;
+        add("activations: to and from disk", Tier::Host, total(&self.input_buffers), true);
+        let pieces = [&self.slabs, &self.areas, &self.weight_buffers, &self.input_buffers];
+        let carved = pieces.into_iter().map(|spans| total(spans)).sum::<u64>() + self.window.len() as u64;
         add("gradient norm", Tier::Host, self.transfers.bytes() - carved, true);
         add("transfer window", Tier::Host, self.window.len() as u64, true);
         let (state, weights) = self.spill().map_or((0, 0), |spill| spill.bytes());
         add("optimizer state", Tier::Disk, state, false);
         add("weights", Tier::Disk, weights, false);
+        add("activations", Tier::Disk, self.input_files().map_or(0, |inputs| inputs.bytes()), false);
         add("disk buffers", Tier::Host, total(&self.disk_buffers), false);
         items
     }

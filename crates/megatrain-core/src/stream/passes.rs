@@ -98,7 +98,7 @@ impl Shared {
         decisions.retain(|&pass, _| progress.is_alive(pass));
         core.counters.pass_begun(begin.pass == Pass::Train);
         let computes = Arc::clone(&prepared.computes);
-        core.current = Some(Current { number, shape, computes, finished: 0, held: None });
+        core.current = Some(Current { number, shape, computes, finished: 0, held: None, failure: None });
         drop(core);
         self.notify();
         Ok(())

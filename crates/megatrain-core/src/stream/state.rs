@@ -56,6 +56,18 @@ pub(super) struct Current {
     pub(super) finished: usize,
     /// The operation that the caller holds.
     pub(super) held: Option<(Id, Option<Event>, Instant)>,
+    /// What of it failed that concerns no other pass. It can only be abandoned then.
+    pub(super) failure: Option<Failure>,
+}
+
+impl Current {
+    /// # Errors
+    /// [`Error::PassFailed`].
+    pub(super) fn check(&self) -> Result<()> {
+        self.failure.as_ref().map_or(Ok(()), |Failure { unit, op, cause }| {
+            Err(Error::PassFailed { unit: unit.clone(), op: op.clone(), cause: cause.clone() })
+        })
+    }
 }
 
 #[derive(Default)]
@@ -217,6 +229,19 @@ impl Shared {
     /// before it may still run, so that the memory they use must not be used again.
     pub(super) fn guard<R>(&self, unit: usize, op: &str, calls: impl FnOnce() -> Result<R>) -> Result<R> {
         guarded(calls).map_err(|cause| self.fail_unit(unit, op, &cause))
+    }
+
+    /// Ends a pass of which an operation has failed that concerns no other one: nothing of it begins any more.
+    pub(super) fn fail_pass(&self, id: Id, op: &Op, cause: String) {
+        let mut core = self.lock();
+        let unit = self.placement.layouts[op.unit as usize].name.clone();
+        core.progress.halt(id.pass);
+        core.progress.forget(id);
+        if let Some(current) = core.current.as_mut().filter(|current| current.number == id.pass) {
+            current.failure.get_or_insert(Failure { unit, op: op.kind.name().to_owned(), cause });
+        }
+        drop(core);
+        self.notify();
     }
 
     pub(super) fn fail_unit(&self, unit: usize, op: &str, cause: &str) -> Error {

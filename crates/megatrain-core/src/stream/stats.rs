@@ -23,9 +23,9 @@ pub struct Stats {
     pub bytes_to_device: u64,
     /// Bytes sent to the host.
     pub bytes_to_host: u64,
-    /// Bytes of state read from disk, and of weights that are there too each time that they are sent to the device.
+    /// Bytes of state and layer inputs read from disk, and of weights that are there too each time that they are sent to the device.
     pub state_bytes_read: u64,
-    /// Bytes of state, and of weights, written to disk.
+    /// Bytes of state, weights and layer inputs written to disk.
     pub state_bytes_written: u64,
     /// Parameters updated by the host's optimizer.
     pub parameters_updated: u64,
@@ -101,6 +101,8 @@ impl Counters {
             Kind::ReadState => self.state_read += placement.disk_bytes(unit, op.part as usize),
             Kind::ReadWeights => self.state_read += placement.layouts[unit].image_bytes,
             Kind::WriteState => self.state_written += placement.disk_bytes(unit, op.part as usize),
+            Kind::ReadInput => self.state_read += placement.staged[unit].disk_bytes(op.micro_batch),
+            Kind::WriteInput => self.state_written += placement.staged[unit].disk_bytes(op.micro_batch),
             // The last part speaks for all.
             Kind::Update
                 if op.lane == Lane::Host

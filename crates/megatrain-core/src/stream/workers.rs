@@ -5,6 +5,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 use super::execute::{Done, span_of};
+use super::input_io::concerns_its_pass_alone;
 use super::state::{Shared, Token};
 use crate::device::Stream;
 use crate::error::{Error, Result};
@@ -23,9 +24,7 @@ pub(super) fn start(shared: &Arc<Shared>, threads: &mut Vec<JoinHandle<()>>) -> 
         threads.push(thread.map_err(|e| Error::Worker(format!("thread {name} could not be started: {e}")))?);
         Ok(())
     };
-    for lane in
-        WORKED.into_iter().filter(|&lane| !shared.placement.disk_buffers.is_empty() || !lane.moves_state_on_disk())
-    {
+    for lane in WORKED.into_iter().filter(|&lane| shared.placement.uses_disk() || !lane.moves_state_on_disk()) {
         spawn(format!("megatrain-{}", lane.name()), Box::new(move |shared| issue(shared, lane)))?;
     }
     for stream in Stream::ALL {
@@ -97,6 +96,10 @@ fn issue(shared: &Shared, lane: Lane) {
                     }
                 }
                 shared.notify();
+            }
+            Err(cause) if concerns_its_pass_alone(op.kind) => {
+                shared.fail_pass(id, &op, cause);
+                core = shared.lock();
             }
             Err(cause) => {
                 shared.fail(&op, &cause);

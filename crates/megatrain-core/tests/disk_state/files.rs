@@ -11,17 +11,17 @@ use megatrain_core::stream::{Engine, Options};
 use super::support::{FOREVER, Toy};
 use super::{options, queueing, spilled, support, with_weights};
 
-struct Folder(PathBuf);
+pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
-    fn new(name: &str) -> Self {
+    pub(super) fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("megatrain-disk-state-{}-{name}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }
 
-    fn names(&self) -> Vec<String> {
+    pub(super) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.0).unwrap().flatten();
         let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
         names.sort();
@@ -35,7 +35,7 @@ impl Drop for Folder {
     }
 }
 
-fn train(toy: &Toy, engine: &Engine) -> Vec<Vec<u8>> {
+pub(super) fn train(toy: &Toy, engine: &Engine) -> Vec<Vec<u8>> {
     toy.fill(engine).unwrap();
     for step in 0..3 {
         toy.step(engine, step, Some(0.5)).unwrap();

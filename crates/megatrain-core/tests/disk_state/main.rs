@@ -15,6 +15,7 @@ use support::{FOREVER, Toy, request};
 
 mod failures;
 mod files;
+mod inputs;
 mod plans;
 mod transfers;
 

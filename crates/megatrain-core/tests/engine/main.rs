@@ -126,6 +126,32 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         device_updates(r, 3, 2);
         (r.requests.inputs, r.requests.group) = (Some(Place::Host), Some(1));
     });
+    let inputs_on_disk = |r: &mut Request, layers| (r.requests.inputs_on_disk, r.budget.disk) = (Some(layers), 1 << 30);
+    for layers in [1, 3, 5] {
+        add(&format!("inputs of {layers} layers on disk"), &|r| inputs_on_disk(r, layers));
+    }
+    add("inputs on disk and on the host in groups", &|r| {
+        inputs_on_disk(r, 2);
+        (r.requests.group, r.requests.stage_buffers) = (Some(1), Some(2));
+    });
+    add("inputs on disk, with a first group that keeps less", &|r| {
+        inputs_on_disk(r, 3);
+        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(2));
+        (r.requests.first_keep, r.requests.slots) = (Some(1), Some(3));
+    });
+    add("offloaded to disk", &|r| {
+        inputs_on_disk(r, 3);
+        (r.requests.keep, r.requests.activation) = (Some(2), Some(Activation::Offload));
+    });
+    add("inputs, state and weights on disk in groups", &|r| {
+        inputs_on_disk(r, 5);
+        (r.requests.state_on_disk, r.requests.weights_on_disk) = (Some(7), Some(4));
+        (r.requests.group, r.requests.parts) = (Some(2), Some(2));
+    });
+    add("inputs on disk beside state on the device", &|r| {
+        inputs_on_disk(r, 4);
+        r.requests.state_on_device = Some(Count::Units(4));
+    });
     let on_disk = |r: &mut Request, units| (r.requests.state_on_disk, r.budget.disk) = (Some(units), 1 << 30);
     for units in [1, 3, 5, 6, 7] {
         add(&format!("state of {units} units on disk"), &|r| on_disk(r, units));

@@ -134,6 +134,70 @@ proptest! {
     }
 }
 
+/// Bytes that a step reads from disk and writes there, twice over, as plans are compared by them: those of inputs count a
+/// quarter more.
+fn moved(request: &Request, plan: &Plan) -> u64 {
+    let of = |what: &str| -> u64 {
+        plan.items.iter().filter(|item| item.tier == Tier::Disk && item.what == what).map(|item| item.bytes).sum()
+    };
+    let groups = u64::from(plan.micro_batches.div_ceil(plan.group));
+    let units = request.units.iter().zip(&plan.units).filter(|(_, choice)| choice.input == Place::Disk);
+    let inputs: u64 = units.map(|(unit, _)| unit.input_bytes * u64::from(plan.micro_batches)).sum();
+    4 * (of("optimizer state") + of("weights") * (1 + groups)) + 5 * inputs
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn with_a_disk_inputs_go_there_only_as_far_as_they_must_and_every_plan_passes_its_check(
+        request in any_model(), device in 0.0..1.0f64, asked in 0u32..4,
+    ) {
+        let mut request = request;
+        (request.budget.disk, request.requests.parts) = (1 << 40, Some(4));
+        // Inputs several times as large as the weights, which leave the device.
+        request.units.iter_mut().for_each(|unit| (unit.input_bytes, unit.kept_bytes) = (unit.input_bytes * 8, 1 << 30));
+        let mut on_host = request.clone();
+        on_host.requests = Requests { inputs: Some(Place::Host), keep: Some(0), slots: Some(2), ..request.requests.clone() };
+        on_host.requests.state_on_device = Some(Count::Units(0));
+        on_host.requests.updates_on_device = Some(Count::Units(0));
+        on_host.requests.group = Some(request.micro_batches);
+        let least = plan(&on_host).unwrap().totals;
+        request.budget.device = least.device + (device * 16.0 * f64::from(1 << 20)) as u64;
+        let (mut fewest, mut most) = (0, 0);
+        for percent in (4u64..=100).rev().step_by(6) {
+            let mut request = request.clone();
+            request.budget.host = least.host * percent / 100;
+            let found = plan(&request);
+            prop_assert_eq!(fits(&request).unwrap(), found.is_ok(), "{}%", percent);
+            let Ok(found) = found else {
+                fewest = u64::MAX;
+                continue;
+            };
+            prop_assert!(fewest < u64::MAX, "refused with more memory, accepted with {}%", percent);
+            let traffic = moved(&request, &found);
+            prop_assert!(traffic >= fewest, "{} bytes with {}% and {} with more", traffic, percent, fewest);
+            fewest = traffic;
+            most = most.max(found.units.iter().filter(|unit| unit.input == Place::Disk).count());
+            prop_assert!(found.totals.host <= request.budget.host && found.totals.device <= request.budget.device);
+            prop_assert_eq!(Plan::sum(&found.items), found.totals);
+            found.matches(&request).unwrap();
+            let facts = ScheduleInputs::new(&request, &found).unwrap();
+            let shape = Shape::new(Pass::Train, found.micro_batches);
+            let (first, steady) = Schedule::steady(&facts, shape).unwrap();
+            check(&facts, &steady, Some(&first)).unwrap();
+            // No number of inputs that is asked for moves fewer bytes.
+            request.requests.inputs_on_disk = Some(asked.min(request.num_layers() as u32));
+            if let Ok(other) = plan(&request) {
+                prop_assert!(traffic <= moved(&request, &other), "{}%: {:?} inputs", percent, request.requests.inputs_on_disk);
+            }
+        }
+// (Smaller groups have less room to give, a card has room for state, and of few layers the buffers hold as much.)
+        let given = request.micro_batches > 1 || request.device == DeviceKind::Cuda || request.num_layers() < 6;
+        prop_assert!(most > 0 || given, "nothing went to disk");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 

@@ -62,9 +62,9 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9);
+    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9, 0u32..9);
     (counts, choices, 0u32..4, updates).prop_map(
-        |(counts, choices, frozen, (device_updates, parts, on_disk, weights))| {
+        |(counts, choices, frozen, (device_updates, parts, on_disk, weights, inputs_on_disk))| {
             let (layers, micro_batches, slots, group, stage, slabs) = counts;
             let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
             let mut request = request(layers, micro_batches);
@@ -89,6 +89,12 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
             r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
             r.first_keep = r.keep.map(|keep| keep.min(weights));
+            if host_inputs {
+                // Layers that are kept in no group, and maybe those that are not in the first one only.
+                let kept = if r.first_group > r.group { r.first_keep } else { r.keep };
+                r.inputs_on_disk = Some(inputs_on_disk.min(layers as u32 - kept.unwrap_or(0)));
+                request.budget.disk = 1 << 30;
+            }
             // Some units without anything to train.
             for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
                 unit.tensors.iter_mut().for_each(|t| t.role = Role::Frozen);

@@ -34,6 +34,7 @@ impl Placement {
             disk_buffers: Vec::new(),
             weights_on_disk: plan.units.iter().map(|unit| unit.weights_on_disk).collect(),
             weight_buffers: Vec::new(),
+            input_buffers: Vec::new(),
             own: vec![None; n],
             slots: Vec::new(),
             grads: Vec::new(),
@@ -68,6 +69,7 @@ impl Placement {
         torch_items(request, plan, &mut carver);
         p.place_host(request, plan, &mut carver);
         p.place_disk(plan, &mut carver)?;
+        p.place_inputs_on_disk(plan, &mut carver)?;
         carver.check()?;
         p.sizes = carver.sizes;
         p.carved = carver.carved;
@@ -233,6 +235,22 @@ impl Placement {
         Ok(())
     }
 
+    fn place_inputs_on_disk(&mut self, plan: &Plan, carver: &mut Carver) -> Result<()> {
+        let largest = self.staged.iter().map(Staged::largest_on_disk).max().unwrap_or(0);
+        if largest > 0 && plan.input_buffers == 0 {
+            let why = "layer inputs on disk pass through them";
+            return Err(Error::OutOfRange { setting: "input_buffers", value: 0, least: 1, most: None, why });
+        }
+        for staged in &self.staged {
+            carver.item("activations", Tier::Disk, staged.on_disk(), false);
+        }
+        for _ in 0..plan.input_buffers {
+            carver.item("activations: to and from disk", Tier::Host, largest, true);
+            self.input_buffers.push(largest);
+        }
+        Ok(())
+    }
+
     fn place_norm(&mut self, carver: &mut Carver) {
         for unit in 0..self.layouts.len() {
             if self.trains(unit) {
@@ -306,6 +324,7 @@ fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
         ("visit_buffers", plan.state_buffers, 0, MOST_BUFFERS.into()),
         ("disk_buffers", plan.disk_buffers, 0, MOST_BUFFERS.into()),
         ("weight_buffers", plan.weight_buffers, 0, MOST_BUFFERS.into()),
+        ("input_buffers", plan.input_buffers, 0, MOST_BUFFERS.into()),
         ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
         ("group", plan.group, 1, plan.micro_batches.into()),
         ("first_group", plan.first_group, 0, plan.micro_batches.into()),

@@ -21,7 +21,7 @@ impl Carver {
         let sums = [
             ("all of the device's memory", totals.device),
             ("all of the host's memory", totals.host),
-            ("all state on disk", totals.disk),
+            ("all that is on disk", totals.disk),
         ];
         match lines.chain(sums).find(|&(_, bytes)| bytes >= 1 << MOST_BYTES_LOG2) {
             None => Ok(()),

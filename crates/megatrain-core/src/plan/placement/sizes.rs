@@ -11,10 +11,11 @@ pub(super) fn aligned(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
 }
 
-/// What a unit leaves on the host between forward and backward.
+/// What a unit leaves on the host, or on disk, between forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staged {
     groups: Groups,
+    on_disk: bool,
     /// Bytes of a micro-batch in the first group, and of one in another.
     first: u64,
     others: u64,
@@ -23,7 +24,7 @@ pub struct Staged {
 impl Staged {
     /// Nothing.
     pub(crate) fn none() -> Self {
-        Self { groups: Groups::new(1, 1), first: 0, others: 0 }
+        Self { groups: Groups::new(1, 1), on_disk: false, first: 0, others: 0 }
     }
 
     /// What a plan for micro-batches in such groups makes of a unit.
@@ -31,10 +32,11 @@ impl Staged {
         let bytes = |first: bool| {
             let offloads = choice.activation_in(first) == Activation::Offload;
             let kept = if offloads { offloaded_bytes(unit.kept_bytes) } else { 0 };
-            let input = if choice.input_in(first) == Place::Host { aligned(unit.input_bytes) } else { 0 };
+            let stays = choice.input_in(first) == Place::Device;
+            let input = if stays { 0 } else { aligned(unit.input_bytes) };
             aligned(kept.saturating_add(input))
         };
-        Self { groups, first: bytes(true), others: bytes(false) }
+        Self { groups, on_disk: choice.input == Place::Disk, first: bytes(true), others: bytes(false) }
     }
 
     /// Bytes of a micro-batch, of which the first one is 0.
@@ -49,15 +51,49 @@ impl Staged {
         self.first.max(self.others)
     }
 
-    /// Bytes on the host of all micro-batches of a group, where each begins a page and has room for the largest.
+    /// Bytes of all micro-batches of a group, where each begins a page and has room for the largest.
+    fn group_bytes(&self) -> u64 {
+        whole_pages(self.largest()).saturating_mul(self.places().into())
+    }
+
+    /// Micro-batches for which there is a place.
+    fn places(&self) -> u32 {
+        if self.first > 0 { self.groups.first() } else { self.groups.others() }
+    }
+
+    /// Which of these places is a micro-batch's.
+    pub(crate) fn place(&self, micro_batch: u32) -> u32 {
+        micro_batch - self.groups.start(micro_batch)
+    }
+
+    /// Those bytes, where they are on the host.
     pub(crate) fn on_host(&self) -> u64 {
-        let most = if self.first > 0 { self.groups.first() } else { self.groups.others() };
-        whole_pages(self.largest()).saturating_mul(most.into())
+        if self.on_disk { 0 } else { self.group_bytes() }
+    }
+
+    /// The same where they are on disk.
+    pub(crate) fn on_disk(&self) -> u64 {
+        if self.on_disk { self.group_bytes() } else { 0 }
+    }
+
+    /// Bytes that are written to disk, and read from there, of a micro-batch.
+    pub(crate) fn disk_bytes(&self, micro_batch: u32) -> u64 {
+        if self.on_disk { whole_pages(self.bytes(micro_batch)) } else { 0 }
+    }
+
+    /// Micro-batches for which there is a place on disk.
+    pub(crate) fn disk_places(&self) -> u32 {
+        if self.largest_on_disk() > 0 { self.places() } else { 0 }
+    }
+
+    /// The most of these bytes.
+    pub(crate) fn largest_on_disk(&self) -> u64 {
+        if self.on_disk { whole_pages(self.largest()) } else { 0 }
     }
 
     /// Where in those a micro-batch begins.
     pub(crate) fn offset(&self, micro_batch: u32) -> u64 {
-        u64::from(micro_batch - self.groups.start(micro_batch)) * whole_pages(self.largest())
+        u64::from(self.place(micro_batch)) * whole_pages(self.largest())
     }
 }
 
@@ -66,6 +102,6 @@ fn offloaded_bytes(kept: u64) -> u64 {
     kept.saturating_add(128 * ALIGN)
 }
 
-fn whole_pages(staged: u64) -> u64 {
+pub(crate) fn whole_pages(staged: u64) -> u64 {
     staged.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
 }

@@ -47,6 +47,11 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
         if !named(op.stage, stages, |stage| stage < inputs.stage_buffers) {
             return Err(broken(op, "activations that go to the host pass through a staging buffer"));
         }
+        let moved = moves || matches!(kind, Kind::WriteInput | Kind::ReadInput);
+        let through = train && moved && of.staged.disk_bytes(op.micro_batch) > 0;
+        if !named(op.input_buffer, through, |buffer| buffer < inputs.input_buffers) {
+            return Err(broken(op, "inputs that wait on disk, and no others, pass through a buffer of the host's"));
+        }
         match kind {
             Kind::Forward | Kind::FetchActivation => {
                 staged.insert((kind, op.unit, op.micro_batch), op.stage);

@@ -93,7 +93,10 @@ pub(super) fn read_rule(resource: Resource) -> &'static str {
         Resource::Slab(..) => "a gradient is used only after it has been offloaded",
         Resource::Stage(_) => "activations are in the staging buffer before they are used",
         Resource::StateBuffer(_) => "state is fetched before it is updated, and updated before it is written back",
-        Resource::Area(..) => "activations are on the host before they are fetched",
+        Resource::Area(..) => "activations are on the host, or on disk, before they are fetched or read",
+        Resource::InputBuffer(_) => {
+            "inputs are copied to the host before they are written, and read before they are fetched"
+        }
         Resource::Sums(..) => "the norm is taken after all gradients have been offloaded",
         Resource::Store(_) => "an update follows the sum over passes",
         Resource::Loss => "nothing is updated before the loss is known to be finite",
@@ -114,7 +117,10 @@ pub(super) fn write_rule(resource: Resource) -> &'static str {
         Resource::Slab(..) => "a slab is not used again before its gradient has been consumed",
         Resource::Stage(_) => "a staging buffer is not used again before it has been emptied",
         Resource::StateBuffer(_) => "a state buffer is not used again before its state has been written back",
-        Resource::Area(..) => "activations on the host are not overwritten before they have been fetched",
+        Resource::Area(..) => {
+            "activations on the host, or on disk, are not overwritten before they have been fetched or read"
+        }
+        Resource::InputBuffer(_) => "a buffer is not used again before its input has been written to disk, or fetched",
         Resource::Sums(..) => "norm sums are not overwritten before the clip decision",
         Resource::Store(_) => "the store is not overwritten before the update",
         Resource::Count(_) => COUNTED,

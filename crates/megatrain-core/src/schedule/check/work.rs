@@ -120,6 +120,8 @@ const fn by_micro_batch(kind: Kind) -> bool {
             | Kind::EmbedBackward
             | Kind::OffloadActivation
             | Kind::FetchActivation
+            | Kind::WriteInput
+            | Kind::ReadInput
     )
 }
 
@@ -148,6 +150,8 @@ pub(super) fn check_lanes(inputs: &ScheduleInputs, schedule: &Schedule) -> Resul
             Kind::ReadState => (Lane::StateRead, "state on disk is read on the lane that reads it"),
             Kind::ReadWeights => (Lane::StateRead, "weights on disk are read on the lane that reads state"),
             Kind::WriteState => (Lane::StateWrite, "state on disk is written on the lane that writes it"),
+            Kind::ReadInput => (Lane::StateRead, "inputs on disk are read on the lane that reads state"),
+            Kind::WriteInput => (Lane::StateWrite, "inputs on disk are written on the lane that writes state"),
         };
         if op.lane != lane {
             return Err(broken(op, rule));
@@ -157,7 +161,7 @@ pub(super) fn check_lanes(inputs: &ScheduleInputs, schedule: &Schedule) -> Resul
 }
 
 /// Each micro-batch is computed unit by unit, forward and then back, and those of a unit are computed in order; what is
-/// staged is offloaded and fetched once for each.
+/// staged is offloaded and fetched once for each, and what of that waits on disk is written and read once.
 pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) -> Result<()> {
     let (head, micro_batches) = (inputs.head(), schedule.shape.micro_batches);
     let train = schedule.shape.pass == Pass::Train;
@@ -165,8 +169,13 @@ pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) 
     let mut found: HashMap<(Kind, u32), u32> = HashMap::new();
     for op in schedule.ops.iter().filter(|op| by_micro_batch(op.kind)) {
         let expected = next.entry((op.kind, op.unit)).or_insert(0);
-        let moves = matches!(op.kind, Kind::OffloadActivation | Kind::FetchActivation);
-        while moves && *expected < micro_batches && inputs.unit(op.unit).staged.bytes(*expected) == 0 {
+        let staged = &inputs.unit(op.unit).staged;
+        let concerned = |micro_batch: u32| match op.kind {
+            Kind::OffloadActivation | Kind::FetchActivation => staged.bytes(micro_batch) > 0,
+            Kind::WriteInput | Kind::ReadInput => staged.disk_bytes(micro_batch) > 0,
+            _ => true,
+        };
+        while *expected < micro_batches && !concerned(*expected) {
             *expected += 1;
         }
         if op.micro_batch != *expected {
@@ -194,6 +203,10 @@ pub(super) fn check_compute_order(inputs: &ScheduleInputs, schedule: &Schedule) 
         let staged = (0..backward).filter(leaves).count() as u32;
         times(Kind::OffloadActivation, unit, staged)?;
         times(Kind::FetchActivation, unit, staged)?;
+        let goes = |&micro_batch: &u32| inputs.unit(unit).staged.disk_bytes(micro_batch) > 0;
+        let on_disk = (0..backward).filter(goes).count() as u32;
+        times(Kind::WriteInput, unit, on_disk)?;
+        times(Kind::ReadInput, unit, on_disk)?;
     }
     if let Some((&(kind, unit), &found)) = found.iter().min_by_key(|(key, _)| **key) {
         let what = format!("{kind:?} of unit {unit}");

@@ -24,7 +24,7 @@ pub enum StateIo {
     Threads,
 }
 
-/// Where state whose home is a disk is kept.
+/// Where state whose home is a disk is kept, and layer inputs that wait there.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StateFiles {
@@ -58,7 +58,7 @@ impl BlockFiles {
             StateIo::Auto if known => match Rings::new(&files) {
                 Ok(rings) => (Some(rings), Vec::new()),
                 Err(error) => {
-                    let note = format!("io_uring cannot be used ({error}); threads read and write state on disk");
+                    let note = format!("io_uring cannot be used ({error}); threads read and write what is on disk");
                     (None, vec![note])
                 }
             },
@@ -67,17 +67,17 @@ impl BlockFiles {
         Self { files, rings, notes, _folders: Vec::new() }
     }
 
-    /// Makes one file in a folder of its own below each path. They have no names any more when this returns, and go when
-    /// they are closed.
+    /// Makes one file, called `name`, in a folder of its own below each path. They have no names any more when this returns,
+    /// and go when they are closed.
     ///
     /// # Errors
     /// [`Error::NoStateFolder`], [`Error::StateFolder`].
-    pub fn open(disk: &Arc<dyn Disk>, wanted: &StateFiles) -> Result<Self> {
+    pub fn open(disk: &Arc<dyn Disk>, wanted: &StateFiles, name: &str) -> Result<Self> {
         if wanted.paths.is_empty() {
             return Err(Error::NoStateFolder);
         }
         let folders = wanted.paths.iter().map(|path| Folder::create(disk, path)).collect::<Result<Vec<_>>>()?;
-        let file = |folder: &Folder| unnamed(disk.as_ref(), &folder.path().join("state"));
+        let file = |folder: &Folder| unnamed(disk.as_ref(), &folder.path().join(name));
         let files = folders.iter().map(file).collect::<Result<Vec<_>>>()?;
         Ok(Self { _folders: folders, ..Self::new(files, wanted.io) })
     }
@@ -113,7 +113,7 @@ impl BlockFiles {
         })?;
         if !reserved {
             self.notes.push(format!(
-                "{}: its file system cannot reserve the {bytes} bytes that state on disk needs there; should others fill the \
+                "{}: its file system cannot reserve the {bytes} bytes that the plan needs there; should others fill the \
                  disk, training ends",
                 file.path().display()
             ));

@@ -30,7 +30,7 @@ pub struct StateRates {
 /// As for [`BlockFiles::open`], and [`Error::StateFilesFull`] and [`Error::StateFolder`].
 pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<StateRates> {
     let disk: Arc<dyn Disk> = Arc::new(RealDisk);
-    let mut files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto })?;
+    let mut files = BlockFiles::open(&disk, &StateFiles { paths, io: StateIo::Auto }, "state")?;
     let count = files.count();
     let blocks = usize::try_from(bytes).unwrap_or(usize::MAX) / BLOCK_BYTES;
     // As many transfers for reading as for writing, each of whole transfers.

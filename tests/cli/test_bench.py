@@ -26,6 +26,7 @@ def architecture(tmp_path: Path) -> str:
         ["--update", "immediate", "--keep", "0", "--slots", "2"],
         ["--set", "loss_chunk=16", "--host-memory", "1GiB"],
         ["--precision", "bf16", "--matmul", "fp8"],
+        ["--set", "train.moments=8bit", "--set", "plan.slots=2", "--set", "memory.nvme={path: ., size: 1GiB}"],
         ["--micro-batch", "2", "--set", "group=1", "--set", "activation=offload", "--set", "inputs=host"],
     ],
 )
@@ -88,6 +89,8 @@ def test_a_trace_of_one_more_step_opens_in_perfetto(
         (["--model", "tiny", "--set", "group=3"], "plan.group must be between 1 and micro_batches = 1, not 3"),
         (["--model", "tiny", "--set", "activation=stay"], "plan.activation"),
         (["--model", "tiny", "--set", "compile=true"], "plan.compile is for CUDA"),
+        (["--model", "tiny", "--set", "train.momentz=8bit"], "did you mean train.moments?"),
+        (["--model", "tiny", "--set", "data.path=x"], "sections train, memory and plan, not 'data'"),
         (["--model", "tiny", "--gpu-memory", "plenty"], "memory.gpu"),
         (["--model", "tiny", "--host-memory", "1MiB"], "does not fit"),
         (["--model", "tiny", "--micro-batch", "9"], "plan.micro_batch"),

@@ -18,12 +18,17 @@ CARD = H100 | {"host": {"memory": "128GiB", "cpus": 16}, "gpu": H100["gpu"] | {"
 
 
 def run_plan(
-    model: str, rows: int, free: int | None = None, saved: dict[str, Any] | None = None, **sections: dict[str, Any]
+    model: str,
+    rows: int,
+    free: int | None = None,
+    saved: dict[str, Any] | None = None,
+    card: dict[str, Any] = CARD,
+    **sections: dict[str, Any],
 ) -> planner.RunPlan:
     """A step of `rows` by 1,024 tokens on the card, of which `free` bytes are free."""
     document = {"model": {"config": SHAPES[model].config()}, "data": {"seq_len": 1024}, "device": "cuda"}
     train = {"batch_size": rows, "steps": 1} | sections.pop("train", {})
-    card = CARD | {"rates": CARD["rates"] | sections.pop("rates", {})}
+    card = card | {"rates": card["rates"] | sections.pop("rates", {})}
     config, described = Config.of(document | {"train": train} | sections), descriptions.from_description(card, "card")
     decoder = prepare_model(config, described, plan_only=True).decoder
     if free is not None:
@@ -58,7 +63,7 @@ def counts(found: planner.RunPlan) -> tuple[int, int, int]:
     return sum(u["state"] == "device" for u in units), kept, sum(u["input"] == "host" for u in units)
 
 
-def test_on_a_card_the_faster_of_8192_and_32768_tokens_are_computed_at_a_time() -> None:
+def test_on_a_card_the_fastest_of_8192_16384_and_32768_tokens_are_computed_at_a_time() -> None:
     small = run_plan("qwen2.5-3b", 32, memory={"gpu": "12GiB"})
     assert (small.micro_batch, small.micro_batches) == ((8, 1024), 4), "less work in progress leaves room for state"
     long = run_plan("qwen2.5-3b", 128, memory={"gpu": "12GiB"}, plan={"micro_batch": 32, "group": 4})
@@ -69,6 +74,8 @@ def test_on_a_card_the_faster_of_8192_and_32768_tokens_are_computed_at_a_time() 
     whole = run_plan("qwen2.5-3b", 32)
     assert slow.micro_batch == whole.micro_batch == (8, 1024), "measured rates do not change the split"
     assert (whole.plan["group"], counts(whole)[1]) == (1, 36), "every activation of one micro-batch is kept"
+    larger = run_plan("qwen2.5-3b", 32, card=CARD | {"gpu": CARD["gpu"] | {"name": "NVIDIA H200", "memory": "139GiB"}})
+    assert (larger.micro_batch, counts(larger)[:2]) == ((16, 1024), (38, 36)), "all state is on the card either way"
 
 
 def test_what_happens_to_be_free_on_the_card_changes_placement_and_never_the_split() -> None:

@@ -173,7 +173,7 @@ impl Spill {
     /// at multiples of 2,048 elements. `weights`: whose weights are here too. All state is zero.
     ///
     /// # Errors
-    /// [`Error::StateFilesFull`] and [`Error::StateFolder`].
+    /// [`Error::StateFilesFull`](crate::error::Error::StateFilesFull) and [`Error::StateFolder`](crate::error::Error::StateFolder).
     pub fn new(
         mut files: BlockFiles,
         layouts: &[UnitLayout],
@@ -250,7 +250,7 @@ impl Spill {
     /// Reads a part, with its weights where they are here, into the beginning of `buffer`, or writes it from there.
     ///
     /// # Errors
-    /// [`Error::StateFile`], [`Error::StateFileShort`], [`Error::StateDamaged`].
+    /// [`Error::StateFile`](crate::error::Error::StateFile), [`Error::StateFileShort`](crate::error::Error::StateFileShort), [`Error::StateDamaged`](crate::error::Error::StateDamaged).
     pub fn transfer(&self, direction: Direction, unit: usize, part: usize, buffer: &HostSpan) -> Result<()> {
         let extents = [Extent::State(part), Extent::Weights(part)];
         self.transfer_extents(direction, unit, extents.into_iter(), buffer)

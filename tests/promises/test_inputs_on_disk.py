@@ -2,23 +2,16 @@
 scratch, of which nothing is left."""
 
 import itertools
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from megatrain import Engine, Trainer
+from megatrain import Engine
 from megatrain.errors import ConfigError, EngineBroken, StorageError
-from megatrain.training.run_dir import read_metrics
 from support.resume import batches, same, started, state
-from support.runs import last_step, settings
 
 LAYERS = 3
 """Of the model, between embedding and head."""
@@ -142,44 +135,3 @@ def test_inputs_that_cannot_be_on_disk_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         started("bf16", False, memory={"gpu": "1GiB", "host": "1GiB", **memory}, plan=plan)
-
-
-@pytest.fixture
-def run_settings(tmp_path: Path) -> dict[str, Any]:
-    for name in ("fast", "faster"):
-        (tmp_path / name).mkdir()
-    paths = [str(tmp_path / "fast"), str(tmp_path / "faster")]
-    return settings(
-        tmp_path,
-        train={"steps": 30},
-        memory={"nvme": {"path": paths, "size": "64MiB"}},
-        plan={"micro_batch": 2, "activation": "recompute", "inputs_on_disk": 2},
-        output={"dir": str(tmp_path / "run"), "export": "never", "save_every": 3},
-    )
-
-
-def test_a_killed_run_with_inputs_on_disk_leaves_none_and_goes_on_as_if_it_had_never_stopped(
-    tmp_path: Path, run_settings: dict[str, Any]
-) -> None:
-    straight = json.loads(json.dumps(run_settings))
-    del straight["memory"], straight["plan"]["inputs_on_disk"]
-    straight["output"]["dir"] = str(tmp_path / "straight")
-    Trainer(straight).fit()
-    (tmp_path / "config.json").write_text(json.dumps(run_settings))
-    command = [sys.executable, "-m", "megatrain", "train", "config.json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while last_step(tmp_path / "run") < 5 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    for name in ("fast", "faster"):
-        left = [file.name for file in (tmp_path / name).rglob("*") if file.is_file()]
-        assert left == ["lock"], "a killed process leaves no inputs behind"
-    Trainer(run_settings).fit()
-
-    def course(run: str) -> list[tuple[int, float, float]]:
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / run)]
-
-    assert course("run") == course("straight")
-    for name in ("fast", "faster"):
-        assert list((tmp_path / name).iterdir()) == []

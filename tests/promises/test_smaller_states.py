@@ -1,11 +1,8 @@
 """Smaller optimizer states: the same bits under any plan and after a resume, and losses near those over fp32 state."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,9 @@ from megatrain import Engine, Trainer
 from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.errors import CheckpointError, ConfigError
-from megatrain.training.run_dir import read_metrics
 from megatrain.weights.state_format import StateFormat
 from support.resume import batches, same, started, state
-from support.runs import last_step, settings
+from support.runs import course, killed_after, settings
 
 STATES: dict[str, dict[str, Any]] = {
     "bf16 moments, fp32 weights": {"precision": "fp32", "moments": "bf16"},
@@ -149,30 +145,14 @@ def test_a_killed_run_over_smaller_states_goes_on_as_if_it_had_never_stopped(tmp
             output={"dir": str(tmp_path / name), "export": "never", "save_every": 3},
         )
 
-    (tmp_path / "config.json").write_text(json.dumps(asked("run")))
+    killed_after(5, asked("run"), tmp_path)
     command = [sys.executable, "-m", "megatrain", "train", "config.json"]
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:
-        while last_step(tmp_path / "run") < 5 and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
     again = subprocess.run(
         command, cwd=tmp_path, check=False, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert again.returncode == 0, again.stderr
     assert "resum" in again.stdout + again.stderr
     Trainer(asked("straight")).fit()
-
-    def course(run: str) -> list[tuple[int, float, float]]:
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / run)]
-
-    assert course("run") == course("straight")
+    assert course(tmp_path / "run") == course(tmp_path / "straight")
     last = [Checkpoint.open(tmp_path / run / "checkpoints" / "step-30") for run in ("run", "straight")]
     assert last[0].state_format() == StateFormat("8bit", "24bit")

@@ -1,13 +1,8 @@
 """Optimizer state, and weights, whose home is a disk (`memory.nvme`): bit-equal to a run in memory, through resume
-and kill."""
+and kill. (Runs with layer inputs on disk are killed here too.)"""
 
 import itertools
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +12,9 @@ from megatrain import Engine, Trainer
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.system import hardware
-from megatrain.training.run_dir import read_metrics
 from support.fake_core import llama
 from support.resume import batches, same, started, state
-from support.runs import last_step, settings
+from support.runs import course, killed_after, settings
 
 UNITS = 5
 """Of the model: embedding, three layers, head."""
@@ -286,42 +280,29 @@ def test_what_cannot_be_a_place_for_state_is_refused_by_name(
         started("bf16", False, memory={"gpu": "1GiB", "host": "1GiB", **memory}, plan=plan)
 
 
-@pytest.fixture
-def run_settings(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "fast").mkdir()
-    (tmp_path / "faster").mkdir()
-    paths = [str(tmp_path / "fast"), str(tmp_path / "faster")]
-    return settings(
-        tmp_path,
-        train={"steps": 30},
-        memory={"nvme": {"path": paths, "size": "64MiB"}},
-        plan={"micro_batch": 2, "state_on_disk": 3, "weights_on_disk": 2, "parts": 2},
-        output={"dir": str(tmp_path / "run"), "export": "never", "save_every": 3},
-    )
-
-
-def test_a_killed_run_with_state_on_disk_goes_on_as_if_it_had_never_stopped(
-    tmp_path: Path, run_settings: dict[str, Any]
+@pytest.mark.parametrize(
+    "plan",
+    [{"state_on_disk": 3, "weights_on_disk": 2, "parts": 2}, {"activation": "recompute", "inputs_on_disk": 2}],
+    ids=["state and weights", "inputs"],
+)
+def test_a_killed_run_leaves_nothing_on_disk_and_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, plan: dict[str, Any]
 ) -> None:
-    straight = json.loads(json.dumps(run_settings))
-    del straight["memory"], straight["plan"]["state_on_disk"], straight["plan"]["weights_on_disk"]
-    straight["output"]["dir"] = str(tmp_path / "straight")
-    Trainer(straight).fit()
-    (tmp_path / "config.json").write_text(json.dumps(run_settings))
-    command = [sys.executable, "-m", "megatrain", "train", "config.json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while last_step(tmp_path / "run") < 5 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    for name in ("fast", "faster"):
-        left = [file.name for file in (tmp_path / name).rglob("*") if file.is_file()]
-        assert left == ["lock"], "a killed process leaves no state behind"
-    Trainer(run_settings).fit()
+    drives = [tmp_path / "fast", tmp_path / "faster"]
+    for drive in drives:
+        drive.mkdir()
 
-    def course(run: str) -> list[tuple[int, float, float]]:
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / run)]
+    def asked(run: str, **sections: Any) -> dict[str, Any]:
+        output = {"dir": str(tmp_path / run), "export": "never", "save_every": 3}
+        return settings(tmp_path, train={"steps": 30}, output=output, **sections)
 
-    assert course("run") == course("straight")
-    for name in ("fast", "faster"):
-        assert list((tmp_path / name).iterdir()) == []
+    nvme = {"nvme": {"path": [str(drive) for drive in drives], "size": "64MiB"}}
+    on_disk = asked("run", memory=nvme, plan=plan)
+    killed_after(5, on_disk, tmp_path)
+    for drive in drives:
+        assert [file.name for file in drive.rglob("*") if file.is_file()] == ["lock"]
+    Trainer(on_disk).fit()
+    Trainer(asked("straight", plan={key: plan[key] for key in plan if not key.endswith("_on_disk")})).fit()
+    assert course(tmp_path / "run") == course(tmp_path / "straight")
+    for drive in drives:
+        assert list(drive.iterdir()) == []

@@ -14,7 +14,9 @@ from megatrain.integrations import TrainerMixin
 LOSS = 1e-6
 """Largest relative difference of a logged loss."""
 WEIGHTS = 1e-5
-"""Largest ‖a−b‖/‖b‖ of a weight after 20 steps."""
+"""Largest ‖a−b‖/‖b‖ of a weight after 20 steps with a learning rate of `RATE`, and in proportion with a higher one:
+where a gradient cancels to nearly nothing, what is left is rounding, and AdamW's step is as long as the rate all the same."""
+RATE = 1e-3
 
 
 class OnEngine(TrainerMixin, Trainer):
@@ -52,7 +54,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "max_steps": 20,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
+        "learning_rate": RATE,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "warmup_steps": 3,
@@ -101,7 +103,7 @@ def assert_equal_runs(ours: Any, stock: Any) -> None:
     for key in sorted({k for e in stock.state.log_history for k in e if k.endswith("loss")}):
         torch.testing.assert_close(logged(ours, key), logged(stock, key), rtol=LOSS, atol=0)
     torch.testing.assert_close(logged(ours, "grad_norm"), logged(stock, "grad_norm"), rtol=1e-5, atol=0)
-    theirs = trained(stock)
+    theirs, limit = trained(stock), WEIGHTS * max(1.0, stock.args.learning_rate / RATE)
     for name, weight in trained(ours).items():
         error = float((weight - theirs[name]).norm() / theirs[name].norm())
-        assert error < WEIGHTS, (name, error)
+        assert error < limit, (name, error)

@@ -1,6 +1,11 @@
 """A run small enough for a test: two layers, a tokenizer of 300 tokens, a few dozen rows of text."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +61,26 @@ def settings(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
     return base
+
+
+def course(run: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and norm of the gradient of each step of a run."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]
+
+
+def killed_after(step: int, asked: dict[str, Any], folder: Path) -> None:
+    """A run in a process of its own, in `folder`, that is killed as soon as its metrics hold a step."""
+    (folder / "config.json").write_text(json.dumps(asked))
+    command = [sys.executable, "-m", "megatrain", "train", "config.json"]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        while last_step(Path(asked["output"]["dir"])) < step and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL

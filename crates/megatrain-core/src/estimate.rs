@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::layout::Role;
+use crate::layout::{Role, UnitLayout};
 use crate::plan::{Activation, Forecast, Groups, Placement, Plan, Rates, Request, Staged, UnitRole, UpdateMode};
 use crate::schedule::progress::{Id, Progress};
 use crate::schedule::{Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape};
@@ -58,12 +58,18 @@ pub struct Estimate {
 /// # Errors
 /// As for [`Schedule::new`].
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
-    simulate(request, plan, rates, plan.micro_batches)
+    simulate(request, request.layouts()?, plan, rates, plan.micro_batches)
 }
 
 /// As [`estimate`], of a plan whose micro-batches stand for `micro_batches`.
-fn simulate(request: &Request, plan: &Plan, rates: &Rates, micro_batches: u32) -> Result<Estimate> {
-    let placement = Placement::new(request, plan)?;
+fn simulate(
+    request: &Request,
+    layouts: Arc<[UnitLayout]>,
+    plan: &Plan,
+    rates: &Rates,
+    micro_batches: u32,
+) -> Result<Estimate> {
+    let placement = Placement::with_layouts(request, plan, layouts)?;
     let inputs = ScheduleInputs::from_placement(request, plan, &placement);
     let shape = Shape::new(Pass::Train, plan.micro_batches);
     let (first, steady) = Schedule::steady(&inputs, shape)?;
@@ -86,12 +92,13 @@ pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     if plan.units.len() != request.units.len() {
         plan.matches(request)?;
     }
+    let layouts = request.layouts()?;
     let request = &*captured(request, plan);
-    let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, plan)?;
+    let Estimate { step_s: expected_step_s, lanes: expected_lanes, .. } = expected(request, layouts.clone(), plan)?;
     let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
     let Estimate { step_s, lanes, bound, disk_read, disk_written, .. } =
-        simulate(&request, &plan, &request.rates, micro_batches)?;
+        simulate(&request, layouts, &plan, &request.rates, micro_batches)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes, disk_read, disk_written })
 }
 
@@ -120,16 +127,16 @@ pub(crate) fn allowance(device_updates: bool, stages: bool) -> f64 {
 }
 
 /// Seconds to expect of a step. Plans are compared by this number.
-pub(crate) fn expected_step_s(request: &Request, plan: &Plan) -> Result<f64> {
-    Ok(expected(request, plan)?.step_s)
+pub(crate) fn expected_step_s(request: &Request, layouts: &Arc<[UnitLayout]>, plan: &Plan) -> Result<f64> {
+    Ok(expected(request, Arc::clone(layouts), plan)?.step_s)
 }
 
 /// A step simulated at the rates that a whole step sustains, its time with an allowance for what that leaves out.
-fn expected(request: &Request, plan: &Plan) -> Result<Estimate> {
+fn expected(request: &Request, layouts: Arc<[UnitLayout]>, plan: &Plan) -> Result<Estimate> {
     let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
     let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
-    let found = simulate(&request, &plan, &request.sustained_rates(), micro_batches)?;
+    let found = simulate(&request, layouts, &plan, &request.sustained_rates(), micro_batches)?;
     Ok(Estimate { step_s: found.step_s * allowance, ..found })
 }
 

@@ -1,5 +1,6 @@
 //! The place of everything: the one computation of sizes and offsets that plan, schedule and engine share.
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::{Plan, Totals};
 use crate::error::Item;
@@ -123,7 +124,7 @@ pub struct Part {
 #[non_exhaustive]
 pub struct Placement {
     /// The units' layouts.
-    pub layouts: Vec<UnitLayout>,
+    pub layouts: Arc<[UnitLayout]>,
     /// The parts of each unit, in order; one, but of a large embedding or head whose work between two steps would
     /// otherwise be the sum of offload, update and sending.
     pub parts: Vec<Vec<Part>>,

@@ -1,5 +1,6 @@
 //! What a plan is made from.
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -466,11 +467,11 @@ impl Request {
         self.units.len().saturating_sub(2)
     }
 
-    /// The layouts of all units.
+    /// The layouts of all units; they follow from the units, their precision and the format of state alone.
     ///
     /// # Errors
     /// As [`UnitLayout::new`].
-    pub fn layouts(&self) -> Result<Vec<UnitLayout>> {
+    pub fn layouts(&self) -> Result<Arc<[UnitLayout]>> {
         let layout = |u: &UnitRequest| UnitLayout::new(u.name.as_str(), u.tensors.clone(), self.precision);
         self.units.iter().map(|u| Ok(layout(u)?.with_state(self.state))).collect()
     }

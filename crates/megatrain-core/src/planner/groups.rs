@@ -22,11 +22,11 @@ const ALIKE: f64 = 1.0005;
 /// As for [`search::fastest`], of all micro-batches in one group.
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
-    let mut refusal = None;
+    let (layouts, mut refusal) = (request.layouts()?, None);
     // Whoever asks for a size asks for equal groups.
     let compare_first = request.requests.group.is_none() && request.requests.first_group.is_none();
     for asked in in_groups(request) {
-        let plan = match search::fastest(&asked, compare_first) {
+        let plan = match search::fastest(&asked, &layouts, compare_first) {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
                 refusal.get_or_insert(error);
@@ -34,7 +34,7 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
             }
             Err(error) => return Err(error),
         };
-        let seconds = expected_step_s(&asked, &plan)?;
+        let seconds = expected_step_s(&asked, &layouts, &plan)?;
         found.push((plan, seconds));
     }
     let fewest = found.iter().map(|(plan, _)| traffic(request, plan)).min().unwrap_or(0);
@@ -53,8 +53,9 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
 /// # Errors
 /// As for [`search::fits`].
 pub(super) fn any_fits(request: &Request) -> Result<bool> {
+    let layouts = request.layouts()?;
     for asked in in_groups(request) {
-        if search::fits(&asked)? {
+        if search::fits(&asked, &layouts)? {
             return Ok(true);
         }
     }

@@ -3,7 +3,6 @@ use std::ops::Range;
 
 use super::point::{DISK_BUFFERS, INPUT_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, evenly};
 use super::space::{Space, total};
-use crate::error::Result;
 use crate::layout::UnitLayout;
 use crate::plan::{Groups, TRANSFER_WINDOW, disk_cuts, part_bytes};
 use crate::store::spill::weights_bytes;
@@ -22,7 +21,9 @@ pub(super) struct OnDisk {
     /// Host bytes that are no longer needed, and those of the buffers that are.
     pub(super) freed: u64,
     pub(super) buffers: u64,
-    /// Of these, what is read and what is written at least.
+    /// The most host bytes that this choice spares, or one with less traffic.
+    pub(super) most_spared: u64,
+    /// Of the traffic, what is read and what is written at least.
     pub(super) read: u64,
     pub(super) written: u64,
 }
@@ -88,12 +89,11 @@ impl FirstOnDisk {
 impl Space<'_> {
     /// With the first `state` units' state on the device: what it takes to have none, one, two, … of the others' on disk, with
     /// the weights of none, one, two, … of them; ascending in both.
-    pub(super) fn on_disk(&self, state: usize) -> Result<Vec<OnDisk>> {
-        let layouts = self.request.layouts()?;
+    pub(super) fn on_disk(&self, state: usize) -> Vec<OnDisk> {
         let mut sums = vec![FirstOnDisk::default()];
         for unit in disk_order(self.request, state) {
             let last = sums[sums.len() - 1];
-            sums.push(last.and(&layouts[unit], &disk_cuts(self.request, &layouts[unit])));
+            sums.push(last.and(&self.layouts[unit], &disk_cuts(self.request, &self.layouts[unit])));
         }
         let all = sums.len() - 1;
         let mut found = Vec::new();
@@ -101,7 +101,7 @@ impl Space<'_> {
             let weights = self.weights_beside(count, all);
             found.extend(weights.map(|weights| self.with_disk(&sums, count, weights, state)));
         }
-        Ok(found)
+        found
     }
 
     /// How many of `count` units with their state on disk may have their weights there too, where `all` could have their state
@@ -140,6 +140,7 @@ impl Space<'_> {
             ),
             freed: of_state.freed.saturating_add(of_weights.images),
             buffers: total(buffers),
+            most_spared: 0,
             // Weights are read at least once to be sent.
             read: updated.saturating_add(of_weights.images),
             written: updated,

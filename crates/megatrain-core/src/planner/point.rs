@@ -1,6 +1,8 @@
 //! One point of the space, and the plan that it stands for.
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
-use crate::layout::Role;
+use crate::layout::{Role, UnitLayout};
 use crate::plan::{
     Activation, Forecast, Groups, Place, Placement, Plan, Request, Staged, State, Totals, UnitPlan, UpdateMode,
 };
@@ -47,7 +49,7 @@ impl Point {
     ///
     /// # Errors
     /// As for [`Placement::new`].
-    pub(super) fn plan(&self, request: &Request) -> Result<(Plan, Placement)> {
+    pub(super) fn plan(&self, request: &Request, layouts: &Arc<[UnitLayout]>) -> Result<(Plan, Placement)> {
         let layers = request.num_layers();
         let on_device: Vec<usize> = state_order(request).take(self.state).collect();
         let on_disk: Vec<usize> = disk_order(request, self.state).take(self.on_disk).collect();
@@ -120,7 +122,7 @@ impl Point {
         plan.stage_bytes = staged.iter().map(Staged::largest).max().unwrap_or(0);
         plan.input_buffers = if staged.iter().any(|staged| staged.on_disk() > 0) { INPUT_BUFFERS } else { 0 };
         plan.stage_buffers = if plan.stage_bytes > 0 { self.stage_buffers } else { 0 };
-        let placement = Placement::new(request, &plan)?;
+        let placement = Placement::with_layouts(request, &plan, Arc::clone(layouts))?;
         plan.items = placement.items().to_vec();
         plan.totals = placement.totals();
         Ok((plan, placement))

@@ -2,12 +2,14 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::Arc;
 
 use super::on_disk::{InputsOnDisk, OnDisk};
 use super::point::{Point, disk_order};
-use super::space::{Candidate, Space};
+use super::space::{Candidate, Space, total};
 use crate::error::{Error, Result, Tier};
 use crate::estimate::{expected_step_s, simulated_micro_batches};
+use crate::layout::UnitLayout;
 use crate::plan::{Budget, Groups, Place, Plan, Request, UpdateMode};
 
 /// Operations simulated to compare candidates, at most: about half a second.
@@ -28,8 +30,8 @@ const ALIKE: f64 = 1.0005;
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] or [`Error::SharedMemory`] with the sum of the candidate that exceeds its budget by least.
-pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<Plan> {
-    let space = Space::new(request)?;
+pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_first_groups: bool) -> Result<Plan> {
+    let space = Space::new(request, layouts);
     let all = space.candidates()?;
     let asked = asked(request);
     let mut fitting = if asked { Vec::new() } else { fitting_in_memory(request, &all) };
@@ -37,7 +39,7 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
         let on_disk = OnDiskChoices::new(request, &space, &all)?;
         fitting = fitting_with_disk(request, &space, &all, &on_disk);
         if fitting.is_empty() {
-            return Err(refusal(request, &all, &on_disk));
+            return Err(refusal(request, layouts, &all, &on_disk));
         }
     }
     let group = request.requests.group.unwrap_or(request.micro_batches);
@@ -47,12 +49,12 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
     let in_memory = |point: &Point| point.on_disk == 0 && point.inputs_on_disk == 0;
     let points: Vec<Point> = fitting.iter().map(|found| found.0).filter(in_memory).collect();
     let simulated = simulated_micro_batches(request.micro_batches, Groups::new(0, group));
-    let mut best = shortest(request, fitting, most(simulated), None)?;
+    let mut best = shortest(request, layouts, fitting, most(simulated), None)?;
     if compare_first_groups || request.requests.first_group.is_some() {
         let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
         let all =
             space.with_first_groups(&points, seconds / if compare_first_groups { WORTH_UNEQUAL } else { ALIKE })?;
-        best = shortest(request, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
+        best = shortest(request, layouts, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {
@@ -62,8 +64,8 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
         let most = points.iter().filter(alike).map(|other| other.slots).max().filter(|&most| most > point.slots);
         for slots in std::iter::once(point.slots).chain(most) {
             for slabs in 1..point.slabs.min(FEW_SLABS + 1) {
-                let (plan, _) = Point { slots, slabs, ..point }.plan(request)?;
-                let found = expected_step_s(request, &plan)?;
+                let (plan, _) = Point { slots, slabs, ..point }.plan(request, layouts)?;
+                let found = expected_step_s(request, layouts, &plan)?;
                 if found < seconds {
                     (best, seconds) = (plan, found);
                 }
@@ -76,6 +78,7 @@ pub(super) fn fastest(request: &Request, compare_first_groups: bool) -> Result<P
 /// The point with the shortest simulated step, of as many as `most` that may have it, or `best`: its plan, seconds and itself.
 fn shortest(
     request: &Request,
+    layouts: &Arc<[UnitLayout]>,
     mut fitting: Vec<(Point, f64)>,
     most: usize,
     mut best: Option<(Plan, f64, Point)>,
@@ -88,8 +91,8 @@ fn shortest(
         if best.as_ref().is_some_and(|(_, seconds, _)| least_s * ALIKE >= *seconds) {
             break;
         }
-        let (plan, _) = point.plan(request)?;
-        let seconds = expected_step_s(request, &plan)?;
+        let (plan, _) = point.plan(request, layouts)?;
+        let seconds = expected_step_s(request, layouts, &plan)?;
         if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
             best = Some((plan, seconds, point));
         }
@@ -102,8 +105,8 @@ fn shortest(
 /// # Errors
 /// [`Error::TooFewUnitsForDisk`] and [`Error::TooFewInputsForDisk`] where a number of units on disk was asked for that no
 /// candidate leaves.
-pub(super) fn fits(request: &Request) -> Result<bool> {
-    let space = Space::new(request)?;
+pub(super) fn fits(request: &Request, layouts: &Arc<[UnitLayout]>) -> Result<bool> {
+    let space = Space::new(request, layouts);
     let all = space.smallest_candidates()?;
     if all.is_empty() {
         return Ok(false);
@@ -137,18 +140,16 @@ fn fitting_with_disk(
     choices: &OnDiskChoices,
 ) -> Vec<(Point, f64)> {
     let (mut found, mut fewest) = (Vec::new(), u64::MAX);
-    for candidate in all {
+    for candidate in all.iter().filter(|candidate| candidate.device <= request.budget.device) {
         let of_state = choices.of(candidate);
-        // The most host bytes that state on disk may free: what that does not help need not be tried with each of them.
-        let most = of_state.iter().map(|on_disk| on_disk.freed.saturating_sub(on_disk.buffers)).max().unwrap_or(0);
         for inputs in choices.inputs_of(candidate) {
-            let on_host = with_inputs(candidate.host, inputs).saturating_sub(most);
-            if inputs.traffic() > fewest || on_host > request.budget.host {
-                continue;
+            if inputs.traffic() > fewest {
+                break;
             }
-            for on_disk in of_state {
+            let beyond = host_bytes(candidate, inputs, request).saturating_sub(request.budget.host);
+            for on_disk in &of_state[of_state.partition_point(|on_disk| on_disk.most_spared < beyond)..] {
                 let traffic = on_disk.traffic.saturating_add(inputs.traffic());
-                if traffic > fewest {
+                if traffic > fewest || on_disk.disk.saturating_add(inputs.disk) > request.budget.disk {
                     break;
                 }
                 if let Some(point) = fitted(candidate, on_disk, inputs, request) {
@@ -160,6 +161,13 @@ fn fitting_with_disk(
         }
     }
     found.into_iter().filter(|found| found.2 == fewest).map(|(point, least_s, _)| (point, least_s)).collect()
+}
+
+/// What a candidate takes of the host at least, with all state there and these inputs on disk.
+fn host_bytes(candidate: &Candidate, inputs: &InputsOnDisk, request: &Request) -> u64 {
+    let device = if request.shared_memory { candidate.device } else { 0 };
+    let slabs = if request.update == UpdateMode::Immediate { request.requests.slabs.unwrap_or(1) } else { 0 };
+    total([with_inputs(candidate.host, inputs), device, candidate.slab.saturating_mul(slabs.into())])
 }
 
 /// Host bytes where some inputs of those that wait there wait on disk.
@@ -190,11 +198,16 @@ impl OnDiskChoices {
             if let Entry::Vacant(place) = choices.entry(state) {
                 let mut found = vec![OnDisk::default()];
                 if asked.is_some() || request.budget.disk > 0 {
-                    found = space.on_disk(state)?;
+                    found = space.on_disk(state);
                 }
                 most = most.max(disk_order(request, state).count());
                 if let Some(asked) = request.requests.state_on_disk {
                     found.retain(|on_disk| on_disk.units == asked as usize);
+                }
+                let mut most_spared = 0;
+                for on_disk in &mut found {
+                    most_spared = on_disk.freed.saturating_sub(on_disk.buffers).max(most_spared);
+                    on_disk.most_spared = most_spared;
                 }
                 place.insert(found);
             }
@@ -244,7 +257,7 @@ impl OnDiskChoices {
         if point.inputs == Place::Host { &self.of_inputs[&(point.keep, point.first_keep)] } else { &self.no_inputs }
     }
 
-    /// Those of a candidate, fewest bytes first; none where its units on the device leave fewer than were asked for.
+    /// Those of a candidate, fewest bytes first, on disk as of a step's traffic; none where its units on the device leave fewer than were asked for.
     /// Layers that are updated on the device have their state on the host.
     fn of(&self, candidate: &Candidate) -> &[OnDisk] {
         let choices = &self.of_state[&candidate.point.state];
@@ -277,7 +290,7 @@ fn fitted(candidate: &Candidate, on_disk: &OnDisk, inputs: &InputsOnDisk, reques
 
 /// The refusal with the sum of the candidate that exceeds the budgets by least. One that exceeds a single budget comes
 /// first: the message names one tier, and with that one enlarged the candidate must fit.
-fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Error {
+fn refusal(request: &Request, layouts: &Arc<[UnitLayout]>, all: &[Candidate], choices: &OnDiskChoices) -> Error {
     let Budget { device: on_device, host: on_host, disk } = request.budget;
     let excess = |(candidate, on_disk, inputs): &(&Candidate, &OnDisk, &InputsOnDisk)| {
         let slabs = u64::from(request.requests.slabs.unwrap_or(1));
@@ -307,7 +320,7 @@ fn refusal(request: &Request, all: &[Candidate], choices: &OnDiskChoices) -> Err
     let (nearest, on_disk, inputs) = pairs.min_by_key(excess).expect("there is always a candidate");
     let (slabs, weights) = (request.requests.slabs.unwrap_or(1), on_disk.weights);
     let point = Point { slabs, on_disk: on_disk.units, weights, inputs_on_disk: inputs.layers, ..nearest.point };
-    let plan = match point.plan(request) {
+    let plan = match point.plan(request, layouts) {
         Ok((plan, _)) => plan,
         Err(error) => return error,
     };

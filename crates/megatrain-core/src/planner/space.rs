@@ -4,10 +4,12 @@
 //! [`crate::planner`].
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::Arc;
 
 use super::point::{Point, hosted_layers};
 use crate::error::Result;
 use crate::estimate::{adding_s, allowance, simulated_micro_batches};
+use crate::layout::UnitLayout;
 use crate::plan::{
     Activation, Auto, Count, DeviceKind, Groups, Place, Placement, Rates, Request, Staged, State, UnitPlan,
     UnitRequest, UpdateMode, largest_torch_lines, torch_lines,
@@ -51,12 +53,16 @@ pub(super) struct Candidate {
 /// Sizes and seconds of a model from which those of every point are sums.
 pub(super) struct Space<'a> {
     pub(super) request: &'a Request,
+    /// Of the request's units.
+    pub(super) layouts: &'a Arc<[UnitLayout]>,
     pub(super) rates: Rates,
     pub(super) group: u32,
     /// By the number of layers that are not kept: the first ones.
     first_layers: Vec<FirstLayers>,
     /// By the number of layers that are kept: bytes that the last ones keep of a micro-batch.
     kept: Vec<u64>,
+    /// Landing places under immediate updates: see [`waiting_slabs`].
+    waiting_slabs: u32,
 }
 
 /// Sums over the first layers of a model, which are those that are not kept.
@@ -104,7 +110,7 @@ struct Base {
 }
 
 impl<'a> Space<'a> {
-    pub(super) fn new(request: &'a Request) -> Result<Self> {
+    pub(super) fn new(request: &'a Request, layouts: &'a Arc<[UnitLayout]>) -> Self {
         let layers = request.num_layers();
         let rates = request.sustained_rates();
         let group = request.requests.group.unwrap_or(request.micro_batches);
@@ -137,7 +143,8 @@ impl<'a> Space<'a> {
         for count in 1..=layers {
             kept.push(request.units[layers + 1 - count].kept_bytes.saturating_add(kept[count - 1]));
         }
-        Ok(Self { request, rates, group, first_layers, kept })
+        let waiting_slabs = waiting_slabs(request, &rates, group);
+        Self { request, layouts, rates, group, first_layers, kept, waiting_slabs }
     }
 
     /// Every point that is compared.
@@ -304,7 +311,7 @@ impl<'a> Space<'a> {
                         first_keep: self.asked_first_keep(keep),
                         inputs,
                         slots: r.slots.unwrap_or(LEAST_SLOTS),
-                        slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
+                        slabs: r.slabs.unwrap_or(self.waiting_slabs),
                         grad_buffers,
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
                         on_disk: 0,
@@ -338,7 +345,7 @@ impl<'a> Space<'a> {
             first_keep: 0,
             inputs: Place::Device,
             slots: 0,
-            slabs: r.slabs.unwrap_or_else(|| self.waiting_slabs()),
+            slabs: r.slabs.unwrap_or(self.waiting_slabs),
             grad_buffers: GRAD_BUFFERS,
             stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
             on_disk: 0,
@@ -358,27 +365,6 @@ impl<'a> Space<'a> {
                 }
             }
         }
-    }
-
-    /// Under immediate updates the gradients that wait when backward ends are all that the host has to do until the
-    /// next backward: as many as a forward takes, or the host idles meanwhile.
-    fn waiting_slabs(&self) -> u32 {
-        let (layers, rates) = (&self.request.units[1..=self.request.num_layers()], &self.rates);
-        let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
-        for unit in layers {
-            let (ahead, back) = (unit.forward_s(rates), unit.backward_s(rates));
-            let numel = unit.tensors.iter().map(|t| t.numel()).sum::<u64>() as f64;
-            let load = numel * self.request.precision.dtype().size() as f64 / (rates.h2d_gbs * 1e9);
-            forward += load.max(f64::from(self.group) * ahead);
-            backward += load.max(f64::from(self.group) * back);
-            update += numel / (rates.adamw_gparams * 1e9);
-        }
-        if update <= backward {
-            return SLABS;
-        }
-        // Of those that wait, the host consumes some while backward fills them; beside them, a few circulate.
-        let waiting = (forward / update * layers.len() as f64) / (1.0 - backward / update);
-        waiting.ceil().min(layers.len() as f64) as u32 + SLABS
     }
 
     /// Layers that are not kept, the first ones: in the first group, and in the others.
@@ -524,7 +510,7 @@ impl<'a> Space<'a> {
             weights: 0,
             inputs_on_disk: 0,
         };
-        let (plan, placement) = point.plan(request)?;
+        let (plan, placement) = point.plan(request, self.layouts)?;
         let layers = 1..=request.num_layers();
         let image = |u: usize| placement.layouts[u].image_bytes;
         let hosted = |u: &usize| plan.units[*u].state == State::Host;
@@ -568,6 +554,27 @@ impl<'a> Space<'a> {
             written,
         })
     }
+}
+
+/// Under immediate updates the gradients that wait when backward ends are all that the host has to do until the
+/// next backward: as many as a forward takes, or the host idles meanwhile.
+fn waiting_slabs(request: &Request, rates: &Rates, group: u32) -> u32 {
+    let layers = &request.units[1..=request.num_layers()];
+    let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
+    for unit in layers {
+        let (ahead, back) = (unit.forward_s(rates), unit.backward_s(rates));
+        let numel = unit.tensors.iter().map(|t| t.numel()).sum::<u64>() as f64;
+        let load = numel * request.precision.dtype().size() as f64 / (rates.h2d_gbs * 1e9);
+        forward += load.max(f64::from(group) * ahead);
+        backward += load.max(f64::from(group) * back);
+        update += numel / (rates.adamw_gparams * 1e9);
+    }
+    if update <= backward {
+        return SLABS;
+    }
+    // Of those that wait, the host consumes some while backward fills them; beside them, a few circulate.
+    let waiting = (forward / update * layers.len() as f64) / (1.0 - backward / update);
+    waiting.ceil().min(layers.len() as f64) as u32 + SLABS
 }
 
 /// Bytes fetched to the device, and written back, for updates there of units whose state lives on the host.

@@ -50,6 +50,18 @@ fn any_model() -> impl Strategy<Value = Request> {
     })
 }
 
+/// That a plan is within its budgets, that its items add up, and that the schedules made of it pass their check.
+fn assert_sound(request: &Request, found: &Plan) {
+    let (totals, budget) = (found.totals, request.budget);
+    assert!(totals.device <= budget.device && totals.host <= budget.host && totals.disk <= budget.disk);
+    assert_eq!(Plan::sum(&found.items), totals);
+    found.matches(request).unwrap();
+    let facts = ScheduleInputs::new(request, found).unwrap();
+    let shape = Shape::new(Pass::Train, found.micro_batches);
+    let (first, steady) = Schedule::steady(&facts, shape).unwrap();
+    check(&facts, &steady, Some(&first)).unwrap();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
@@ -83,13 +95,7 @@ proptest! {
                 let seconds = found.estimate.expected_step_s;
                 prop_assert!(seconds * 1.0005 >= slowest, "{} s with {}% and {} s with more", seconds, percent, slowest);
                 slowest = seconds;
-                prop_assert!(found.totals.device <= request.budget.device && found.totals.host <= request.budget.host);
-                prop_assert_eq!(Plan::sum(&found.items), found.totals);
-                found.matches(&request).unwrap();
-                let facts = ScheduleInputs::new(&request, &found).unwrap();
-                let shape = Shape::new(Pass::Train, found.micro_batches);
-                let (first, steady) = Schedule::steady(&facts, shape).unwrap();
-                check(&facts, &steady, Some(&first)).unwrap();
+                assert_sound(&request, &found);
             }
         }
     }
@@ -122,13 +128,7 @@ proptest! {
             let on_disk = (count(|unit| unit.state == State::Disk), count(|unit| unit.weights_on_disk));
             prop_assert!(on_disk.0 >= on_disk.1);
             most = most.max(on_disk.0);
-            prop_assert!(found.totals.host <= request.budget.host);
-            prop_assert_eq!(Plan::sum(&found.items), found.totals);
-            found.matches(&request).unwrap();
-            let facts = ScheduleInputs::new(&request, &found).unwrap();
-            let shape = Shape::new(Pass::Train, found.micro_batches);
-            let (first, steady) = Schedule::steady(&facts, shape).unwrap();
-            check(&facts, &steady, Some(&first)).unwrap();
+            assert_sound(&request, &found);
         }
         prop_assert!(most > 0 || request.device == DeviceKind::Cuda, "nothing went to disk");
     }
@@ -179,13 +179,7 @@ proptest! {
             prop_assert!(traffic >= fewest, "{} bytes with {}% and {} with more", traffic, percent, fewest);
             fewest = traffic;
             most = most.max(found.units.iter().filter(|unit| unit.input == Place::Disk).count());
-            prop_assert!(found.totals.host <= request.budget.host && found.totals.device <= request.budget.device);
-            prop_assert_eq!(Plan::sum(&found.items), found.totals);
-            found.matches(&request).unwrap();
-            let facts = ScheduleInputs::new(&request, &found).unwrap();
-            let shape = Shape::new(Pass::Train, found.micro_batches);
-            let (first, steady) = Schedule::steady(&facts, shape).unwrap();
-            check(&facts, &steady, Some(&first)).unwrap();
+            assert_sound(&request, &found);
             // No number of inputs that is asked for moves fewer bytes.
             request.requests.inputs_on_disk = Some(asked.min(request.num_layers() as u32));
             if let Ok(other) = plan(&request) {

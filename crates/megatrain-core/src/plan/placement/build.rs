@@ -1,4 +1,5 @@
 //! Puts everything in its place, kind by kind.
+use std::sync::Arc;
 
 use super::carver::Carver;
 use super::cut::{device_update_parts, disk_parts, parts};
@@ -6,7 +7,7 @@ use super::sizes::Staged;
 use super::torch::torch_items;
 use super::{DeviceState, HostState, NormPlace, Placement, Region, StateBuffer, part_bytes};
 use crate::error::{Error, Result, Tier};
-use crate::layout::Precision;
+use crate::layout::{Precision, UnitLayout};
 use crate::plan::request::MOST_BUFFERS;
 use crate::plan::{Plan, Request, State, UpdateMode};
 
@@ -19,7 +20,11 @@ impl Placement {
     /// # Errors
     /// [`Error`] when a layout is impossible or the choices contradict the request.
     pub fn new(request: &Request, plan: &Plan) -> Result<Self> {
-        let layouts = request.layouts()?;
+        Self::with_layouts(request, plan, request.layouts()?)
+    }
+
+    /// As [`Self::new`], with the layouts of the request's units, which are the same for any plan.
+    pub(crate) fn with_layouts(request: &Request, plan: &Plan, layouts: Arc<[UnitLayout]>) -> Result<Self> {
         let n = layouts.len();
         if plan.units.len() != n {
             let (plan, request) = (plan.units.len().to_string(), n.to_string());

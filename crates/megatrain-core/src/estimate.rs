@@ -58,16 +58,17 @@ pub struct Estimate {
 /// # Errors
 /// As for [`Schedule::new`].
 pub fn estimate(request: &Request, plan: &Plan, rates: &Rates) -> Result<Estimate> {
-    simulate(request, request.layouts()?, plan, rates, plan.micro_batches)
+    simulate(request, request.layouts()?, plan, rates, plan.micro_batches, true)
 }
 
-/// As [`estimate`], of a plan whose micro-batches stand for `micro_batches`.
+/// As [`estimate`], of a plan whose micro-batches stand for `micro_batches`; its operations are listed only if they are wanted.
 fn simulate(
     request: &Request,
     layouts: Arc<[UnitLayout]>,
     plan: &Plan,
     rates: &Rates,
     micro_batches: u32,
+    with_spans: bool,
 ) -> Result<Estimate> {
     let placement = Placement::with_layouts(request, plan, layouts)?;
     let inputs = ScheduleInputs::from_placement(request, plan, &placement);
@@ -80,7 +81,7 @@ fn simulate(
     let seconds: Vec<f64> = steady.ops.iter().map(|op| durations.of(op)).collect();
     let moved = |lane: Lane| steady.ops.iter().filter(|op| op.lane == lane).map(|op| durations.disk_bytes(op)).sum();
     let (disk_read, disk_written) = (moved(Lane::StateRead), moved(Lane::StateWrite));
-    Ok(Estimate { disk_read, disk_written, ..Clock::new(seconds).run(request, &first, &steady) })
+    Ok(Estimate { disk_read, disk_written, ..Clock::new(seconds).run(request, &first, &steady, with_spans) })
 }
 
 /// What [`crate::plan::plan`] prints: what the plan takes at the request's rates, which need not be those that it was made
@@ -98,7 +99,7 @@ pub fn forecast(request: &Request, plan: &Plan) -> Result<Forecast> {
     let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
     let Estimate { step_s, lanes, bound, disk_read, disk_written, .. } =
-        simulate(&request, layouts, &plan, &request.rates, micro_batches)?;
+        simulate(&request, layouts, &plan, &request.rates, micro_batches, false)?;
     Ok(Forecast { step_s, expected_step_s, bound, lanes, expected_lanes, disk_read, disk_written })
 }
 
@@ -136,7 +137,7 @@ fn expected(request: &Request, layouts: Arc<[UnitLayout]>, plan: &Plan) -> Resul
     let micro_batches = plan.micro_batches;
     let (request, plan) = condensed(request, plan);
     let allowance = allowance(plan.state_buffers > 0, plan.stage_bytes > 0);
-    let found = simulate(&request, layouts, &plan, &request.sustained_rates(), micro_batches)?;
+    let found = simulate(&request, layouts, &plan, &request.sustained_rates(), micro_batches, false)?;
     Ok(Estimate { step_s: found.step_s * allowance, ..found })
 }
 
@@ -367,7 +368,7 @@ impl Clock {
         }
     }
 
-    fn run(mut self, request: &Request, first: &Arc<Schedule>, steady: &Arc<Schedule>) -> Estimate {
+    fn run(mut self, request: &Request, first: &Arc<Schedule>, steady: &Arc<Schedule>, with_spans: bool) -> Estimate {
         let mut begun = 0;
         loop {
             // The caller begins the next step once it has decided about this one.
@@ -381,7 +382,7 @@ impl Clock {
             self.progress.complete(id);
             self.progress.retire();
         }
-        self.summarise(request, steady)
+        self.summarise(request, steady, with_spans)
     }
 
     fn may_begin(&self, begun: u64) -> bool {
@@ -412,29 +413,34 @@ impl Clock {
         }
     }
 
-    fn summarise(&self, request: &Request, steady: &Schedule) -> Estimate {
+    fn summarise(&self, request: &Request, steady: &Schedule, with_spans: bool) -> Estimate {
         let first_computation = |step: u64| {
             let computes = |r: &&(Id, f64, f64)| r.0.pass == step && steady.ops[r.0.op as usize].lane == Lane::Compute;
             self.ran.iter().filter(computes).map(|r| r.1).fold(f64::INFINITY, f64::min)
         };
         let origin = first_computation(1);
-        let mut lanes: BTreeMap<String, f64> = BTreeMap::new();
-        for op in &steady.ops {
-            if op.lane != Lane::Caller {
-                *lanes.entry(op.lane.name().to_owned()).or_insert(0.0) += self.seconds[op.id as usize];
-            }
+        let mut busy: [Option<f64>; Lane::COUNT] = [None; Lane::COUNT];
+        for op in steady.ops.iter().filter(|op| op.lane != Lane::Caller) {
+            *busy[op.lane as usize].get_or_insert(0.0) += self.seconds[op.id as usize];
         }
+        let seconds = |lane: Lane| Some((lane.name().to_owned(), busy[lane as usize]?));
+        let lanes: BTreeMap<String, f64> = Lane::ALL.into_iter().filter_map(seconds).collect();
         let busiest = lanes.iter().max_by(|a, b| a.1.total_cmp(b.1));
         let (bound, busy) = busiest.map(|(name, &busy)| (name.clone(), busy)).unwrap_or_default();
         // Work that is put off costs nothing within the few steps that are simulated; for ever, it cannot be put off.
         let step_s = (first_computation(2) - origin).max(busy);
-        let spans = self.ran.iter().filter(|r| r.0.pass >= 1).map(|&(id, start, end)| {
+        let spans = if with_spans { self.spans(request, steady, origin) } else { Vec::new() };
+        Estimate { step_s, lanes, bound, disk_read: 0, disk_written: 0, spans }
+    }
+
+    /// Everything from the measured step on, by seconds from `origin`.
+    fn spans(&self, request: &Request, steady: &Schedule, origin: f64) -> Vec<Span> {
+        let span = |&(id, start, end): &(Id, f64, f64)| {
             let op = &steady.ops[id.op as usize];
             let unit = request.units[op.unit as usize].name.clone();
             let (start_s, end_s) = (start - origin, end - origin);
             Span { lane: op.lane, kind: op.kind, unit, micro_batch: op.micro_batch, step: id.pass, start_s, end_s }
-        });
-        let spans = spans.collect();
-        Estimate { step_s, lanes, bound, disk_read: 0, disk_written: 0, spans }
+        };
+        self.ran.iter().filter(|ran| ran.0.pass >= 1).map(span).collect()
     }
 }

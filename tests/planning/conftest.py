@@ -1,0 +1,5 @@
+"""Layers of equal models are traced once."""
+
+from support.traces import remembered
+
+__all__ = ["remembered"]

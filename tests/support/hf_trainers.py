@@ -15,7 +15,8 @@ LOSS = 1e-6
 """Largest relative difference of a logged loss."""
 WEIGHTS = 1e-5
 """Largest ‖a−b‖/‖b‖ of a weight after 20 steps with a learning rate of `RATE`, and in proportion with a higher one:
-where a gradient cancels to nearly nothing, what is left is rounding, and AdamW's step is as long as the rate all the same."""
+where a gradient cancels to nearly nothing, what is left is rounding, and AdamW's step is as long as the rate even so.
+"""
 RATE = 1e-3
 
 

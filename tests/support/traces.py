@@ -1,7 +1,6 @@
 """Traces of layers that tests plan for, each made once a process: with a public shape one takes a second, and a refusal
 takes dozens."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ _FOUND: dict[tuple[Any, ...], profile.Measured] = {}
 
 
 @pytest.fixture(autouse=True)
-def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a `conftest.py`: what a compiled layer keeps is measured once for all models that are alike."""
     measure = profile._measure_compiled
 
@@ -28,4 +27,3 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return _FOUND[key]
 
     monkeypatch.setattr(profile, "_measure_compiled", once)
-    yield

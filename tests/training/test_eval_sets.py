@@ -144,6 +144,33 @@ def test_the_set_that_is_named_stops_the_run_early(
     assert "held-out loss of own has not fallen below 4.0000 (step 2) for 1 evaluations" in caplog.text
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("own", "end", "best", "said"),
+    [
+        ([NAN, 4.0, 3.0, 5.0], 6, 4, ""),
+        ([NAN, NAN, 3.0, NAN], 6, 4, ""),
+        ([NAN, NAN, NAN, 3.0], 4, None, "held-out loss of own has not been a finite number for 2 evaluations"),
+    ],
+)
+def test_a_loss_that_is_no_finite_number_is_never_the_best(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    own: list[float],
+    end: int,
+    best: int | None,
+    said: str,
+) -> None:
+    scripted(monkeypatch, {"own": own, "other": [1.0] * 4})
+    with caplog.at_level(logging.INFO, "megatrain"):
+        result = fit(two_sets(tmp_path, eval={"best": "own", "early_stop": 2}))
+    assert (result.step, result.best_step) == (end, best)
+    assert said in caplog.text
+
+
 def test_a_resumed_run_keeps_its_sets_and_its_best(tmp_path: Path) -> None:
     whole = two_sets(tmp_path, "whole", eval={"best": "other"})
     cut = two_sets(tmp_path, "cut", eval={"best": "other"})

@@ -156,6 +156,7 @@ class TrainingLoop:
             self._first_evaluation()
             if position.owed_eval and self._eval_loaders and not self._stopping:
                 self._evaluate(position.step)
+                self.throughput.restart()
             if position.step < self.total and self._is_stale():
                 log.info("the run stopped early after step %d; raise or remove eval.early_stop to go on", position.step)
             self.display.begin(position.step, self.total)
@@ -436,7 +437,7 @@ class TrainingLoop:
         found = self._held_out(0)
         if found is not None:
             self._note_losses(found)
-            self.position.best_loss, self.position.best_step = found.deciding(self.config.eval.best), 0
+            self._is_best(found.deciding(self.config.eval.best), 0)
             self._note_before(found)
         self.throughput.restart()
 
@@ -468,21 +469,28 @@ class TrainingLoop:
                 self.pending.extra["eval_sets"] = sets
         else:
             self._note_before(found)
-        loss = found.deciding(self.config.eval.best)
-        if position.best_loss is None or loss < position.best_loss:
-            position.best_loss, position.best_step, position.stale_evals = loss, step, 0
-            self.new_best = True
-        else:
+        self.new_best = self._is_best(found.deciding(self.config.eval.best), step)
+        if not self.new_best:
             position.stale_evals += 1
         if self._is_stale():
             log.info(
-                "held-out loss%s has not fallen below %.4f (step %s) for %d evaluations: stopping early",
+                "held-out loss%s %s for %d evaluations: stopping early",
                 f" of {self.config.eval.best}" if self.config.eval.best is not None else "",
-                position.best_loss,
-                position.best_step,
+                "has not been a finite number"
+                if position.best_loss is None
+                else f"has not fallen below {position.best_loss:.4f} (step {position.best_step})",
                 position.stale_evals,
             )
         return self._is_stale()
+
+    def _is_best(self, loss: float, step: int) -> bool:
+        """Whether a held-out loss is the least so far, which it then counts as. One that is not a finite number is not:
+        nothing is less than NaN."""
+        position = self.position
+        best = math.isfinite(loss) and (position.best_loss is None or loss < position.best_loss)
+        if best:
+            position.best_loss, position.best_step, position.stale_evals = loss, step, 0
+        return best
 
     def _is_stale(self) -> bool:
         """Whether `eval.early_stop` evaluations in a row did not improve on the best."""

@@ -22,7 +22,7 @@ const ALIKE: f64 = 1.0005;
 /// As for [`search::fastest`], of all micro-batches in one group.
 pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
-    let (layouts, mut refusal) = (request.layouts()?, None);
+    let (layouts, mut refusal, mut too_few) = (request.layouts()?, None, None);
     // Whoever asks for a size asks for equal groups.
     let compare_first = request.requests.group.is_none() && request.requests.first_group.is_none();
     for asked in in_groups(request) {
@@ -30,6 +30,11 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
                 refusal.get_or_insert(error);
+                continue;
+            }
+            // How many layers leave inputs depends on the groups.
+            Err(error @ Error::TooFewInputsForDisk { .. }) => {
+                too_few.get_or_insert(error);
                 continue;
             }
             Err(error) => return Err(error),
@@ -45,7 +50,7 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
         let (hosted, updated) = elsewhere(plan);
         (hosted, updated, if hosted == 0 { plan.group } else { 0 })
     });
-    best.ok_or_else(|| refusal.expect("each size is planned or refused"))
+    best.ok_or_else(|| refusal.or(too_few).expect("each size is planned or refused"))
 }
 
 /// Whether a plan fits with any of the group sizes.
@@ -54,12 +59,16 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
 /// As for [`search::fits`].
 pub(super) fn any_fits(request: &Request) -> Result<bool> {
     let layouts = request.layouts()?;
+    let (mut answered, mut too_few) = (false, None);
     for asked in in_groups(request) {
-        if search::fits(&asked, &layouts)? {
-            return Ok(true);
+        match search::fits(&asked, &layouts) {
+            Ok(true) => return Ok(true),
+            Ok(false) => answered = true,
+            Err(error @ Error::TooFewInputsForDisk { .. }) => too_few = too_few.or(Some(error)),
+            Err(error) => return Err(error),
         }
     }
-    Ok(false)
+    too_few.filter(|_| !answered).map_or(Ok(false), Err)
 }
 
 /// What a step of a plan reads from disk and writes there, by which plans are compared.

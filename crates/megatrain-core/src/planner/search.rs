@@ -61,9 +61,11 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_fi
         // Fewer slabs delay gradients and leave the link to loads, which is faster at times, most of all where every weight
         // has a slot; without this a host with less memory would get the better plan.
         let alike = |other: &&Point| Point { slots: point.slots, slabs: point.slabs, ..**other } == point;
-        let most = points.iter().filter(alike).map(|other| other.slots).max().filter(|&most| most > point.slots);
-        for slots in std::iter::once(point.slots).chain(most) {
-            for slabs in 1..point.slabs.min(FEW_SLABS + 1) {
+        // (In shared memory slots take room from slabs: with more of those, no more slabs than fitted beside them.)
+        let most = points.iter().filter(alike).map(|other| (other.slots, other.slabs)).max();
+        let more_slots = most.filter(|most| most.0 > point.slots);
+        for (slots, most) in std::iter::once((point.slots, point.slabs)).chain(more_slots) {
+            for slabs in 1..most.min(FEW_SLABS + 1) {
                 let (plan, _) = Point { slots, slabs, ..point }.plan(request, layouts)?;
                 let found = expected_step_s(request, layouts, &plan)?;
                 if found < seconds {
@@ -166,8 +168,8 @@ fn fitting_with_disk(
 /// What a candidate takes of the host at least, with all state there and these inputs on disk.
 fn host_bytes(candidate: &Candidate, inputs: &InputsOnDisk, request: &Request) -> u64 {
     let device = if request.shared_memory { candidate.device } else { 0 };
-    let slabs = if request.update == UpdateMode::Immediate { request.requests.slabs.unwrap_or(1) } else { 0 };
-    total([with_inputs(candidate.host, inputs), device, candidate.slab.saturating_mul(slabs.into())])
+    let slabs = if request.update == UpdateMode::Immediate { least_slabs(candidate, request) } else { 0 };
+    total([with_inputs(candidate.host, inputs), device, candidate.slab.saturating_mul(slabs)])
 }
 
 /// Host bytes where some inputs of those that wait there wait on disk.
@@ -266,6 +268,11 @@ impl OnDiskChoices {
     }
 }
 
+/// Slabs that a candidate needs: as many as were asked for, of which it has no more than layers that use them; else one.
+fn least_slabs(candidate: &Candidate, request: &Request) -> u64 {
+    request.requests.slabs.map_or(1, |_| candidate.point.slabs.max(1)).into()
+}
+
 /// The candidate with as many slabs as fit, if it fits at all.
 fn fitted(candidate: &Candidate, on_disk: &OnDisk, inputs: &InputsOnDisk, request: &Request) -> Option<Point> {
     let Candidate { point, device, host, slab, .. } = *candidate;
@@ -282,7 +289,7 @@ fn fitted(candidate: &Candidate, on_disk: &OnDisk, inputs: &InputsOnDisk, reques
         return Some(point);
     }
     let slabs = left / slab;
-    if slabs == 0 || request.requests.slabs.is_some_and(|asked| u64::from(asked) > slabs) {
+    if slabs < least_slabs(candidate, request) {
         return None;
     }
     Some(Point { slabs: u32::try_from(slabs).unwrap_or(u32::MAX).min(point.slabs), ..point })
@@ -293,8 +300,7 @@ fn fitted(candidate: &Candidate, on_disk: &OnDisk, inputs: &InputsOnDisk, reques
 fn refusal(request: &Request, layouts: &Arc<[UnitLayout]>, all: &[Candidate], choices: &OnDiskChoices) -> Error {
     let Budget { device: on_device, host: on_host, disk } = request.budget;
     let excess = |(candidate, on_disk, inputs): &(&Candidate, &OnDisk, &InputsOnDisk)| {
-        let slabs = u64::from(request.requests.slabs.unwrap_or(1));
-        let host = slabs.saturating_mul(candidate.slab).saturating_add(candidate.host);
+        let host = least_slabs(candidate, request).saturating_mul(candidate.slab).saturating_add(candidate.host);
         let host = with_inputs(host, inputs).saturating_sub(on_disk.freed).saturating_add(on_disk.buffers);
         let on_disk = on_disk.disk.saturating_add(inputs.disk);
         let beyond_device = candidate.device.saturating_sub(on_device);

@@ -385,6 +385,7 @@ impl<'a> Space<'a> {
     }
 
     fn candidate(&self, point: Point, base: &Base) -> Candidate {
+        let point = Point { slabs: point.slabs.min(base.hosted), ..point };
         let (first, others) = self.not_kept(&point);
         let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
         let staged = |group: u32, first: usize| u64::from(group).saturating_mul(self.first_layers[first].staged[index]);

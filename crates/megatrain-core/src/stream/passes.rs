@@ -269,6 +269,8 @@ impl Shared {
             }
         }
         core.current = None;
+        // Gradients that an abandoned pass was to be added to are gone with it.
+        core.accumulated &= core.undecided.is_some();
         Ok(Poll::Ready(()))
     }
 

@@ -145,3 +145,33 @@ fn a_refusal_names_the_one_budget_that_is_too_small() {
     }
     assert!(refused > 5, "{refused}");
 }
+
+#[test]
+fn more_slabs_than_layers_that_use_them_take_no_more_memory() {
+    let mut request = Request { device: DeviceKind::Cuda, update: UpdateMode::Immediate, ..model(3, 1) };
+    request.requests.state_on_device = Some(Count::Units(0));
+    (request.requests.keep, request.requests.slabs) = (Some(3), Some(40));
+    let roomy = plan(&request).unwrap();
+    assert_eq!(roomy.slabs, 3);
+    request.budget.host = roomy.totals.host;
+    assert!(fits(&request).unwrap());
+    assert_eq!(plan(&request).unwrap().totals, roomy.totals);
+    request.budget.host -= 1;
+    let Error::DoesNotFit { needed, available, .. } = plan(&request).unwrap_err() else { panic!("another refusal") };
+    assert_eq!((needed, available), (roomy.totals.host, request.budget.host));
+}
+
+#[test]
+fn inputs_on_disk_that_one_group_size_does_not_leave_are_planned_with_another() {
+    let mut request = Request { device: DeviceKind::Cuda, ..model(3, 8) };
+    request.budget.disk = 1 << 40;
+    (request.requests.first_group, request.requests.keep) = (Some(4), Some(2));
+    request.requests.inputs_on_disk = Some(2);
+    assert!(fits(&request).unwrap());
+    let found = plan(&request).unwrap();
+    assert_eq!((found.first_group, found.units.iter().filter(|unit| unit.input == Place::Disk).count()), (4, 2));
+    request.requests.first_keep = Some(2);
+    let said = text(plan(&request).unwrap_err());
+    assert_eq!(text(fits(&request).unwrap_err()), said);
+    assert!(said.contains("inputs_on_disk"), "{said}");
+}

@@ -54,6 +54,8 @@ fn any_model() -> impl Strategy<Value = Request> {
 fn assert_sound(request: &Request, found: &Plan) {
     let (totals, budget) = (found.totals, request.budget);
     assert!(totals.device <= budget.device && totals.host <= budget.host && totals.disk <= budget.disk);
+    let shared = if request.shared_memory { totals.device } else { 0 };
+    assert!(totals.host + shared <= budget.host, "{totals:?} of {budget:?}");
     assert_eq!(Plan::sum(&found.items), totals);
     found.matches(request).unwrap();
     let facts = ScheduleInputs::new(request, found).unwrap();
@@ -131,6 +133,26 @@ proptest! {
             assert_sound(&request, &found);
         }
         prop_assert!(most > 0 || request.device == DeviceKind::Cuda, "nothing went to disk");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn in_shared_memory_the_sum_of_both_tiers_fits(request in any_model(), keep in 0u32..3) {
+        let mut request = Request { device: DeviceKind::Cpu, shared_memory: true, ..request };
+        request.update = UpdateMode::Immediate;
+        request.requests = Requests { keep: Some(keep.min(request.num_layers() as u32)), ..request.requests };
+        request.requests.inputs = Some(Place::Host);
+        let all = plan(&request).unwrap().totals;
+        for percent in (30u64..=100).step_by(2) {
+            let mut request = request.clone();
+            request.budget.host = (all.device + all.host) * percent / 100;
+            if let Ok(found) = plan(&request) {
+                assert_sound(&request, &found);
+            }
+        }
     }
 }
 

@@ -96,6 +96,21 @@ fn gradients_of_several_passes_are_added_before_they_are_applied() {
 }
 
 #[test]
+fn after_a_pass_that_was_added_to_another_is_abandoned_nothing_waits() {
+    let mut base = request(4, 3);
+    base.requests.accumulate = true;
+    let run = start(&base, queueing(1), &options());
+    for pass in 0..2 {
+        run.toy.begin(&run.engine, Pass::Train, 3, pass > 0).unwrap();
+        run.toy.compute(&run.engine, pass).unwrap();
+        run.engine.gradient_norm(FOREVER).map(ready).unwrap();
+    }
+    run.engine.abandon(FOREVER).map(ready).unwrap();
+    run.engine.drain(FOREVER).map(ready).unwrap();
+    run.engine.keep().unwrap();
+}
+
+#[test]
 fn gradients_that_are_not_finite_change_nothing() {
     let mut base = request(4, 3);
     for device_updates in [0, 3] {

@@ -97,6 +97,8 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["probe", "--out", "gone/machine.yaml"], "there is no folder"),
         (["probe", "--out", "hollow"], "is a folder"),
         (["bench", "--trace", "gone/trace.json"], "there is no folder"),
+        (["generate", "gone", "x"], "there is no folder 'gone'"),
+        (["generate", "hollow", "x", "--top-p", "2"], "top_p in (0, 1]"),
         (["export", "gone", "out"], "there is no folder gone"),
         (["export", "hollow", "own"], "is not empty"),
         (["export", "hollow", "good.yaml/out"], "good.yaml is a file"),

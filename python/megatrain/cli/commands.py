@@ -422,6 +422,7 @@ def _weights(config: "Config", checkpoint: Path | None) -> str:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    refusals.generate(args)
     from megatrain.training.sampling import generate
 
     pieces = generate(
@@ -433,6 +434,7 @@ def _generate(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         seed=args.seed,
         raw=args.raw,
+        device=args.device,
     )
     if args.json:
         json_line({"prompt": args.prompt, "text": "".join(pieces)})

@@ -112,7 +112,7 @@ def build() -> _Parser:
         "--step",
         default=None,
         metavar="N|best|last",
-        help="which checkpoint of the run (default: its export; without one, the last)",
+        help="which checkpoint of the run (default: its export, or the last checkpoint where that is newer)",
     )
     generate.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens (default %(default)s)"
@@ -132,6 +132,12 @@ def build() -> _Parser:
         help="probability mass of the likeliest tokens to draw from (default %(default)s)",
     )
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the random draws (default %(default)s)")
+    generate.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="where it computes (default: the card, where the model fits there)",
+    )
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt as plain text even when there is a chat template"
     )

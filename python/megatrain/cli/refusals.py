@@ -52,6 +52,14 @@ def run_folder(run: Path) -> None:
         raise ConfigError(f"there is no folder {run}; give the folder of a run (output.dir) or one checkpoint")
 
 
+def generate(args: argparse.Namespace) -> None:
+    """Neither a run nor a model, and numbers with which no text can be drawn."""
+    from megatrain.config import constraints, paths
+
+    paths.check_model_source(Path(args.source))
+    constraints.check_draws(args.max_new_tokens, args.temperature, args.top_p)
+
+
 def step_of_configuration(step: str | None, target: Path) -> None:
     """`--step` with a configuration."""
     if step is not None:

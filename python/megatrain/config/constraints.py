@@ -196,3 +196,12 @@ def check_eps(eps: float, betas: Sequence[Any], key: str) -> None:
             f"{key} is {eps:g}; with betas[1] {betas[1]:g} it must be at least {least:.2g}, since second moments below "
             "1.2e-38 are stored as 0 and a smaller eps would divide by almost 0. torch's default is 1e-8"
         )
+
+
+def check_draws(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Refuses numbers with which no text can be drawn from a model. Raises ConfigError."""
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ConfigError(
+            f"max_new_tokens must be at least 1, temperature not negative and top_p in (0, 1], not {max_new_tokens}, "
+            f"{temperature} and {top_p}"
+        )

@@ -118,3 +118,9 @@ def check_unused(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{what} {folder} exists already and is not empty; name another folder, or remove it first")
     check_makeable(folder, what)
+
+
+def check_model_source(source: Path) -> None:
+    """Refuses what is no folder, where a run or a model is asked for. Raises ConfigError."""
+    if not source.is_dir():
+        raise ConfigError(f"there is no folder {str(source)!r}; name a run, a checkpoint or a Hugging Face folder")

@@ -80,6 +80,8 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["eval", "."], "run"),
         (["report", "."], "metrics.jsonl"),
         (["bench", "--set", "chunk"], "KEY=VALUE"),
+        (["bench", "--set", "train.check_every=1"], "no step is computed twice; leave it out"),
+        (["bench", "--set", "data.seq_len=8"], "sections train, memory and plan"),
         (["train", "good.yaml", "data.train=gone.jsonl"], "gone.jsonl: there is no such file or folder"),
         (["train", "good.yaml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
         (["train", "good.yaml", "data.eval=gone.txt"], "gone.txt: there is no such file or folder"),

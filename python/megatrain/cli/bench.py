@@ -102,8 +102,9 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Runs warm-up and timed steps, and one more for the trace where one was requested."""
     timed = _timed(bench)
     answer = _answer(bench, timed)
-    answer["gpu_peak_gib"] = _gib(_gpu_peak(bench.run_plan.device, bench.free_before))
-    if bench.run_plan.device == "cuda":
+    answer["gpu_peak_gib"] = None
+    if bench.free_before is not None:
+        answer["gpu_peak_gib"] = _gib(_taken(bench.free_before))
         answer["torch_peak_gib"] = _gib(int(torch.cuda.max_memory_allocated()))
     if bench.request.trace is not None:
         _trace(bench, bench.request.trace)
@@ -247,10 +248,9 @@ def _free_device_bytes(device: str) -> int | None:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def _gpu_peak(device: str, free_before: int | None) -> int:
-    """Device memory taken since before the engine was made, torch's cache and the libraries' contexts included."""
-    if device != "cuda" or free_before is None:
-        return 0
+def _taken(free_before: int) -> int:
+    """Device memory taken since before the engine was made, torch's cache and the libraries' contexts included. All of
+    it is kept until the end, so that this is its peak."""
     return max(0, free_before - int(torch.cuda.mem_get_info()[0]))
 
 

@@ -316,6 +316,18 @@ def _bench(args: argparse.Namespace) -> int:
     return DONE
 
 
+_NOT_TIMED = {
+    "steps": "--steps says how many steps are",
+    "epochs": "--steps says how many steps are",
+    "batch_size": "--batch gives the rows of a step",
+    "batch_tokens": "--batch and --seq give the tokens of a step",
+    "schedule": "all steps have the same learning rate",
+    "max_nonfinite": "a bench goes on whatever the gradients are",
+    "check_every": "no step is computed twice",
+}
+"""Keys of `train` that a bench does not read, and why."""
+
+
 def bench_request(args: argparse.Namespace) -> "bench.Request":
     """The request that the arguments of `megatrain bench` describe. Raises ConfigError."""
     from megatrain.config import paths, yaml12
@@ -343,6 +355,8 @@ def bench_request(args: argparse.Namespace) -> "bench.Request":
         section, dot, name = key.rpartition(".")
         if dot and section not in ("train", "memory", "plan"):
             raise ConfigError(f"--set {key}: a bench has sections train, memory and plan, not {section!r}")
+        if section == "train" and name in _NOT_TIMED:
+            raise ConfigError(f"--set {key} would change nothing in what is timed: {_NOT_TIMED[name]}; leave it out")
         settings[section or "plan"][name] = yaml12.load(text, f"--set {key}")
     from megatrain.cli.bench import Request
 

@@ -105,7 +105,11 @@ def _card(machine: Machine) -> list[Finding]:
         capability = ".".join(map(str, gpu.capability))
         value = f"{gpu.name}, {format_bytes(gpu.total_bytes)}, compute capability {capability}"
         native = gpu.capability >= (8, 0)
-        advice = "" if native else "no native bf16 (compute capability 8.0 is needed): training on it is refused"
+        advice = (
+            ""
+            if native
+            else "no native bf16 (compute capability 8.0 is needed): it trains with train.precision: fp32 only"
+        )
         findings.append(Finding(f"GPU {index}", "ok" if native else "note", value, advice))
     if not machine.gpus:
         advice = "planning, data preparation, training on the CPU and export work without one"

@@ -14,6 +14,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.step_folders import set_aside
 from megatrain.config import Config
 from megatrain.data import given_rows
 from megatrain.engine.options import known_keywords
@@ -170,6 +171,9 @@ class Trainer:
                 folder.write_plan(parts.engine.plan, parts.planned.run_plan.correction)
                 folder.write_data(_profile(parts))
                 self._log_plan(parts, None if origin is None else origin.numerics)
+            # A branch, and a run that begins anew, found no whole checkpoint in the folder at all.
+            own = origin is not None and not origin.from_elsewhere
+            set_aside(folder.path, position.step if own else position.step - 1)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error

@@ -40,6 +40,11 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return [present(step_folder(run, step)) for step in steps_in(run)]
 
 
+def newest_written(run: str | Path) -> Path | None:
+    """The newest checkpoint of a run that was written to its end: that has a manifest, whose content is not read."""
+    return next((one for one in reversed(list_checkpoints(run)) if (one / "manifest.json").is_file()), None)
+
+
 def set_aside(run: str | Path, step: int) -> list[Path]:
     """Renames the checkpoints of steps after `step`, which a run that goes on there has skipped as damaged: they count
     neither as its newest nor among those it keeps, and nothing of them is lost. Logs them and returns their new places.

@@ -227,7 +227,7 @@ def test_a_kill_between_two_renames_loses_nothing_and_a_reader_changes_nothing(t
     export_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in folder.parent.iterdir()] == [".old-step-1"]
     # The owner of the run's lock puts the folder back.
-    (run / "lock").touch()
+    (run / "lock").write_text("process 1")
     opened = RunFolder(run)
     opened.close()
     assert [path.name for path in folder.parent.iterdir()] == ["step-1"]

@@ -125,6 +125,39 @@ def test_tokenizer_files_and_template_are_copied_byte_for_byte(tmp_path: Path) -
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize("with_code", [False, True])
+def test_what_belongs_to_the_model_is_not_taken_from_the_folder_of_its_tokenizer(
+    tmp_path: Path, with_code: bool
+) -> None:
+    """Code comes along where a configuration names it: of the tokenizer its own, of two alike the model's."""
+    folders = tmp_path / "model", tmp_path / "tokenizer"
+    for folder in folders:
+        tokenizer().save_pretrained(folder)
+        for name in (*hf_folder.MODEL_FILES, "shared.py", f"tokenizer_of_{folder.name}.py"):
+            (folder / name).write_text(json.dumps({"of": folder.name}))
+    own, of_tokenizer = folders
+    (of_tokenizer / "tokenizer.json").write_text((of_tokenizer / "tokenizer.json").read_text() + "\n")
+    source = engine("bf16", seed=4)
+    if with_code:
+        source.decoder.config.auto_map = {"AutoConfig": "shared.Config"}
+        described = json.loads((of_tokenizer / "tokenizer_config.json").read_text())
+        described["auto_map"] = {"AutoTokenizer": ["tokenizer_of_tokenizer.Own", None]}
+        (of_tokenizer / "tokenizer_config.json").write_text(json.dumps(described))
+    write(source, tmp_path / "out", model_dir=own, tokenizer_dir=of_tokenizer, tokenizer=tokenizer("another"))
+    code = {"shared.py": own, "tokenizer_of_model.py": own, "tokenizer_of_tokenizer.py": of_tokenizer}
+    for name, origin in {
+        **dict.fromkeys(hf_folder.MODEL_FILES, own),
+        **dict.fromkeys(("tokenizer.json", "tokenizer_config.json"), of_tokenizer),
+        **(code if with_code else {}),
+    }.items():
+        assert (tmp_path / "out" / name).read_bytes() == (origin / name).read_bytes(), name
+    assert {path.name for path in (tmp_path / "out").glob("*.py")} == (set(code) if with_code else set())
+
+    write(source, tmp_path / "anew", model_dir=own, tokenizer=tokenizer("another"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "anew").chat_template == "another"
+    assert (tmp_path / "anew/generation_config.json").read_bytes() == (own / "generation_config.json").read_bytes()
+
+
 def test_a_tokenizer_object_is_saved_where_the_source_has_no_files(tmp_path: Path) -> None:
     write(engine("bf16", seed=4), tmp_path / "out", tokenizer=tokenizer())
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -357,6 +390,8 @@ def test_a_tokenizer_that_is_copied_is_reckoned_by_its_files_and_not_as_one_of_a
     without = folder_bytes([], None, None)
     assert folder_bytes([], made, tmp_path) == folder_bytes([], None, tmp_path) == without + files
     assert folder_bytes([], made, None) >= without + (16 << 20)
+    (tmp_path / "processor_config.json").write_text("{}")
+    assert folder_bytes([], made, tmp_path) == folder_bytes([], made, tmp_path, tmp_path) == without + files + 2
 
 
 LLAMA3 = {

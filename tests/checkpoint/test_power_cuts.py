@@ -254,7 +254,7 @@ def test_what_recovers_from_a_power_cut_may_be_cut_off_too(disk: Path, tmp_path:
         engine = started("bf16", False)
         for step in (1, 2):
             engine.save(run / "checkpoints" / f"step-{step}", step=step)
-        (run / "lock").touch()
+        (run / "lock").write_text("process 1")
         place = run / "checkpoints"
         (place / "step-2").rename(place / ".old-step-2")
         shutil.copytree(place / "step-1", place / ".removing-step-1")

@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 from megatrain.checkpoint import checkpoint
+from megatrain.cli import main
 from megatrain.training.run_dir import read_metrics, read_status, state_of
 from megatrain.training.stop import Stop, StopRequested
 from support.hangs import HANG_SECONDS
 from support.runs import settings
+from support.trainer import stopped_after_two_steps
 
 SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 
@@ -161,6 +163,33 @@ def test_a_signal_while_loading_stops_at_once_and_leaves_nothing(tmp_path: Path)
         out, _ = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == 3, out
     assert not (tmp_path / "run").exists() or checkpoint.latest_complete(tmp_path / "run") is not None
+
+
+def test_what_is_stopped_while_it_loads_says_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise StopRequested("SIGTERM")
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
+    monkeypatch.setattr("megatrain.training.setup.assemble", interrupted)
+
+    def said(verb: str) -> str:
+        assert main([verb, str(tmp_path / "config.yaml")]) == 3
+        return capsys.readouterr().err
+
+    nothing = "megatrain train: stopped by SIGTERM before a step was taken, so there is nothing to save\n"
+    assert said("train") == nothing
+    assert said("eval") == "megatrain eval: stopped by SIGTERM before it ended, so there is no result\n"
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run/checkpoints/step-2").mkdir(parents=True)  # half of one
+    (tmp_path / "run/lock").write_text("process 1")
+    assert said("train").endswith(nothing)
+    monkeypatch.undo()
+    stopped_after_two_steps(settings(tmp_path))
+    capsys.readouterr()
+    monkeypatch.setattr("megatrain.training.setup.assemble", interrupted)
+    assert said("train").endswith(f"the newest checkpoint is {tmp_path / 'run/checkpoints/step-2'}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

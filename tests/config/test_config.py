@@ -459,13 +459,13 @@ def test_what_a_verb_needs_is_asked_for_by_that_verb():
 def test_changes_are_told_apart_by_what_they_change():
     old = config(data={"train": "a", "eval": 0.1}, output={"dir": "x"})
     new = config(
-        model="owner/other", data={"train": "a", "eval": 0.2, "workers": 3}, train={"seed": 1, "lr": 2e-5, "steps": 10},
-        plan={"slots": 3}, output={"dir": "y"},
+        model="owner/other", data={"train": "a", "eval": 0.2, "workers": 3, "unused": "error"},
+        train={"seed": 1, "lr": 2e-5, "steps": 10}, plan={"slots": 3}, output={"dir": "y"},
     )  # fmt: skip
     identity, course, place = diff(old, new)
     assert [change.key for change in identity] == ["data.train.0.split", "model.path", "train.seed"]
     assert [change.key for change in course] == ["data.eval.0.split", "train.epochs", "train.lr", "train.steps"]
-    assert [change.key for change in place] == ["data.workers", "output.dir", "plan.slots"]
+    assert [change.key for change in place] == ["data.unused", "data.workers", "output.dir", "plan.slots"]
     assert Change("train.lr", 1e-05, 2e-05) in course
     assert str(Change("train.max_grad_norm", 1.0, None)) == "train.max_grad_norm: 1.0 → null"
     assert diff(old, old) == ([], [], [])

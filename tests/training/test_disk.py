@@ -114,7 +114,7 @@ def test_a_run_whose_folders_are_links_goes_on_again_and_again(tmp_path: Path, d
             place.mkdir(parents=True)
         (disk / "run" / name).symlink_to(place)
     (disk / "checkpoints" / "step-2").symlink_to(disk / "step-2")
-    (disk / "run" / "lock").touch()  # so that the folder is known for a run's
+    (disk / "run" / "lock").write_text("process 1")  # so that the folder is known for a run's
     for steps in (2, 3, 5):
         config = settings(tmp_path, train={"steps": steps}, output={"save_every": 1, "keep": 2, "export": "auto"})
         assert fit(config).step == steps

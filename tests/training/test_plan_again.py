@@ -10,10 +10,12 @@ import torch
 
 import megatrain
 from megatrain.checkpoint.step_folders import step_folder
+from megatrain.cli import main
 from megatrain.engine.step import Pass
 from megatrain.errors import StorageError
 from megatrain.training.run_dir import RunFolder, read_status
 from megatrain.training.stop import RunStopped
+from megatrain.training.trainer import Trainer
 from support.runs import settings
 from support.trainer import assert_bit_equal, fit, losses, stopped_after_two_steps
 
@@ -123,6 +125,25 @@ def test_a_second_failure_ends_the_run_with_its_last_step_on_the_disk(
     assert (failed, ends.results) == (["keep", "recompute"], [None])
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"]) == ("failed", 2)
+
+
+def test_a_stop_while_it_is_planned_again_names_the_checkpoint_of_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit(monkeypatch, 4)
+    explain = Trainer._explain
+
+    def interrupted(self: Trainer, *arguments: Any) -> None:
+        explain(self, *arguments)
+        self.stop.request("SIGTERM")
+
+    monkeypatch.setattr(Trainer, "_explain", interrupted)
+    (tmp_path / "config.json").write_text(json.dumps(settings(tmp_path)))
+    assert main(["train", str(tmp_path / "config.json")]) == 3
+    newest = step_folder(tmp_path / "run", 3)
+    said = f"while it loaded, so there is nothing new to save; the newest checkpoint is {newest}\n"
+    assert capsys.readouterr().err.endswith(f"megatrain train: stopped by SIGTERM {said}")
+    assert read_status(tmp_path / "run")["state"] == "stopped"
 
 
 def test_an_evaluation_that_runs_out_of_memory_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

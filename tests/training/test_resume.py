@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatrain.checkpoint import checkpoint
 from megatrain.cli import main
 from megatrain.config import Config, SourceConfig
 from megatrain.data import fingerprint, stdlib
@@ -232,6 +233,44 @@ def test_a_damaged_tokenizer_of_a_checkpoint_makes_the_run_go_on_from_the_one_be
     more = settings(tmp_path, output=output, train={"steps": 7, "batch_size": 4, "lr": 1e-2})
     assert fit(more).step == 7
     assert "endofword" not in (tmp_path / "run/checkpoints/step-7/tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("goes_on_from", [4, 0])
+def test_a_damaged_checkpoint_that_was_skipped_is_not_the_newest_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, goes_on_from: int
+) -> None:
+    config = settings(tmp_path, output={"save_every": 4, "keep": 2})
+    fit(config)
+    run = tmp_path / "run"
+    for step in (4, 6):
+        if step > goes_on_from:
+            (shard,) = (run / "checkpoints" / f"step-{step}").glob("exp_avg_sq*.safetensors")
+            content = shard.read_bytes()
+            shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    stop, stop_at = Stop(), goes_on_from + 1
+    with caplog.at_level(logging.WARNING, "megatrain"):
+        stopped = fit(config, stop=stop, display=At(stop_at, lambda: stop.request("SIGINT")))
+    newest = run / "checkpoints" / f"step-{stop_at}"
+    assert (stopped.step, stopped.checkpoint) == (stop_at, newest)
+    assert checkpoint.choose(run, "last") == newest
+    assert f"step-6 was skipped and is now {run / 'checkpoints/skipped-step-6'}" in caplog.text
+    kept = (
+        {"step-1", "skipped-step-4", "skipped-step-6"} if goes_on_from == 0 else {"step-4", "step-5", "skipped-step-6"}
+    )
+    assert {place.name for place in newest.parent.iterdir()} == kept
+    assert fit(config).step == 6
+    assert checkpoint.verify(run / "checkpoints/step-6") == []
+
+
+def test_a_branch_sets_aside_what_is_damaged_in_its_folder_and_saves_the_step_it_began_at(tmp_path: Path) -> None:
+    fit(settings(tmp_path, train={"steps": 2}, output={"dir": str(tmp_path / "first")}))
+    branch = settings(tmp_path, output={"resume": str(tmp_path / "first")})
+    damaged = tmp_path / "run/checkpoints/step-2"
+    damaged.mkdir(parents=True)
+    (tmp_path / "run/lock").write_text("process 1")
+    result = fit(branch | {"train": branch["train"] | {"steps": 2}})
+    assert (result.step, result.checkpoint) == (2, damaged)
+    assert checkpoint.verify(damaged) == []
 
 
 def test_held_out_data_may_change_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

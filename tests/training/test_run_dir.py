@@ -94,12 +94,62 @@ def test_a_refusal_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "config.yaml").exists()
 
 
+def test_a_refusal_does_not_mark_a_folder_of_the_users_as_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("mine")
+    folder = RunFolder(tmp_path)
+    folder.write_status("loading")
+    folder.withdraw()
+    folder.discard_if_empty()
+    folder.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+    (tmp_path / "rows.jsonl").rename(tmp_path / "data.json")
+    with pytest.raises(ConfigError, match=r"holds 'data\.json'"):
+        RunFolder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "export", "checkpoints"])
 def test_what_a_run_would_replace_is_not_taken_from_a_folder_of_something_else(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=f"holds '{name}'"):
         RunFolder(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.json", "data.json", "metrics.jsonl", "log.txt", "status.json", "lock", "config.yaml", "export"]
+)
+def test_a_file_of_the_users_is_neither_replaced_nor_taken_for_a_runs(tmp_path: Path, name: str) -> None:
+    """Whatever its name, and whatever else of the same names lies beside it."""
+    for foreign in {name, "metrics.jsonl", "status.json", "lock"}:
+        (tmp_path / foreign).write_text('{"text": "mine"}\n')
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match=r"output\.dir is .* would replace"):
+        RunFolder(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for foreign in before.keys() - {name}:
+        (tmp_path / foreign).unlink()
+    with pytest.raises(ConfigError, match=f"output\\.dir is .*{name}.* would replace"):
+        RunFolder(tmp_path)
+    assert (tmp_path / name).read_bytes() == before[name]
+
+
+def test_a_folder_is_a_runs_by_the_lock_or_the_configuration_that_a_run_wrote(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_status("loading")
+    folder.close()  # as a kill while it loads leaves it
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config("model: x\n")
+    folder.write_data({})
+    folder.begin_metrics(0)
+    folder.close()
+    (tmp_path / "run" / "lock").unlink()  # as where a run is copied without it
+    RunFolder(tmp_path / "run").close()
+
+
+def test_empty_files_that_a_full_disk_left_do_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
+    for name in ("lock", "log.txt"):
+        (tmp_path / name).touch()
+    RunFolder(tmp_path).close()
 
 
 def test_a_configuration_of_the_users_is_never_replaced(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A trained model as the hub expects it: sharded safetensors with index, config, tokenizer and chat template.
 
-    save_pretrained(decoder, core, "out", tokenizer_dir="the/source")     # from the store
+    save_pretrained(decoder, core, "out", model_dir="the/source", tokenizer_dir="the/source")   # from the store
     export_checkpoint("run/checkpoints/step-100", "out", dtype="fp32")    # from a checkpoint
 
 Tensors are streamed in pieces; the folder appears whole or not at all. Stock transformers loads it with no missing and
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.checkpoint import Checkpoint
 from megatrain.checkpoint.hf_folder import (
+    CODE_FILES,
+    MODEL_FILES,
     TOKENIZER_FILES,
     folder_bytes,
     join,
@@ -61,7 +63,8 @@ def save_pretrained(
     dtype: DtypeName = "auto",  # auto: the run's own precision
     layout: LayoutName = "source",
     tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
-    tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
+    tokenizer_dir: str | Path | None = None,  # its tokenizer files are copied unchanged
+    model_dir: str | Path | None = None,  # so are its generation config, processor and code; None: of `tokenizer_dir`
     overwrite: bool = False,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
@@ -86,13 +89,13 @@ def save_pretrained(
     def read(_stem: str, entry: Entry, start: int, piece: Tensor) -> None:
         fill(layout_of[entry.name], start, piece, weights)
 
-    with staged(out, folder_bytes(entries, tokenizer, tokenizer_dir)) as folder:
+    with staged(out, folder_bytes(entries, tokenizer, tokenizer_dir, model_dir)) as folder:
         files = safetensors_io.plan_shards(folder, "model", entries)
         safetensors_io.write_shards(
             files, read, threads=threads, progress=_of_total(progress, sum(f.size for f in files))
         )
         write_index(folder, files)
-        write_model_files(folder, decoder, target, tokenizer, tokenizer_dir)
+        write_model_files(folder, decoder, target, tokenizer, tokenizer_dir, model_dir)
 
 
 def export_checkpoint(
@@ -154,7 +157,7 @@ def export_checkpoint(
         write_index(folder, files)
         write_config(folder, source.config(), target)
         with flushing(folder):
-            source.copy_files(folder, (*TOKENIZER_FILES, "generation_config.json", "*.py"))
+            source.copy_files(folder, (*TOKENIZER_FILES, *MODEL_FILES, CODE_FILES))
 
 
 def weight_bytes(decoder: Decoder, dtype: DtypeName = "auto", layout: LayoutName = "source") -> int:

@@ -1,5 +1,6 @@
 """What a checkpoint and an export share: a folder as transformers' `from_pretrained` reads it, beside its weights."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -36,11 +37,18 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
     "additional_chat_templates",
+)
+"""What belongs to a tokenizer in a Hugging Face folder; copied byte for byte."""
+
+MODEL_FILES = (
+    "generation_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-"""What belongs to a tokenizer or processor in a Hugging Face folder; copied byte for byte."""
+"""What belongs to a model in a Hugging Face folder, beside its weights and config; copied byte for byte."""
+
+CODE_FILES = "*.py"
 
 _TOKENIZER_BYTES = 32 << 20
 _JSON_BYTES = 1 << 20
@@ -70,9 +78,13 @@ def library_types(model: Any, target: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def folder_bytes(
-    entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase | None", tokenizer_dir: str | Path | None
+    entries: Sequence[Entry],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer_dir: str | Path | None,
+    model_dir: str | Path | None = None,
 ) -> int:
-    """What a folder with these tensors takes on disk, a little more rather than less."""
+    """What a folder with these tensors takes on disk, a little more rather than less; the rest as for
+    `write_model_files`."""
     described = sum(256 + len(entry.name) for entry in entries) * 2  # in a header, and in the index
     total = sum(entry.nbytes for entry in entries) + described + _JSON_BYTES
     found: list[Path] = []
@@ -80,6 +92,9 @@ def folder_bytes(
         found = [path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern)]
         total += sum(path.stat().st_size for path in found)
     saved = tokenizer is not None and not any(path.name.startswith("tokenizer") for path in found)
+    of_model = tokenizer_dir if model_dir is None else model_dir
+    if of_model is not None:
+        total += sum(path.stat().st_size for pattern in MODEL_FILES for path in Path(of_model).glob(pattern))
     return total + (_TOKENIZER_BYTES if saved else 0)
 
 
@@ -96,30 +111,46 @@ def write_model_files(
     folder: Path,
     decoder: Decoder,
     dtype: torch.dtype,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: "PreTrainedTokenizerBase | None",  # saved unless `tokenizer_dir` has the files
     tokenizer_dir: str | Path | None,
+    model_dir: str | Path | None,  # None: what it would have is taken from `tokenizer_dir`
 ) -> None:
-    """Config (saying `dtype`), generation config, tokenizer and chat template. Raises StorageError."""
+    """Config (saying `dtype`), generation config, tokenizer and chat template, processor, and the code that they name.
+    Raises StorageError."""
     config = copy.deepcopy(decoder.config)
     config.architectures = [type(decoder.model).__name__]
     write_config(folder, json.loads(config.to_json_string(use_diff=True)), dtype)
     with flushing(folder):
         copied: list[str] = []
         if tokenizer_dir is not None:
-            patterns: tuple[str, ...] = (*TOKENIZER_FILES, "generation_config.json")
-            if getattr(config, "auto_map", None):
-                patterns = (*patterns, "*.py")  # the model's own code, which its configuration names
-            copied = copy_files(Path(tokenizer_dir), folder, patterns)
+            code = (CODE_FILES,) if _names_code(Path(tokenizer_dir)) else ()
+            copied += copy_files(Path(tokenizer_dir), folder, (*TOKENIZER_FILES, *code))
+        of_model = tokenizer_dir if model_dir is None else model_dir
+        if of_model is not None:  # last: of two files of code with the same name its own is kept
+            code = (CODE_FILES,) if getattr(config, "auto_map", None) or _names_code(Path(of_model)) else ()
+            copied += copy_files(Path(of_model), folder, (*MODEL_FILES, *code))
         try:
             if "generation_config.json" not in copied:
                 from transformers import GenerationConfig
 
                 own = getattr(decoder.model, "generation_config", None)
                 (own or GenerationConfig.from_model_config(config)).save_pretrained(str(folder))
-            if tokenizer is not None and not any(name.startswith("tokenizer") for name in copied):
+            if tokenizer is not None and not any(
+                name.startswith("tokenizer") and not name.endswith(".py") for name in copied
+            ):
                 tokenizer.save_pretrained(str(folder))
         except OSError as error:
             raise storage_error(error, folder) from None
+
+
+def _names_code(folder: Path) -> bool:
+    """Whether a tokenizer or processor in a Hugging Face folder comes with code of its own."""
+    for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(found, dict) and found.get("auto_map"):
+                return True
+    return False
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:

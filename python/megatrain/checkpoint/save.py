@@ -33,9 +33,12 @@ def save(
     step: int,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     tokenizer_dir: str | Path | None = None,
+    model_dir: str | Path | None = None,
 ) -> None:
     """`begin_save`, and waits until the checkpoint is complete."""
-    begin_save(folder, engine, state, step=step, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir).finish()
+    begin_save(
+        folder, engine, state, step=step, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir, model_dir=model_dir
+    ).finish()
 
 
 def begin_save(
@@ -45,7 +48,8 @@ def begin_save(
     *,
     step: int,
     tokenizer: "PreTrainedTokenizerBase | None" = None,  # saved unless `tokenizer_dir` has the files
-    tokenizer_dir: str | Path | None = None,  # its tokenizer files and generation config are copied unchanged
+    tokenizer_dir: str | Path | None = None,  # its tokenizer files are copied unchanged
+    model_dir: str | Path | None = None,  # so are its generation config, processor and code; None: of `tokenizer_dir`
 ) -> "PendingCheckpoint":
     """Begins a checkpoint of the engine's state after `step` optimizer steps, pending updates included. It is written
     in the background while later passes run, each unit before its next update, and complete when its `finish` returns.
@@ -73,7 +77,7 @@ def begin_save(
         state = json.loads(json_bytes(dict(state)))
     except TypeError as error:
         raise CheckpointError(f"the state to save is not JSON: {error}") from error
-    needed = folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir)
+    needed = folder_bytes([e for entries in planes.values() for e in entries], tokenizer, tokenizer_dir, model_dir)
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staged(folder, needed))
         files = [
@@ -97,7 +101,7 @@ def begin_save(
             needed,
         )
         return PendingCheckpoint(
-            folder, step, engine, stack.pop_all(), temporary, files, state, tokenizer, tokenizer_dir
+            folder, step, engine, stack.pop_all(), temporary, files, state, (tokenizer, tokenizer_dir, model_dir)
         )
 
 
@@ -117,8 +121,7 @@ class PendingCheckpoint:
         temporary: Path,
         files: Sequence[Shard],
         state: Mapping[str, Any],
-        tokenizer: "PreTrainedTokenizerBase | None",
-        tokenizer_dir: str | Path | None,
+        sources: tuple["PreTrainedTokenizerBase | None", str | Path | None, str | Path | None],  # as `begin_save` has
     ) -> None:
         self.folder: Path = folder
         self.step: int = step
@@ -130,7 +133,7 @@ class PendingCheckpoint:
         self._ending = threading.Lock()
         self._core, self._decoder = engine.core, engine.decoder
         self._place, self._temporary, self._files = place, temporary, files
-        self._state, self._tokenizer, self._tokenizer_dir = state, tokenizer, tokenizer_dir
+        self._state, self._sources = state, sources
 
     @property
     def is_written(self) -> bool:
@@ -169,7 +172,7 @@ class PendingCheckpoint:
             for stem in dict.fromkeys(shard.stem for shard in self._files):
                 write_index(self._temporary, [shard for shard in self._files if shard.stem == stem])
             weights = PRECISIONS[decoder.precision]
-            write_model_files(self._temporary, decoder, weights, self._tokenizer, self._tokenizer_dir)
+            write_model_files(self._temporary, decoder, weights, *self._sources)
             shapes = {ref.name: tuple(ref.shape) for ref in decoder.tensors.values()}
             layout = hf_layout.describe(decoder.layout, decoder.model, shapes) if decoder.layout else "published"
             trained = [ref for ref in decoder.tensors.values() if ref.role == "trainable"]

@@ -1,9 +1,14 @@
 """Where the checkpoints of a run are: `RUN/checkpoints/step-N`. Needs no torch."""
 
+import itertools
+import logging
+import os
 import re
 from pathlib import Path
 
-from megatrain.system.atomic import original_name, present
+from megatrain.system.atomic import original_name, present, storage_error, sync_folder
+
+log: logging.Logger = logging.getLogger("megatrain")
 
 CHECKPOINTS = "checkpoints"
 
@@ -33,3 +38,26 @@ def steps_in(run: str | Path) -> list[int]:
 def list_checkpoints(run: str | Path) -> list[Path]:
     """The folders of `steps_in`, each where it is now (see `atomic.present`)."""
     return [present(step_folder(run, step)) for step in steps_in(run)]
+
+
+def newest_written(run: str | Path) -> Path | None:
+    """The newest checkpoint of a run that was written to its end: that has a manifest, whose content is not read."""
+    return next((one for one in reversed(list_checkpoints(run)) if (one / "manifest.json").is_file()), None)
+
+
+def set_aside(run: str | Path, step: int) -> list[Path]:
+    """Renames the checkpoints of steps after `step`, which a run that goes on there has skipped as damaged: they count
+    neither as its newest nor among those it keeps, and nothing of them is lost. Logs them and returns their new places.
+    Only for the process that owns the run. Raises StorageError."""
+    places = []
+    for later in (step_folder(run, one) for one in steps_in(run) if one > step):
+        names = itertools.chain([f"skipped-{later.name}"], (f"skipped-{later.name}-{n}" for n in itertools.count(2)))
+        place = next(place for name in names if not os.path.lexists(place := later.with_name(name)))
+        try:
+            later.rename(place)
+            sync_folder(place.parent)
+        except OSError as error:
+            raise storage_error(error, later) from None
+        log.warning("%s was skipped and is now %s; remove it if you do not need it", later, place)
+        places.append(place)
+    return places

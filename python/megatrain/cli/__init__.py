@@ -82,11 +82,20 @@ def _guarded(args: argparse.Namespace) -> int:
         output.discard(sys.stdout)  # nobody reads the answer any more
         return DONE
     except StopRequested as error:
-        return _refuse(args, f"stopped by {error} before a step was taken, so there is nothing to save", STOPPED)
+        return _refuse(args, f"stopped by {error} {_unfinished(args.verb, error.checkpoint)}", STOPPED)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         return _unexpected(args, error)
+
+
+def _unfinished(verb: str, checkpoint: Path | None) -> str:
+    """What a command had not done when it was stopped, and what there is all the same."""
+    if verb != "train":
+        return "before it ended, so there is no result"
+    if checkpoint is None:
+        return "before a step was taken, so there is nothing to save"
+    return f"while it loaded, so there is nothing new to save; the newest checkpoint is {checkpoint}"
 
 
 def _unexpected(args: argparse.Namespace, error: Exception) -> int:

@@ -12,6 +12,7 @@ _KINDS = {
     "model.trust_remote_code": "place",
     "data": "identity",
     "data.eval": "course",
+    "data.unused": "place",  # it refuses rows or lets them pass, and changes none
     "data.workers": "place",
     "data.cache": "place",
     "train": "course",

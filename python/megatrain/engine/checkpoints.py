@@ -32,10 +32,11 @@ class Checkpoints:
         *,
         tokenizer: Any,
         tokenizer_dir: str | Path | None,
+        model_dir: str | Path | None,
     ) -> None:
         self._runtime = runtime
         self._passes = passes
-        self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
+        self._tokenizer, self._tokenizer_dir, self._model_dir = tokenizer, tokenizer_dir, model_dir
         self._pending: PendingCheckpoint | None = None
 
     @property
@@ -69,6 +70,7 @@ class Checkpoints:
             step=passes.num_steps if step is None else step,
             tokenizer=self._tokenizer,
             tokenizer_dir=self._tokenizer_dir,
+            model_dir=self._model_dir,
         )
         if passes.num_waiting:
             self._pending.finish()  # the pass that would carry it begins after their update

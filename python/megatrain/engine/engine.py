@@ -70,6 +70,7 @@ class Engine:
         rates: Mapping[str, float] | None = None,
         tokenizer: Any = None,
         tokenizer_dir: str | Path | None = None,
+        model_dir: str | Path | None = None,
     ) -> None:
         """`model` follows Hugging Face's layout of a decoder. If it has storage, its tensors are moved into the
         engine's store one by one and it is left without. If it is on meta, `load` fills the store, or the weights are
@@ -101,7 +102,8 @@ class Engine:
         - `seed`: of random initial weights, of dropout and of stochastic rounding.
         - `load`: called once with the decoder and the native engine to fill the store; None: with the model's values.
         - `rates`: this machine's measured rates, for the planner.
-        - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports.
+        - `tokenizer`, `tokenizer_dir`: saved with checkpoints and exports; of the folder the tokenizer's files.
+        - `model_dir`: a folder whose generation config, processor and code are saved too; None: `tokenizer_dir`.
 
         Raises ConfigError for settings or models that cannot be used, and DoesNotFit, with the sum, for a plan that
         needs more memory than there is.
@@ -137,7 +139,7 @@ class Engine:
                 model, freeze=freeze, precision=chosen, matmul=choose_matmul(matmul, chosen, torch_device)
             )
         self.deterministic = deterministic
-        self._tokenizer, self._tokenizer_dir = tokenizer, tokenizer_dir
+        self._tokenizer, self._tokenizer_dir, self._model_dir = tokenizer, tokenizer_dir, model_dir
         self._preparer = InputPreprocessor(decoder, torch_device)
         if deterministic and torch_device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -179,6 +181,7 @@ class Engine:
             self._passes,
             tokenizer=tokenizer,
             tokenizer_dir=tokenizer_dir,
+            model_dir=model_dir,
         )
 
     @classmethod
@@ -212,14 +215,15 @@ class Engine:
         rates: Mapping[str, float] | None = None,
         tokenizer: Any = None,
         tokenizer_dir: str | Path | None = None,
+        model_dir: str | Path | None = None,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id (of which `revision` is a branch, tag or commit). The
         files are checked now, and read directly into the store once it is allocated.
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code from the model's folder. `progress(what, done,
         total)` is called with the bytes read so far; `auto` shows a line on a terminal's standard error or below a
-        notebook's cell, None shows nothing. `tokenizer_dir` defaults to the model's folder. Everything else is as for
-        the constructor, errors included.
+        notebook's cell, None shows nothing. `tokenizer_dir` and `model_dir` default to the model's folder. Everything
+        else is as for the constructor, errors included.
         """
         core_device, torch_device = open_device(device)
         chosen = choose_precision(precision, torch_device)
@@ -254,6 +258,7 @@ class Engine:
             rates=rates,
             tokenizer=tokenizer,
             tokenizer_dir=folder if tokenizer_dir is None else tokenizer_dir,
+            model_dir=folder if model_dir is None else model_dir,
         )
 
     # ------------------------------------------------------------------------------------------- training
@@ -488,6 +493,7 @@ class Engine:
             layout=layout,
             tokenizer=self._tokenizer,
             tokenizer_dir=self._tokenizer_dir,
+            model_dir=self._model_dir,
             overwrite=overwrite,
         )
 

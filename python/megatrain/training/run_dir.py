@@ -43,18 +43,19 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 ENDED = ("done", "stopped", "failed", "killed")
 """States in `status.json` that a run does not leave by itself; in any other it is still going on, or was killed."""
 
-_ONLY_IN_RUNS = (LOCK, STATUS, METRICS)
-"""Names that tell a run's folder from any other."""
 _LEFTOVERS = (EXPORT, CONFIG, PLAN, METRICS, STATUS, REPORT, DATA)
 """What a killed process can have been writing at the top of a run's folder."""
-_REPLACED = (CONFIG, PLAN, LOG, CHECKPOINTS, EXPORT)
-"""What a run replaces in its folder."""
+_REPLACED = (CONFIG, PLAN, METRICS, LOG, STATUS, LOCK, DATA, CHECKPOINTS, EXPORT)
+"""What a run replaces in its folder, cuts back or writes to."""
 
 _CORRECTION = "corrected"
 """The key of `plan.json` for what was changed after memory had run out."""
 
 _LONGEST_REASON = 1000
 """Characters of a reason in `status.json`: the file stays within one block of the disk (see `_overwrite`)."""
+
+_OWNER = "process "
+"""What `lock` begins with; the process id follows."""
 
 _HEADER = "# The effective configuration of this run, written by megatrain: every default spelled out.\n"
 
@@ -67,19 +68,22 @@ def output_folder(config: Config) -> Path:
 
 def check(path: Path) -> None:
     """Raises ConfigError when `output.dir` cannot be created or written, or when a run would replace something there
-    that no run wrote."""
+    that no run wrote. Names alone do not make a folder a run's: other programs write a `metrics.jsonl` too."""
     check_makeable(path, "output.dir")
     config = path / CONFIG
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if config.is_file() and not config.read_text(encoding="utf-8").startswith(_HEADER):
+        if config.is_file():
+            if config.read_text(encoding="utf-8").startswith(_HEADER):
+                return
             raise ConfigError(
                 f"output.dir is {str(path)!r}, and the {str(config)!r} in it is not a run's: a run would replace it "
                 "with its effective configuration; name another output.dir, or rename your file"
             )
-    if any((path / name).exists() for name in _ONLY_IN_RUNS):
+    if _is_own_lock(path / LOCK):  # of a run that has written no configuration yet
         return
     for name in _REPLACED:
-        if (path / name).exists():
+        # An empty file has nothing to lose, and is all that a run could write on a full disk.
+        if (path / name).exists() and _size(path / name) != 0:
             raise ConfigError(
                 f"output.dir is {str(path)!r}, which is not a run's folder and holds {name!r}, which a run would "
                 "replace with its own; name another folder"
@@ -121,6 +125,7 @@ class RunFolder:
         check(path)
         absolute = path.absolute()
         self._made = [folder for folder in (absolute, *absolute.parents) if not folder.exists()]
+        self._lock_made = not (path / LOCK).exists()
         try:
             make_folders(path)
             self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
@@ -139,8 +144,9 @@ class RunFolder:
             ) from None
         with contextlib.suppress(OSError):  # on a full disk the lock is held without naming its owner
             self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()}")
+            self._lock.write(f"{_OWNER}{os.getpid()}")
             self._lock.flush()
+            os.fsync(self._lock.fileno())  # it says whose folder this is, so a power cut must not leave the rest alone
         self._recover()
         self._open = contextlib.ExitStack()
         self._handler: logging.Handler | None = None
@@ -276,15 +282,17 @@ class RunFolder:
                 write_whole(status, self._status_before)
 
     def discard_if_empty(self) -> None:
-        """Removes the folders that this process created if they are still empty: a refusal leaves nothing behind."""
-        if not self._made:
-            return
-        if {entry.name for entry in self.path.iterdir()} <= {LOCK, LOG, STATUS}:
+        """Removes the folders that this process created if they are still empty, and the lock from one of the user's
+        that holds nothing else of a run: a refusal leaves nothing behind, and no folder marked as a run's."""
+        held = {entry.name for entry in self.path.iterdir()}
+        if self._made and held <= {LOCK, LOG, STATUS}:
             for name in (LOG, STATUS, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 for folder in self._made:
                     folder.rmdir()
+        elif self._lock_made and held & {*_REPLACED} <= {LOCK}:
+            (self.path / LOCK).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes all files and releases the lock."""
@@ -348,6 +356,12 @@ def state_of(run: Path) -> str:
 def is_run(path: Path) -> bool:
     """Whether a folder is one of ours."""
     return (path / CONFIG).is_file() and ((path / CHECKPOINTS).is_dir() or (path / METRICS).is_file())
+
+
+def _is_own_lock(path: Path) -> bool:
+    """Whether a run wrote this file, which has the id of the process that last owned the folder."""
+    content = _bytes(path) if _size(path) else None
+    return content is not None and content.startswith(_OWNER.encode()) and content[len(_OWNER) :].isdigit()
 
 
 def _bytes(path: Path) -> bytes | None:

@@ -345,6 +345,7 @@ def build_engine(
         load=fill,
         tokenizer=model_setup.tokenizer,
         tokenizer_dir=_tokenizer_folder(config, model_setup.files),
+        model_dir=_model_folder(config, model_setup.files),
         **run_plan.engine_options(),
     )
     if resume is not None:
@@ -435,12 +436,20 @@ def _tokenizer_folder(config: Config, files: ModelFiles | None) -> Path | None:
     """The folder whose tokenizer files are copied unchanged; None where the tokenizer has to be written anew."""
     if config.model.chat_template is not None:
         return None
-    if isinstance(config.model.tokenizer, str):
-        folder = Path(config.model.tokenizer)
-        return folder if folder.is_dir() else None
-    if config.model.tokenizer is None and files is not None and files.gguf is None:
-        return files.folder
-    return None
+    if config.model.tokenizer is None:
+        return _model_folder(config, files)
+    return _named_tokenizer(config)
+
+
+def _model_folder(config: Config, files: ModelFiles | None) -> Path | None:
+    """The folder whose generation config, processor and code are copied unchanged: the model's; the tokenizer's where
+    the model has none; None where neither has one."""
+    return files.folder if files is not None and files.gguf is None else _named_tokenizer(config)
+
+
+def _named_tokenizer(config: Config) -> Path | None:
+    named = config.model.tokenizer
+    return Path(named) if isinstance(named, str) and Path(named).is_dir() else None
 
 
 def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
@@ -452,7 +461,7 @@ def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase",
     an answer with."""
     text = text_config(model_setup.decoder.config)
     ends, named = getattr(text, "eos_token_id", None), "its configuration"
-    copied = _tokenizer_folder(model_setup.config, model_setup.files)
+    copied = _model_folder(model_setup.config, model_setup.files)
     own = None if copied is None else copied / "generation_config.json"
     if own is not None and own.is_file():
         with contextlib.suppress(OSError, ValueError):

@@ -8,12 +8,16 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from megatrain.errors import MegatrainError
 
 
 class StopRequested(KeyboardInterrupt):
     """The user asked to stop. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after this too."""
+
+    checkpoint: Path | None = None
+    """The newest checkpoint in the folder of the run that was loading, if there is one."""
 
 
 class RunStopped(MegatrainError):

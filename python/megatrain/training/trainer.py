@@ -14,6 +14,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.step_folders import newest_written, set_aside
 from megatrain.config import Config
 from megatrain.data import given_rows
 from megatrain.engine.options import known_keywords
@@ -29,7 +30,7 @@ from megatrain.training.replan import FasterPlan
 from megatrain.training.result import Result
 from megatrain.training.resume import Position, ResumePoint, resolve_resume
 from megatrain.training.run_dir import RunFolder, output_folder
-from megatrain.training.stop import RunStopped, Stop
+from megatrain.training.stop import RunStopped, Stop, StopRequested
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -72,6 +73,9 @@ class Trainer:
             with self.display, given_rows.given(self._rows):
                 folder.begin_log()
                 return self._fit(folder)
+        except StopRequested as stopped:
+            stopped.checkpoint = newest_written(folder.path)
+            raise
         finally:
             folder.discard_if_empty()
             folder.close()
@@ -170,6 +174,9 @@ class Trainer:
                 folder.write_plan(parts.engine.plan, parts.planned.run_plan.correction)
                 folder.write_data(_profile(parts))
                 self._log_plan(parts, None if origin is None else origin.numerics)
+            # A branch, and a run that begins anew, found no whole checkpoint in the folder at all.
+            own = origin is not None and not origin.from_elsewhere
+            set_aside(folder.path, position.step if own else position.step - 1)
             metrics_file = folder.begin_metrics(position.step)
         except StorageError as error:
             raise RunStopped(f"before step {position.step + 1}: {error}; {last_good_checkpoint(folder)}") from error

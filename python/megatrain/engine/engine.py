@@ -467,7 +467,12 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. Drops gradients that wait for
         `optimizer_step`. An interrupt or a damaged file after the first value was replaced leaves an engine that
-        refuses everything but another load; before that, the engine is unchanged. Raises CheckpointError."""
+        refuses everything but another load; before that, the engine is unchanged.
+
+        The learning rate becomes that of the checkpoint, and groups with a rate of their own keep their ratio to it: an
+        engine made with lr 2e-5 and a group's 1e-4 goes on from a checkpoint saved at 1e-5 with 1e-5 and 5e-5. A line
+        of the log says so where it changes; for another rate call `set_lr` afterwards. AdamW's other settings stay the
+        engine's own. Raises CheckpointError; ConfigError where the optimizer cannot take that learning rate."""
         return self._checkpoints.load(folder)
 
     @on_cpu()

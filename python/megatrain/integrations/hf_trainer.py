@@ -291,7 +291,8 @@ class TrainerMixin(_Trainer):
         return super().train(resume_from_checkpoint, *more, **keywords)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ARG002
-        self.engine.set_optimizer(AdamW())  # the Trainer's groups and learning rates follow with its own state
+        # the Trainer's groups and learning rates follow with its own state
+        self.engine.set_optimizer(AdamW(lr=self.args.learning_rate))
         self.engine.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:

@@ -261,7 +261,8 @@ class Engine:
     @on_cpu()
     def prepare(self, micro_batches: Sequence[Batch], *, with_loss_fn: bool = False) -> StepInputs:
         """Checks a step's micro-batches and precomputes masks and positions on the CPU. `step` does this itself; a data
-        loader's thread may do it one step ahead. Raises ConfigError, which names the micro-batch."""
+        loader's thread may do it one step ahead, with `with_loss_fn` where the step will have a `loss_fn`. The result
+        is for this engine and that kind of step alone. Raises ConfigError, which names the micro-batch."""
         self._runtime.check()
         return self._preparer.prepare(
             micro_batches, need_labels=not with_loss_fn, keep_empty=with_loss_fn, more_keys=with_loss_fn
@@ -292,7 +293,9 @@ class Engine:
         of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
         `deterministic`. Raises EngineBroken with unit, tensor and both norms where they differ; nothing was updated.
 
-        Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
+        `prepare` may have made the micro-batches ready beforehand: of this engine, and with `with_loss_fn` exactly if
+        there is a `loss_fn` here. Raises ConfigError for others, and for micro-batches the model cannot take; nothing
+        has changed then.
         """
         self._usable()
         if check:
@@ -341,6 +344,7 @@ class Engine:
 
     def _prepared(self, micro_batches: "Sequence[Batch] | StepInputs", loss_fn: LossFn | None) -> StepInputs:
         if isinstance(micro_batches, StepInputs):
+            micro_batches.check_step(self._preparer, loss_fn is not None)
             return micro_batches
         return self.prepare(micro_batches, with_loss_fn=loss_fn is not None)
 

@@ -214,7 +214,8 @@ class Engine:
         tokenizer_dir: str | Path | None = None,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id (of which `revision` is a branch, tag or commit). The
-        files are checked now, and read directly into the store once it is allocated.
+        files are checked now, and read directly into the store once it is allocated. A `.gguf` file is unpacked to fp32
+        as a whole then: 4 bytes per parameter of host memory are left out of the plan until it has been read.
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code from the model's folder. `progress(what, done,
         total)` is called with the bytes read so far; `auto` shows a line on a terminal's standard error or below a

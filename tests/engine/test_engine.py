@@ -283,6 +283,31 @@ def test_a_checkpoint_restores_the_state_bit_for_bit(tmp_path: Path) -> None:
     assert_unchanged(second, weights(straight))
 
 
+def test_a_load_takes_over_the_learning_rate_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def grouped(lr: float) -> megatrain.Engine:
+        return engine(build(), optimizer=megatrain.AdamW(lr=lr, groups=[{"params": "*norm*", "lr": 1e-4}]))
+
+    first, second, started_at_0 = grouped(2e-5), grouped(2e-5), grouped(0.0)
+    first.save(tmp_path / "same")
+    first.set_lr(1e-5)
+    first.step(batches(1))
+    first.save(tmp_path / "saved")
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        second.load(tmp_path / "same")
+        assert "learning rate" not in caplog.text
+        second.load(tmp_path / "saved")
+    assert f"learning rate 2e-05 -> 1e-05, which {tmp_path / 'saved'} was saved with, and in proportion" in caplog.text
+    assert [group[0] for group in second.optimizer.core_groups()] == pytest.approx([1e-5, 5e-5])
+    before = weights(started_at_0)
+    with pytest.raises(ConfigError, match=r"saved was saved with learning rate 1e-05.*ratio is not defined.*set_optim"):
+        started_at_0.load(tmp_path / "saved")
+    assert started_at_0.num_steps == 0
+    assert_unchanged(started_at_0, before)
+    started_at_0.set_optimizer(second.optimizer)
+    started_at_0.load(tmp_path / "saved")
+    assert_unchanged(started_at_0, weights(first))
+
+
 @pytest.mark.parametrize("share", [0.5, 1 / 32, 0.0])
 def test_less_memory_to_pin_than_a_run_asks_for_is_one_warning_and_changes_no_bit(
     share: float, caplog: pytest.LogCaptureFixture

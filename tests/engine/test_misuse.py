@@ -57,6 +57,26 @@ def test_tensors_that_hold_no_integers_are_refused(change: Any) -> None:
     ours.step([batch | {"attention_mask": torch.ones(2, 32, dtype=torch.bool)}])
 
 
+def test_prepared_micro_batches_are_refused_by_a_step_that_they_were_not_prepared_for() -> None:
+    def loss_fn(hidden: Any, head: Any, batch: Any) -> Any:
+        return -head.logprobs(hidden, batch["labels"]).sum()
+
+    ours, other, (batch,) = engine(build()), engine(build()), batches(1)
+    weighted = batch | {"loss_weights": torch.tensor([0.5, 2.0])}
+    with_one, without = ours.prepare([weighted], with_loss_fn=True), ours.prepare([weighted])
+    before = dict(ours.state_dict())
+    for call in (ours.step, ours.forward_backward):
+        with pytest.raises(ConfigError, match="loss_weights would not be applied; prepare them without with_loss_fn"):
+            call(with_one)
+        with pytest.raises(ConfigError, match=r"would be left out; prepare them with .*with_loss_fn=True"):
+            call(without, loss_fn=loss_fn)
+    with pytest.raises(ConfigError, match="prepared by another engine"):
+        other.step(without)
+    assert all(torch.equal(value, ours.weight(name)) for name, value in before.items())
+    assert ours.step(without).loss == other.step([weighted]).loss
+    assert ours.step(with_one, loss_fn=loss_fn).loss == other.step([weighted], loss_fn=loss_fn).loss
+
+
 def test_a_loss_function_is_called_and_takes_no_settings_place() -> None:
     (batch,) = batches(1)
     with pytest.raises(ConfigError, match=r"loss_fn must be a function of .*, not 'mean'"):

@@ -288,6 +288,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "checkpointing_kwargs",
     ),
     ({"auto_find_batch_size": True}, "auto_find_batch_size is True"),
+    ({"torch_empty_cache_steps": 4}, "torch_empty_cache_steps is 4"),
     ({"use_liger_kernel": True}, "use_liger_kernel is True"),
     ({"push_to_hub": True}, "push_to_hub is True"),
     ({"bf16": True}, r"bf16 is True, but the engine computes in fp32"),
@@ -309,6 +310,36 @@ def test_arguments_that_the_engine_cannot_follow_are_refused_by_name(
     engine = megatrain.Engine(copy.deepcopy(model), device="cpu")
     with pytest.raises(ConfigError, match=words):
         OnEngine(model=engine, args=args, train_dataset=Rows())
+
+
+def test_use_cpu_makes_an_engine_on_the_cpu_where_there_is_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    made = megatrain.Engine.__init__
+
+    def noting(self: megatrain.Engine, model: Any, **options: Any) -> None:
+        asked.append(options.get("device"))
+        made(self, model, **options)
+
+    monkeypatch.setattr(megatrain.Engine, "__init__", noting)
+    model = build()
+    model.save_pretrained(tmp_path / "model")
+    trainer(OnEngine, model, tmp_path / "run")
+    folder = trainer(OnEngine, str(tmp_path / "model"), tmp_path / "run")
+    assert asked[0] == "cpu"
+    assert folder.engine.device.type == "cpu"
+    with pytest.raises(ConfigError, match=r"use_cpu is True, but the engine's device is cuda:0.*device='cpu'"):
+        trainer(OnEngine, model, tmp_path / "run", given={"engine_options": {"device": "cuda:0"}})
+    assert len(asked) == 2  # that was refused before an engine took the model's weights
+
+
+def test_use_cpu_with_an_engine_on_a_card_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = megatrain.Engine(build(), device="cpu")
+    trainer(OnEngine, engine, tmp_path)
+    monkeypatch.setattr(megatrain.Engine, "device", torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="use_cpu is True, but the engine's device is cuda:0"):
+        trainer(OnEngine, engine, tmp_path)
 
 
 def test_gradient_checkpointing_alone_is_left_to_the_plan(tmp_path: Path) -> None:

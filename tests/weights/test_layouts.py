@@ -16,6 +16,7 @@ from megatrain.system import hardware
 from megatrain.training import forecast
 from support import private_memory
 from support.families import build
+from support.gguf_files import write_gguf
 from support.reference import batches
 from support.vision import SEEING, see
 
@@ -136,33 +137,6 @@ def test_the_plan_counts_the_bytes_that_the_export_writes(source: str, dtype: st
         own = export.weight_bytes(ours.decoder, dtype, "library")  # type: ignore[arg-type]
     assert planned == (tmp_path / "out" / "model.safetensors").stat().st_size
     assert own == (tmp_path / "library" / "model.safetensors").stat().st_size
-
-
-def write_gguf(path: Path) -> None:
-    """A llama of two layers with a tied head, its weights in fp32."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    file = gguf.GGUFWriter(str(path), "llama")
-    file.add_block_count(2)
-    file.add_context_length(64)
-    file.add_embedding_length(32)
-    file.add_feed_forward_length(48)
-    file.add_head_count(4)
-    file.add_head_count_kv(4)
-    file.add_layer_norm_rms_eps(1e-5)
-    file.add_vocab_size(VOCAB)
-    shapes = {"token_embd": (VOCAB, 32), "output_norm": (32,)}
-    for layer in range(2):
-        shapes |= {f"blk.{layer}.{name}": (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-        shapes |= {f"blk.{layer}.{name}": (48, 32) for name in ("ffn_gate", "ffn_up")}
-        shapes |= {f"blk.{layer}.ffn_down": (32, 48)}
-        shapes |= {f"blk.{layer}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
-    for name, shape in shapes.items():
-        file.add_tensor(f"{name}.weight", torch.randn(shape).numpy())
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
 
 
 def test_a_tied_head_of_a_gguf_file_is_exported_once(tmp_path: Path) -> None:

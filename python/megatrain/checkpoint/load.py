@@ -32,7 +32,8 @@ def load(
     *,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
-    begin: Callable[[], object] = lambda: None,  # called before the first value is replaced
+    # given the `state` before the first value is replaced; what it raises leaves the engine unchanged
+    begin: Callable[[Mapping[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Restores every plane bit for bit, compares every CRC on the way, and returns the `state` given to `save`.
 
@@ -59,7 +60,7 @@ def load(
 
     try:
         _check(checkpoint, decoder, restore, engine.state_format)
-        begin()
+        begin(saved.state)
         safetensors_io.read_checked(work, restore.write, threads=threads, progress=report)
     except DamagedFile as error:
         raise DamagedCheckpoint(f"{error}; take an earlier checkpoint", checkpoint.folder) from None

@@ -81,13 +81,18 @@ class Checkpoints:
         runtime, passes = self._runtime, self._passes
         before, runtime.undefined = runtime.undefined, ""
         begun = threading.Event()
+
+        def begin(state: Mapping[str, Any]) -> None:
+            self._check_lr(folder, state)
+            begun.set()
+
         try:
             passes.check()
-            saved = load(arguments.folder(folder), self, begin=begun.set)
+            saved = load(arguments.folder(folder), self, begin=begin)
             passes.discard()
             own = saved.get("engine", {})
             if "lr" in own:
-                runtime.optimizer.set_lr(own["lr"])
+                self._set_lr(folder, own["lr"])
             passes.num_steps = int(own.get("step", 0))
         except BaseException as error:
             why = "found it damaged" if isinstance(error, CheckpointError) else "was cut off"
@@ -98,6 +103,27 @@ class Checkpoints:
         if changed:
             log.warning("the numerics key has changed, so results agree closely but not bit for bit: %s", changed)
         return dict(saved.get("run", {}))
+
+    def _check_lr(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the engine's optimizer cannot take the learning rate that was saved."""
+        own = state.get("engine", {})
+        if "lr" not in own:
+            return
+        try:
+            self._runtime.optimizer.checked_lr(own["lr"])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{folder} was saved with learning rate {own['lr']!r}, which the engine's optimizer cannot take: "
+                f"{error}. Call engine.set_optimizer with an AdamW whose lr is above 0, then load it"
+            ) from None
+
+    def _set_lr(self, folder: str | Path, lr: float) -> None:
+        optimizer = self._runtime.optimizer
+        before = optimizer.lr
+        optimizer.set_lr(lr)
+        if optimizer.lr != before:
+            groups = ", and in proportion those of its groups" if len(optimizer.groups) > 1 else ""
+            log.info("learning rate %g -> %g, which %s was saved with%s", before, optimizer.lr, folder, groups)
 
     def release(self) -> None:
         """Lets go of the last checkpoint, which refers to the core. Raises ConfigError while it is being written."""

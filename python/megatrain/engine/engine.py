@@ -218,7 +218,8 @@ class Engine:
         model_dir: str | Path | None = None,
     ) -> "Engine":
         """A model from a local folder, a `.gguf` file or a hub id (of which `revision` is a branch, tag or commit). The
-        files are checked now, and read directly into the store once it is allocated.
+        files are checked now, and read directly into the store once it is allocated. A `.gguf` file is unpacked to fp32
+        as a whole then: 4 bytes per parameter of host memory are left out of the plan until it has been read.
 
         `attention` is sdpa, eager or auto. `trust_remote_code` runs code from the model's folder. `progress(what, done,
         total)` is called with the bytes read so far; `auto` shows a line on a terminal's standard error or below a
@@ -266,7 +267,8 @@ class Engine:
     @on_cpu()
     def prepare(self, micro_batches: Sequence[Batch], *, with_loss_fn: bool = False) -> StepInputs:
         """Checks a step's micro-batches and precomputes masks and positions on the CPU. `step` does this itself; a data
-        loader's thread may do it one step ahead. Raises ConfigError, which names the micro-batch."""
+        loader's thread may do it one step ahead, with `with_loss_fn` where the step will have a `loss_fn`. The result
+        is for this engine and that kind of step alone. Raises ConfigError, which names the micro-batch."""
         self._runtime.check()
         return self._preparer.prepare(
             micro_batches, need_labels=not with_loss_fn, keep_empty=with_loss_fn, more_keys=with_loss_fn
@@ -297,7 +299,9 @@ class Engine:
         of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
         `deterministic`. Raises EngineBroken with unit, tensor and both norms where they differ; nothing was updated.
 
-        Raises ConfigError for micro-batches the model cannot take; nothing has changed then.
+        `prepare` may have made the micro-batches ready beforehand: of this engine, and with `with_loss_fn` exactly if
+        there is a `loss_fn` here. Raises ConfigError for others, and for micro-batches the model cannot take; nothing
+        has changed then.
         """
         self._usable()
         if check:
@@ -346,6 +350,7 @@ class Engine:
 
     def _prepared(self, micro_batches: "Sequence[Batch] | StepInputs", loss_fn: LossFn | None) -> StepInputs:
         if isinstance(micro_batches, StepInputs):
+            micro_batches.check_step(self._preparer, loss_fn is not None)
             return micro_batches
         return self.prepare(micro_batches, with_loss_fn=loss_fn is not None)
 
@@ -472,7 +477,12 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restores a checkpoint bit for bit and returns the `state` it was saved with. Drops gradients that wait for
         `optimizer_step`. An interrupt or a damaged file after the first value was replaced leaves an engine that
-        refuses everything but another load; before that, the engine is unchanged. Raises CheckpointError."""
+        refuses everything but another load; before that, the engine is unchanged.
+
+        The learning rate becomes that of the checkpoint, and groups with a rate of their own keep their ratio to it: an
+        engine made with lr 2e-5 and a group's 1e-4 goes on from a checkpoint saved at 1e-5 with 1e-5 and 5e-5. A line
+        of the log says so where it changes; for another rate call `set_lr` afterwards. AdamW's other settings stay the
+        engine's own. Raises CheckpointError; ConfigError where the optimizer cannot take that learning rate."""
         return self._checkpoints.load(folder)
 
     @on_cpu()

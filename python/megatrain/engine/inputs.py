@@ -96,6 +96,26 @@ class StepInputs:
     """For each trained embedding table (index in unit 0): the distinct rows looked up, and which of them is padding."""
     empty: list[int]
     """Micro-batches without a supervised token, which add nothing."""
+    with_loss_fn: bool
+    """Whether they are for a step with `loss_fn`."""
+    preprocessor: "InputPreprocessor"
+    """Which made them, for its own model."""
+
+    def check_step(self, preprocessor: "InputPreprocessor", with_loss_fn: bool) -> None:
+        """Raises ConfigError where they were prepared for another engine than the one of `preprocessor`, or for steps
+        of the other loss."""
+        if self.preprocessor is not preprocessor:
+            raise ConfigError("these micro-batches were prepared by another engine; prepare them with this one")
+        if self.with_loss_fn and not with_loss_fn:
+            raise ConfigError(
+                "these micro-batches were prepared with with_loss_fn=True and step has no loss_fn, so their "
+                "loss_weights would not be applied; prepare them without with_loss_fn, or give the loss_fn"
+            )
+        if with_loss_fn and not self.with_loss_fn:
+            raise ConfigError(
+                "step has a loss_fn and these micro-batches were prepared without, so those that have no supervised "
+                "token would be left out; prepare them with engine.prepare(micro_batches, with_loss_fn=True)"
+            )
 
     @property
     def weighted(self) -> bool:
@@ -168,6 +188,8 @@ class InputPreprocessor:
             total_weight=math.fsum(m.total_weight for m in used),
             tables=self._look_up(used, records),
             empty=[m.index for m in checked if not m.num_tokens and not whole],
+            with_loss_fn=more_keys,
+            preprocessor=self,
         )
 
     def in_groups(

@@ -70,7 +70,13 @@ class AdamW:
         return self._lr
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate; groups with their own keep their ratio to it, as under a schedule of torch's."""
+        """Sets the learning rate; groups with their own keep their ratio to it, as under a schedule of torch's. Raises
+        ConfigError for one that `checked_lr` refuses."""
+        self._lr = self.checked_lr(lr)
+
+    def checked_lr(self, lr: float) -> float:
+        """A learning rate that `set_lr` takes. Raises ConfigError for what is no finite number from 0 on, and, where a
+        group has a rate of its own and the default one started at 0, for any other than 0."""
         try:
             value = math.nan if isinstance(lr, bool | str) else float(lr)
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -79,7 +85,7 @@ class AdamW:
             raise ConfigError(f"lr must be a finite number and not negative, not {lr!r}")
         if self._base_lr == 0 and value != 0 and any(g.lr for g in self.groups[1:]):
             raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
-        self._lr = value
+        return value
 
     def core_groups(self) -> list[CoreGroup]:
         """Every group as the core takes it, the default one first."""

@@ -1,6 +1,7 @@
 """The planned core of a model: made when it is first needed, filled, and given templates over its memory."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 log: logging.Logger = logging.getLogger(__name__)
 
 Load = Callable[[Decoder, _core.Engine], None]
-"""Fills the store: called once with the decoder and the core."""
+"""Fills the store: called once with the decoder and the core. With an attribute `held_bytes`, so much host memory is
+left free for what it holds meanwhile."""
 
 _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
     "weights",
@@ -369,8 +371,12 @@ class Runtime:
                 lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, idle),
                 lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, machine),
             )
-        except DoesNotFit:
-            raise
+        except DoesNotFit as error:
+            if not machine.host_reserved:
+                raise
+            refusal = DoesNotFit(f"{error}\n{machine.reservation}")
+            refusal.items = error.items
+            raise refusal from None
         except ValueError as error:
             raise ConfigError(f"this cannot be planned: {error}") from error
 
@@ -469,8 +475,11 @@ class Runtime:
     def _machine(self) -> hardware.Machine:
         """This machine, with the engine's own card as the one that is used."""
         if self.device.type == "cpu":
-            return hardware.read(gpus=False)
-        return hardware.read().with_free_memory(self.device.index)
+            machine = hardware.read(gpus=False)
+        else:
+            machine = hardware.read().with_free_memory(self.device.index)
+        held = 0 if self._core is not None else int(getattr(self._load, "held_bytes", 0))
+        return dataclasses.replace(machine, host_reserved=held)
 
     def _fill(self, core: _core.Engine) -> None:
         """Moves the model's values into the store; each tensor is freed as soon as it was copied."""

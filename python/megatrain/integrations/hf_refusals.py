@@ -33,6 +33,7 @@ _ARGUMENTS: dict[str, str] = {
     "gradient_checkpointing_kwargs": f"{_PLANNED}; leave it out",
     "activation_checkpointing_kwargs": f"{_PLANNED}; leave it out",
     "activation_offloading": f"{_PLANNED}; leave it out",
+    "torch_empty_cache_steps": "the plan has room for what torch keeps in its cache; leave it out",
     "auto_find_batch_size": "the engine plans its memory before the first step; choose the batch size yourself",
     "neftune_noise_alpha": "the engine adds no noise to embeddings; leave it out",
     "label_smoothing_factor": "the engine's evaluation has no smoothing, so losses could not be compared; set it to 0",
@@ -191,6 +192,17 @@ def check_engine(engine: Engine, args: Any) -> None:
         )
     if args.full_determinism and not engine.deterministic:
         raise ConfigError("full_determinism is True, but the engine was made without deterministic=True")
+    check_device(engine.device, args)
+
+
+def check_device(device: Any, args: Any) -> None:
+    """Raises ConfigError where an engine's device, by name or torch's, is a card and the training arguments forbid
+    one."""
+    if args.use_cpu and str(device).partition(":")[0] == "cuda":
+        raise ConfigError(
+            f"use_cpu is True, but the engine's device is {device}; leave use_cpu out, or make the engine with "
+            "device='cpu'"
+        )
 
 
 def check_router(engine: Engine, enabled: bool) -> None:

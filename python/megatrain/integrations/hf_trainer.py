@@ -59,7 +59,8 @@ class TrainerMixin(_Trainer):
 
     `model` is a `megatrain.Engine`, a model, or the folder, `.gguf` file or hub id of one; from the latter two the
     engine is made with `engine_options`, keywords of `Engine` or `Engine.from_pretrained`. Its precision is bf16 where
-    the training arguments say `bf16=True`, and fp32 where they do not. Everything else is as for the Trainer.
+    the training arguments say `bf16=True`, and fp32 where they do not; with `use_cpu=True` it is on the CPU. Everything
+    else is as for the Trainer.
 
     The training arguments decide learning rate, schedule, AdamW's numbers, weight decay, clipping and accumulation,
     also for an engine that was made with others. Loss is divided by the supervised tokens of the whole step. Logged
@@ -290,7 +291,8 @@ class TrainerMixin(_Trainer):
         return super().train(resume_from_checkpoint, *more, **keywords)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ARG002
-        self.engine.set_optimizer(AdamW())  # the Trainer's groups and learning rates follow with its own state
+        # the Trainer's groups and learning rates follow with its own state
+        self.engine.set_optimizer(AdamW(lr=self.args.learning_rate))
         self.engine.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -344,6 +346,8 @@ def _engine(model: Any, args: Any, given: Mapping[str, Any] | None) -> Engine:
         for name in ("optimizer", "max_grad_norm"):
             if name in keywords:
                 raise ConfigError(f"engine_options: {name} is decided by the training arguments; leave it out")
+        if args is not None:
+            refusals.check_device(keywords.get("device"), args)
         if isinstance(model, str | os.PathLike):
             engine = Engine.from_pretrained(model, **keywords)
         elif isinstance(model, nn.Module):
@@ -365,6 +369,8 @@ def _defaults(args: Any) -> dict[str, Any]:
         "seed": args.seed,
         "deterministic": args.full_determinism,
     }
+    if args.use_cpu:
+        found["device"] = "cpu"
     length = getattr(args, "max_length", None)  # TRL's; planning for it now spares another plan for a longer batch
     if length is not None:
         multiple = getattr(args, "pad_to_multiple_of", None) or 1

@@ -399,6 +399,8 @@ def _limits(config: Config, device: str, machine: Machine, budget: dict[str, int
         )
     else:
         yield f"host memory: {format_bytes(budget['host'])} (memory.host)"
+    if machine.host_reserved:
+        yield machine.reservation
     if device == "cpu" and config.device == "auto" and not machine.described:
         yield "no card is usable here, so the CPU is planned for; for a card that you do not have: --machine rtx4090"
     if config.memory.gpu != "auto":

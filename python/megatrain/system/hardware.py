@@ -85,6 +85,8 @@ class Machine:
     name: str = ""
     described: bool = False
     """Whether this came from a description rather than from the machine itself."""
+    host_reserved: int = 0
+    """Host memory that a run takes beside its plan while it reads its weights, which no budget gives out."""
     assumed: str = ""
     """What a preset assumes beside its card, in words; empty for every other machine."""
 
@@ -92,6 +94,16 @@ class Machine:
     def gpu(self) -> Gpu | None:
         """The card that a run uses."""
         return self.gpus[self.card] if self.card < len(self.gpus) else None
+
+    @property
+    def reservation(self) -> str:
+        """What `host_reserved` is for, in words for a refusal; empty where nothing is reserved."""
+        if not self.host_reserved:
+            return ""
+        return (
+            f"{format_bytes(self.host_reserved)} of host memory are kept for unpacking the GGUF file to fp32; a model "
+            "in safetensors files needs none of it"
+        )
 
     def with_free_memory(self, card: int | None = None, probe: "SystemProbe | None" = None) -> "Machine":
         """This machine with `card` (default: torch's current device) as the one that a run uses, and what others hold
@@ -127,9 +139,9 @@ class Machine:
 
     def budget(self, device: str, gpu: int | None = None, host: int | None = None) -> dict[str, int]:
         """Bytes that a run on `device` (cuda or cpu) may use, by tier: device, host. `gpu` and `host` are given limits;
-        None is `auto`. On the CPU both tiers share the host's memory, so that neither may use more than that, and a
-        plan gives it out once (`shared_memory` of its request)."""
-        host = self.host_budget() if host is None else host
+        None is `auto`; `host_reserved` is left out of either. On the CPU both tiers share the host's memory, so that
+        neither may use more than that, and a plan gives it out once (`shared_memory` of its request)."""
+        host = max(0, (self.host_budget() if host is None else host) - self.host_reserved)
         if device == "cpu":
             return {"device": host if gpu is None else min(gpu, host), "host": host}
         return {"device": self.gpu_budget() if gpu is None else gpu, "host": host}

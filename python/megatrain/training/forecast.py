@@ -230,7 +230,9 @@ def without_data(config: Config, machine: Machine) -> Forecast:
 
     model_setup = prepare_model(config, machine, plan_only=True)
     rows = planner.nominal_rows(config)
-    run_plan = planner.plan_run(config, model_setup.decoder, device=model_setup.device, machine=machine, rows=rows)
+    run_plan = planner.plan_run(
+        config, model_setup.decoder, device=model_setup.device, machine=model_setup.machine, rows=rows
+    )
     return forecast(model_setup, run_plan)
 
 

@@ -36,6 +36,7 @@ from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
 from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.run_dir import read_correction
+from megatrain.weights import gguf
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
 from megatrain.weights.loader import load
@@ -60,7 +61,9 @@ class ModelSetup:
     tokenizer: "PreTrainedTokenizerBase | None"
     files: ModelFiles | None
     source: Weights | None
-    """The pretrained weights, opened and checked; None for a model that starts at random."""
+    """The pretrained weights, opened and checked; None for a model that starts at random, and for a GGUF file."""
+    unpacked: ModelFiles | None = None
+    """The GGUF file that is unpacked when an engine is filled, for which `machine` has memory reserved."""
 
     @property
     def count(self) -> ModelCount:
@@ -123,28 +126,45 @@ def prepare_model(
 def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
     files = _files(config, plan_only=True)
     source = None
-    # Opening a GGUF file widens all of it, which a plan has no use for.
     if _is_pretrained(config, files) and files is not None and files.gguf is None:
         with contextlib.suppress(ConfigError):
             source = open_weights(files)
-    return _model_setup(config, machine, files, source, _types(source), None)
+    model_setup = _model_setup(config, machine, files, source, _types(source), None)
+    return _with_room_to_unpack(model_setup) if _is_gguf(config, files) else model_setup
 
 
 def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
     device = planner.choose_device(config, machine)
     planner.choose_matmul(config, planner.choose_precision(config, device, machine), device, machine)
     files = _files(config, plan_only=False)
-    source = None
+    source, unpacked = None, None
     if resume is None and _is_pretrained(config, files) and files is not None:
-        source = open_weights(files)
+        if files.gguf is None:
+            source = open_weights(files)
+        else:
+            gguf.check(files.gguf)
+            unpacked = files
     # Both read the same files, so that a hub id is looked up once.
     tokenizer = build_tokenizer(_located(config, files), resume)
     stored = _types(source) if resume is None else Checkpoint.open(resume).types()
-    return _model_setup(config, machine, files, source, stored, tokenizer), tokenizer
+    model_setup = _model_setup(config, machine, files, source, stored, tokenizer)
+    if unpacked is not None:
+        model_setup = dataclasses.replace(_with_room_to_unpack(model_setup), unpacked=unpacked)
+    return model_setup, tokenizer
+
+
+def _with_room_to_unpack(model_setup: ModelSetup) -> ModelSetup:
+    """With the memory that a GGUF file takes while an engine is filled left out of every plan."""
+    reserved = gguf.unpacking_bytes(model_setup.decoder)
+    return dataclasses.replace(model_setup, machine=dataclasses.replace(model_setup.machine, host_reserved=reserved))
 
 
 def _is_pretrained(config: Config, files: ModelFiles | None) -> bool:
     return files is not None and config.model.init == "pretrained"
+
+
+def _is_gguf(config: Config, files: ModelFiles | None) -> bool:
+    return _is_pretrained(config, files) and files is not None and files.gguf is not None
 
 
 def _model_setup(
@@ -163,18 +183,21 @@ def _model_setup(
         own = functools.partial(_folder_config, config, files)
         check_shapes(own, config.model.config, config.model.trust_remote_code)
     _check_length(config, text_config(hf_config))
-    decoder = Decoder.from_config(
+    make = functools.partial(
+        Decoder.from_config,
         hf_config,
         precision=precision,
         matmul=planner.choose_matmul(config, precision, device, machine),
         freeze=config.model.freeze,
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
-        frozen_dtypes=stored,
     )
+    decoder = make(frozen_dtypes=stored)
     if source is not None:
         decoder.set_layout(exported(source, decoder))
-    elif _is_pretrained(config, files) and files is not None and files.gguf is not None:
+    elif _is_gguf(config, files):
+        other = gguf.unpacked_types(decoder) if stored is None else {}
+        decoder = make(frozen_dtypes=other) if other else decoder
         decoder.set_layout(library({name: ref.shape for name, ref in decoder.tensors.items()}))
     if tokenizer is not None and len(tokenizer) > decoder.num_embeddings:
         raise ConfigError(
@@ -199,9 +222,8 @@ def prepare_run(
 ) -> PlannedRun:
     """Everything of a run but its engine. Raises ConfigError, DoesNotFit with the sum, StorageError."""
     config.require("data")
-    machine = facts.read(folder)
-    model_setup, tokenizer = _for_a_run(config, machine, resume)
-    decoder = model_setup.decoder
+    model_setup, tokenizer = _for_a_run(config, facts.read(folder), resume)
+    decoder, machine = model_setup.decoder, model_setup.machine
     keep_threads(model_setup, numerics)
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
@@ -326,6 +348,8 @@ def build_engine(
             return  # `engine.load` below fills it
         if model_setup.source is not None:
             load(model_setup.source, decoder, core, progress=report("reading weights"))
+        elif model_setup.unpacked is not None:  # which is given back when they are loaded
+            load(open_weights(model_setup.unpacked), decoder, core, progress=report("reading weights"))
         else:
             initialize(decoder, core, train.seed, device=run_plan.device, progress=report("drawing weights"))
 

@@ -7,24 +7,21 @@ File format: https://huggingface.co/docs/safetensors (header, then the tensors' 
 """
 
 import importlib.util
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatrain.config.paths import check_model
 from megatrain.errors import ConfigError, first_line
 from megatrain.system import safetensors_io
 from megatrain.system.safetensors_io import DamagedFile, Entry, Shard
+from megatrain.weights import gguf
 from megatrain.weights.dequantize import dequantised
 from megatrain.weights.types import Weights
-
-log: logging.Logger = logging.getLogger(__name__)
 
 _CONFIGURATION = ["config.json", "*.py"]  # code runs with `model.trust_remote_code` alone
 _HUB_PATTERNS = [*_CONFIGURATION, "*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -66,9 +63,11 @@ def resolve(path: str, revision: str | None = None, *, configuration_only: bool 
 
 def open_weights(files: ModelFiles) -> Weights:
     """Opens a model's weights and checks every file's size, header and index. Quantised ones are read as the numbers
-    that they stand for. Raises ConfigError, which names the file, its expected and actual size and the likely cause."""
+    that they stand for; a GGUF file is unpacked as a whole now (`gguf.py`). Raises ConfigError, which names the file,
+    its expected and actual size and the likely cause."""
     if files.gguf is not None:
-        return _open_gguf(files, files.gguf)
+        gguf.check(files.gguf)
+        return TensorWeights(gguf.unpack(files.gguf), str(files.gguf))
     try:
         return dequantised(FileWeights(safetensors_io.read_folder(files.folder)), files.folder)
     except DamagedFile as error:
@@ -208,19 +207,3 @@ class TensorWeights:
         if tensor.is_meta:
             raise ConfigError(f"{name} of {self._origin} has no values (it is on the meta device)")
         return tensor.contiguous().view(-1)[start : start + count].cpu()
-
-
-def _open_gguf(files: ModelFiles, path: Path) -> TensorWeights:
-    from transformers import AutoModelForCausalLM
-
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{path} is a GGUF file, which needs the package gguf (pip install gguf)")
-    log.info("unpacking %s to fp32 through transformers", path)
-    try:
-        # stock code knows every quantised format; it is the one case where a whole model exists beside the store
-        model = AutoModelForCausalLM.from_pretrained(str(files.folder), gguf_file=path.name, dtype=torch.float32)
-    except (OSError, ValueError, ImportError, NotImplementedError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{path} ({path.stat().st_size} bytes) cannot be read: {first_line(error)}") from None
-    # Tied tensors once: that transformers' dict has a name for each says nothing about the file.
-    own = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    return TensorWeights(dict(reversed(own.values())), str(path))

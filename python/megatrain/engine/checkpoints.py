@@ -123,7 +123,14 @@ class Checkpoints:
         optimizer.set_lr(lr)
         if optimizer.lr != before:
             groups = ", and in proportion those of its groups" if len(optimizer.groups) > 1 else ""
-            log.info("learning rate %g -> %g, which %s was saved with%s", before, optimizer.lr, folder, groups)
+            # A schedule sets it before the next step, so that a run goes on with its own.
+            log.info(
+                "learning rate %g -> %g, which %s was saved with%s; it stays until it is set again",
+                before,
+                optimizer.lr,
+                folder,
+                groups,
+            )
 
     def release(self) -> None:
         """Lets go of the last checkpoint, which refers to the core. Raises ConfigError while it is being written."""

@@ -205,7 +205,8 @@ class ScheduleConfig:
     min_lr: float = 0.0
     """The rate that decay ends at."""
     decay: float = 0.2
-    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls."""
+    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls; together with the warm-up at
+    most the whole run."""
 
     def __post_init__(self) -> None:
         _finite("train.schedule", self, "warmup", "min_lr", "decay")

@@ -218,7 +218,8 @@ class GroupConfig:
     """Parameters with hyper-parameters of their own; what is null is that of `train`."""
 
     params: tuple[str, ...]
-    """Patterns (shell style) of parameter names; the first group that matches a parameter has it."""
+    """Patterns (shell style) of parameter names; the first group that matches a parameter has it, so a group for some
+    parameters stands before one for all. A group that is left without any is refused."""
     lr: float | None = None
     """Learning rate, before the schedule."""
     betas: tuple[float, float] | None = None
@@ -226,7 +227,7 @@ class GroupConfig:
     eps: float | None = None
     """Term added to the root of the second moment."""
     weight_decay: float | None = None
-    """Decoupled weight decay."""
+    """Decoupled weight decay; where it is given, also of parameters that `train.no_decay` names."""
 
     def __post_init__(self) -> None:
         if not self.params:
@@ -267,7 +268,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     no_decay: tuple[str, ...] = ()
-    """Patterns (shell style) of parameter names without weight decay."""
+    """Patterns (shell style) of parameter names without weight decay, but for those of a group (`groups`) that has a
+    `weight_decay` of its own."""
     groups: tuple[GroupConfig, ...] = ()
     """Parameters with hyper-parameters of their own."""
     max_grad_norm: float | None = 1.0

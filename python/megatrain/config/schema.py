@@ -119,8 +119,9 @@ class SourceConfig:
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
-    spelled otherwise: `{role.user: prompter}`. A column named "" is not read: `{system: ""}`. `{weight: COLUMN}`
-    multiplies the losses of each row by its number in that column; without it every row counts 1."""
+    spelled otherwise: `{role.user: prompter}`. A column that no row has is refused; one named "" is not read:
+    `{system: ""}`. `{weight: COLUMN}` multiplies the losses of each row by its number in that column; without it every
+    row counts 1."""
     name: str | None = None
     """Of held-out data: the set that its losses are reported under. `eval: {chat: a.jsonl, code: b.jsonl}` is short for
     two sources with names."""

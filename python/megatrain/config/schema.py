@@ -152,7 +152,9 @@ class DataConfig:
     """Training data; several sources are mixed by weight."""
     eval: tuple[SourceConfig, ...] = ()
     """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out. A mapping of names to
-    sources, lists of them or fractions makes several sets, each with losses of its own."""
+    sources, lists of them or fractions makes several sets, each with losses of its own. A source with a fraction as
+    `split` leaves the rest to the training source of the same path; a file that `train` has under another path is
+    refused."""
     seq_len: int = 4096
     """Longest sequence, in tokens; with packing the length of every window. Default: 4096, or the positions of a model
     (written out, or in a local folder) that has fewer."""

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import SourceConfig
-from megatrain.config.data_files import ROWS, find, is_columnar, is_document, is_hub_id
+from megatrain.config import SourceConfig, shared_rows
+from megatrain.config.data_files import ROWS, DataFiles, find, is_columnar, is_document, is_hub_id
 from megatrain.data import stdlib
 from megatrain.data.file_formats import Piece, count_characters, line_end_after, read_text, read_values
 from megatrain.data.given_rows import GivenRows
@@ -70,6 +70,11 @@ class Source:
         """A row's place, for people: `data/train.jsonl:17`."""
         name = self.files[file]
         return f"{name}:{number}" if number else name
+
+    @property
+    def found(self) -> shared_rows.Found:
+        """The settings as they were written, and the files with what their folder adds to the settings."""
+        return self.config, DataFiles(self.files, self._settings, self.skipped, self._named)
 
     @property
     def form(self) -> str:

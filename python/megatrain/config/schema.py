@@ -376,7 +376,8 @@ class EvalConfig:
     at_start: bool = True
     """Whether to evaluate before the first step."""
     max_batches: int | None = None
-    """Evaluation stops after so many batches, each the size of a training step; null: all of the data."""
+    """Evaluation stops after so many batches, each the size of a training step; null: all of the data. Where there are
+    more, what is measured is drawn at random from all rows of a set, once: every evaluation measures the same."""
     keep_best: bool = False
     """Whether the checkpoint of the lowest held-out loss is kept beside the newest ones."""
     best: str | None = None

@@ -48,7 +48,7 @@ REST = r"Name the same path in both, so that only the rest of its rows is traine
         ),
         ("data/*.jsonl", [{"path": "data/a.jsonl", "split": 0.1}], REST),
         (["data/b.jsonl", "data/[ab].jsonl"], {"one": "data/test.jsonl", "two": "data/b.jsonl"}, r"data/b\.jsonl of"),
-        ("data/*.jsonl", "data/[ab].jsonl", r"a\.jsonl and 1 more files of"),
+        ("data/*.jsonl", "data/[ab].jsonl", r"a\.jsonl and 1 more of"),
         ("data/a.jsonl", "linked", r"linked/c\.jsonl of"),
         ("data/a.jsonl", "same/a.jsonl", "would be trained on too"),
         ("entry/dataset_info.json#one", "data/a.jsonl", "would be trained on too"),

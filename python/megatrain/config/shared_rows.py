@@ -70,7 +70,7 @@ def _fraction(source: SourceConfig) -> float | None:
 
 
 def _refusal(source: SourceConfig, other: SourceConfig, shared: Sequence[str]) -> ConfigError:
-    more = f" and {len(shared) - 1} more files" if len(shared) > 1 else ""
+    more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
     if isinstance(source.split, float):
         remedy = (
             "Name the same path in both, so that only the rest of its rows is trained on, or leave the file out of "

@@ -378,6 +378,18 @@ def test_a_value_out_of_range_is_named(sections, message):
             {"train": {"steps": 5, "schedule": {"warmup": 10}}},
             r"train\.schedule\.warmup \(10 steps\) .*train\.steps \(5\)",
         ),
+        (
+            {"train": {"steps": 1000, "schedule": {"name": "wsd", "warmup": 800, "decay": 0.5}}},
+            r"decay \(500 steps\) after a warm-up of 800 .*\(1000\); .*shorten the warm-up",
+        ),
+        (
+            {"train": {"steps": 1000, "schedule": {"name": "wsd", "warmup": 0.6, "decay": 500}}},
+            r"decay \(500 steps\) after a warm-up of 600 .*train\.steps \(1000\)",
+        ),
+        (
+            {"train": {"steps": 10, "schedule": {"name": "wsd", "warmup": 0.6, "decay": 0.5}}},
+            r"decay \(5 steps\) after a warm-up of 6 .*train\.steps \(10\)",
+        ),
         ({"eval": {"early_stop": 2}}, r"eval\.early_stop has no effect without data\.eval"),
         ({"eval": {"every": 2}}, r"eval\.every has no effect without data\.eval"),
         ({"eval": {"keep_best": True}}, r"eval\.keep_best needs data\.eval"),
@@ -426,6 +438,13 @@ def test_a_value_out_of_range_is_named(sections, message):
 )
 def test_a_contradiction_names_both_settings(sections, message):
     refused(message, **sections)
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0.7, 0.3), (0.03, 0.97), (800, 0.2), (0.9, 100), (0, 1000)])
+def test_a_warm_up_and_a_decay_may_be_the_whole_run(warmup, decay):
+    schedule = {"name": "wsd", "warmup": warmup, "decay": decay}
+    assert config(train={"steps": 1000, "schedule": schedule}).train.schedule.decay == decay
+    assert config(train={"steps": 1, "schedule": "wsd"}).train.schedule.decay == 0.2
 
 
 def test_a_default_counts_as_not_given():

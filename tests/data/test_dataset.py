@@ -246,6 +246,21 @@ def test_a_fraction_is_held_out_of_training(tmp_path):
     )
 
 
+def test_rows_that_are_trained_on_and_measured_are_refused_or_said(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", *({"text": f"row {number}"} for number in range(9)))
+    with pytest.raises(
+        ConfigError, match=r"data\.eval: .*a\.jsonl of .* would be trained on too, as a part of .*\*\.jsonl"
+    ):
+        make(tmp_path, {"train": str(tmp_path / "*.jsonl"), "eval": str(path)})
+    said = "is trained on too, so its loss is not a held-out one"
+    train, held_out = make(tmp_path, {"train": str(path), "eval": str(path)})
+    assert ids(train) == ids(held_out)
+    assert f"data.eval: {path} {said}" in caplog.text
+    caplog.clear()
+    make(tmp_path, {"train": str(path), "eval": [{"path": str(path), "split": 0.5}]})
+    assert said not in caplog.text
+
+
 def test_a_slow_tokenizer_is_refused():
     class Slow:
         pass

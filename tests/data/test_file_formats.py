@@ -262,6 +262,15 @@ def test_columns_that_an_entry_does_not_name_are_not_read_and_said(tmp_path):
     assert said(row)[0] == ("system", "s"), "the source's own fields come before the entry's"
 
 
+def test_a_column_that_an_entry_names_and_no_row_has_is_refused(tmp_path):
+    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    columns = {"messages": "conversations", "system": "sytem"}
+    path = entry(tmp_path, [{"conversations": talk, "system": "s"}], formatting="sharegpt", columns=columns)
+    with pytest.raises(ConfigError, match=r"fields \{system: sytem\} of .*did you mean system"):
+        rows(path)
+    assert said(rows(path, fields={"system": "system"})[0])[0] == ("system", "s")
+
+
 def test_a_column_is_left_unread_where_its_name_is_empty(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi", "completion": "ho", "system": "s"}) + "\n")
     (row,) = rows(tmp_path / "a.jsonl", fields={"system": ""})

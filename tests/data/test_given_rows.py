@@ -76,6 +76,10 @@ def test_numbers_and_nulls_of_a_data_set_are_those_of_a_columnar_file():
         assert [row.kind for row in rows] == ["text", "chat"]
         (row,) = Source(SourceConfig(path="rows:own", fields={"weight": "w"})).rows()
         assert row.weight == 0.5
+        with pytest.raises(
+            ConfigError, match=r"fields \{system: s\} of rows:own has no effect: no row has a column s "
+        ):
+            list(Source(SourceConfig(path="rows:own", fields={"system": "s"})).rows())
 
 
 def test_what_is_wrong_with_a_row_is_said_with_its_place():

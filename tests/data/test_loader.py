@@ -207,8 +207,38 @@ def test_evaluation_goes_over_the_data_once_in_order(tmp_path):
         assert [batch.row_ids for batch in loader.eval_batches()] == [batch.row_ids for batch in batches]
     assert sum(batch.num_tokens for batch in batches) == held_out.num_tokens
     config = dataset(
-        tmp_path, numbered(100), data={"eval": 0.3}, train={"batch_size": 8}, eval={"every": 5, "max_batches": 2}
+        tmp_path, numbered(100), data={"eval": 0.3}, train={"batch_size": 8}, eval={"every": 5, "max_batches": 100}
     )[1]
     with Loader(held_out, config) as loader:
-        assert [batch.row_ids for batch in loader.eval_batches()] == [batch.row_ids for batch in batches[:2]]
+        assert [batch.row_ids for batch in loader.eval_batches()] == [batch.row_ids for batch in batches]
     del train
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_part_of_an_evaluation_is_drawn_from_all_rows_and_stays_the_same(tmp_path, packing):
+    long, short = tmp_path / "long.jsonl", tmp_path / "short.jsonl"
+    for path, times in ((long, 9), (short, 4)):
+        path.write_text("".join(json.dumps({"text": f"{number} " * times}) + "\n" for number in range(200)))
+
+    def measured(seed=0, **batch):
+        (_, held_out), config = dataset(
+            tmp_path,
+            numbered(1),
+            data={"eval": [str(long), str(short)], "packing": packing},
+            train={"seed": seed} | (batch or {"batch_size": 8}),
+            eval={"max_batches": 5},
+        )
+        with Loader(held_out, config) as loader:
+            batches = list(loader.eval_batches())
+            assert [batch.row_ids for batch in loader.eval_batches()] == [batch.row_ids for batch in batches]
+        assert [batch.step for batch in batches] == [*range(5)]
+        return [row for batch in batches for row in batch.row_ids]
+
+    chosen = measured()
+    assert len(set(chosen)) == len(chosen) < 400
+    assert measured() == chosen
+    for rows in (chosen, measured(batch_tokens=320)):
+        assert sum(row < 200 for row in rows) > 4, "of the first source"
+        assert sum(row >= 200 for row in rows) > 4, "and of the second"
+    if not packing:  # else the seed also decides which rows share a window
+        assert measured(seed=1) == chosen

@@ -369,3 +369,44 @@ def test_several_rows_that_cannot_be_read_are_named_at_once(tmp_path):
     csv.write_text("text\none\ntwo,2\nthree\nfour,4\n")
     with pytest.raises(ConfigError, match=r"a\.csv:3 has 2 cells(.|\n)*\n1 more row of this file(.|\n)*a\.csv:5 has 2"):
         list(Source(SourceConfig(path=str(csv))).rows())
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        (
+            {"prompt": "a", "completion": "b", "is_good": False},
+            {"label": "is_godo"},
+            r"\(did you mean is_good\?\); name",
+        ),
+        ({"messages": [ASK, ANSWER], "system": "s"}, {"system": "sytem"}, r"\(did you mean system\?\)"),
+        ({"messages": [ASK, ANSWER]}, {"prompt": "question"}, r"\(known are messages\)"),
+        (
+            {"instruction": "a", "output": "b", "more": "c"},
+            {"input": "extra"},
+            r"\(known are instruction, output, more\)",
+        ),
+        ({"messages": [ASK, ANSWER], "functions": "[]"}, {"tools": "function"}, r"did you mean functions"),
+        ({"chosen": [ANSWER], "prompt": "a"}, {"rejected": "worse"}, r"\(known are chosen, prompt\)"),
+    ],
+)
+def test_a_column_that_is_named_and_that_no_row_has_is_refused(tmp_path, row, fields, message):
+    settings = {"fields": fields} | ({"format": "preference"} if "chosen" in row else {})
+    ((name, column),) = fields.items()
+    with pytest.raises(
+        ConfigError, match=rf"fields \{{{name}: {column}\}} of .*a\.jsonl has no effect: no row has .*{message}"
+    ):
+        read(tmp_path / "a.jsonl", row, row, **settings)
+    assert len(read(tmp_path / "a.jsonl", row, row | {column: None}, **settings)) == 2, "in one of them will do"
+
+
+def test_a_named_column_may_be_in_any_file_of_a_source(tmp_path):
+    row = {"prompt": "a", "completion": "b"}
+    for name, value in (("a", row), ("b", row | {"good": False})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(value) + "\n")
+    (tmp_path / "c.txt").write_text("a text has no columns")
+    for path in (tmp_path, tmp_path / "*"):
+        found = list(Source(SourceConfig(path=str(path), fields={"label": "good"})).rows())
+        assert [bool(one.skip) for one in found][:2] == [False, True]
+    with pytest.raises(ConfigError, match=r"fields \{label: fine\}"):
+        list(Source(SourceConfig(path=str(tmp_path / "*"), fields={"label": "fine"}, split=0.5)).rows())

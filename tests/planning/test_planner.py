@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
-from megatrain.errors import DoesNotFit
+from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import planner
 from megatrain.system import descriptions
@@ -118,3 +118,32 @@ def test_planned_device_memory_is_within_a_tenth_of_what_was_measured_and_not_be
     plan = {"state_on_device": 38, "keep": keep, "micro_batch": micro_batch, "group": rows // micro_batch}
     planned = run_plan("qwen2.5-3b", rows, plan=plan, memory={"gpu": "85GiB"}).plan["totals"]["device"]
     assert measured <= planned <= 1.1 * measured
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([["*"], ["*norm*"]], r"train\.groups\.1 \(\*norm\*\) .*in train\.groups\.0;"),
+        (
+            [["*up*"], ["*norm*"], ["model.norm.*", "*.up.weight"]],
+            r"groups\.2 .*in train\.groups\.0 and train\.groups\.1;",
+        ),
+        ([["*norm*"], ["*"]], None),
+        ([["*norm*"], ["*norm*", "*up*"]], None),
+    ],
+)
+def test_a_group_whose_parameters_are_all_of_earlier_groups_is_refused(
+    groups: list[list[str]], message: str | None
+) -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.up.weight", "model.norm.weight"]
+    listed = [{"params": params, "lr": 1e-3 * (index + 1)} for index, params in enumerate(groups)]
+    config = Config.of({"model": {"config": SHAPES["tiny"].config()}, "train": {"groups": listed}})
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            planner.optimizer_for(config, names)
+        return
+    optimizer = planner.optimizer_for(config, names)
+    rates = [group[0] for group in optimizer.core_groups()]
+    found = {name: rates[index] for name, index in optimizer.assign(names).items()}
+    assert found["model.norm.weight"] == 1e-3
+    assert found["model.layers.0.mlp.up.weight"] == 2e-3

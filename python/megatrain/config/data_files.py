@@ -69,6 +69,8 @@ class DataFiles:
     """The source's settings, with what a `dataset_info.json` says filled in."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(why, file) of what is in the folder and is not read; files relative to the folder."""
+    named: frozenset[str] = frozenset()
+    """Our names of the columns that an entry of `dataset_info.json` names, rather than has by default."""
 
 
 def find(config: SourceConfig) -> DataFiles:
@@ -76,7 +78,8 @@ def find(config: SourceConfig) -> DataFiles:
     if "dataset_info.json" in Path(config.path.partition("#")[0]).name:
         entry = _llama_factory(config)
         if entry is not None:
-            return dataclasses.replace(find(entry), settings=entry)
+            settings, named = entry
+            return dataclasses.replace(find(settings), settings=settings, named=named)
     path = Path(config.path)
     skipped: list[tuple[str, str]] = []
     if path.is_file():
@@ -319,8 +322,9 @@ _TAGS = {
 """Names in LLaMA-Factory's `dataset_info.json` to ours; of tags also the default there."""
 
 
-def _llama_factory(config: SourceConfig) -> SourceConfig | None:
-    """The settings that an entry of LLaMA-Factory's `dataset_info.json` stands for; None for another file.
+def _llama_factory(config: SourceConfig) -> tuple[SourceConfig, frozenset[str]] | None:
+    """The settings that an entry of LLaMA-Factory's `dataset_info.json` stands for, and which of their fields it names
+    itself; None for another file.
 
     `path: data/dataset_info.json#NAME`; the name may be left out where there is one entry. As there (DatasetAttr in
     `src/llamafactory/data/parser.py`), columns with a default are read under that name where the entry has no
@@ -365,13 +369,16 @@ def _llama_factory(config: SourceConfig) -> SourceConfig | None:
     if columns or tags:
         raise ConfigError(f"{where}: {', '.join([*columns, *tags])} cannot be read; name the file as path instead")
     if formatting == "alpaca" and set(entry.get("columns") or {}) == {"prompt"}:  # rows for its stage pt
-        return dataclasses.replace(
-            config, path=path, format="text", fields={"text": fields["instruction"]} | config.fields
-        )
+        text = {"text": fields["instruction"]}
+        return dataclasses.replace(config, path=path, format="text", fields=text | config.fields), frozenset(text)
+    named = frozenset(
+        (_COLUMNS | _COMMON_COLUMNS | {"messages": "messages"})[theirs] for theirs in entry.get("columns") or ()
+    )
     form: Any = "preference" if entry.get("ranking") else "alpaca" if formatting == "alpaca" else "chat"
-    return dataclasses.replace(
+    settings = dataclasses.replace(
         config,
         path=path,
         format=form if config.format == "auto" else config.format,
         fields=fields | config.fields,
     )
+    return settings, named

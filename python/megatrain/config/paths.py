@@ -4,9 +4,10 @@ the time that a look at a folder takes. Needs neither torch nor transformers.
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from megatrain.config import Config
+from megatrain.config import Config, SourceConfig, shared_rows
 from megatrain.config.data_files import ROWS, check_hub_id, find, is_hub_id
 from megatrain.config.loading import is_template_name
 from megatrain.errors import ConfigError
@@ -18,7 +19,8 @@ _SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "spiece.model", "tokenizer_config
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first path of a configuration that is not what its key needs: model, tokenizer, chat
-    template, data, and the checkpoint to go on from. A hub id is not looked up."""
+    template, data, and the checkpoint to go on from; also for a held-out file that is trained on. A hub id is not
+    looked up."""
     model = config.model
     if model.path is not None:
         check_model(model.path)
@@ -28,16 +30,23 @@ def check(config: Config) -> None:
         check_tokenizer(Path(model.path), "model.path")
     if model.chat_template is not None and not is_template_name(model.chat_template):
         chat_template(model.chat_template)
-    for source in (*config.data.train, *config.data.eval):
-        if is_hub_id(source.path):
-            check_hub_id(source.path)
-        elif not source.path.startswith(("python:", ROWS)):  # rows are looked for where they are used
-            find(source)
+    shared_rows.check(_files(config.data.train), _files(config.data.eval))
     for folder in config.memory.nvme.paths if config.memory.nvme is not None else ():
         check_state_folder(Path(folder))
     resume = config.output.resume
     if resume not in ("auto", "never", "required") and not Path(resume).is_dir():
         raise ConfigError(f"output.resume: there is no folder {resume}; name a checkpoint or a run, or write auto")
+
+
+def _files(sources: Iterable[SourceConfig]) -> list[shared_rows.Found]:
+    """The files of those sources that are files; of the others it is only checked that they can be one."""
+    found = []
+    for source in sources:
+        if is_hub_id(source.path):
+            check_hub_id(source.path)
+        elif not source.path.startswith(("python:", ROWS)):  # rows are looked for where they are used
+            found.append((source, find(source)))
+    return found
 
 
 def check_model(path: str) -> None:

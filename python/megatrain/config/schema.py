@@ -119,8 +119,9 @@ class SourceConfig:
     (`train-00001.jsonl`) or of a folder."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Our name of a column to the file's: `{text: body}`; also `role` and `content` inside messages, and roles that are
-    spelled otherwise: `{role.user: prompter}`. A column named "" is not read: `{system: ""}`. `{weight: COLUMN}`
-    multiplies the losses of each row by its number in that column; without it every row counts 1."""
+    spelled otherwise: `{role.user: prompter}`. A column that no row has is refused; one named "" is not read:
+    `{system: ""}`. `{weight: COLUMN}` multiplies the losses of each row by its number in that column; without it every
+    row counts 1."""
     name: str | None = None
     """Of held-out data: the set that its losses are reported under. `eval: {chat: a.jsonl, code: b.jsonl}` is short for
     two sources with names."""
@@ -151,7 +152,9 @@ class DataConfig:
     """Training data; several sources are mixed by weight."""
     eval: tuple[SourceConfig, ...] = ()
     """Held-out data. A fraction (`eval: 0.05`) holds that part of every training source out. A mapping of names to
-    sources, lists of them or fractions makes several sets, each with losses of its own."""
+    sources, lists of them or fractions makes several sets, each with losses of its own. A source with a fraction as
+    `split` leaves the rest to the training source of the same path; a file that `train` has under another path is
+    refused."""
     seq_len: int = 4096
     """Longest sequence, in tokens; with packing the length of every window. Default: 4096, or the positions of a model
     (written out, or in a local folder) that has fewer."""
@@ -205,7 +208,8 @@ class ScheduleConfig:
     min_lr: float = 0.0
     """The rate that decay ends at."""
     decay: float = 0.2
-    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls."""
+    """`wsd` only: part of all steps (from 1 on: steps) over which the rate falls; together with the warm-up at
+    most the whole run."""
 
     def __post_init__(self) -> None:
         _finite("train.schedule", self, "warmup", "min_lr", "decay")
@@ -217,7 +221,8 @@ class GroupConfig:
     """Parameters with hyper-parameters of their own; what is null is that of `train`."""
 
     params: tuple[str, ...]
-    """Patterns (shell style) of parameter names; the first group that matches a parameter has it."""
+    """Patterns (shell style) of parameter names; the first group that matches a parameter has it, so a group for some
+    parameters stands before one for all. A group that is left without any is refused."""
     lr: float | None = None
     """Learning rate, before the schedule."""
     betas: tuple[float, float] | None = None
@@ -225,7 +230,7 @@ class GroupConfig:
     eps: float | None = None
     """Term added to the root of the second moment."""
     weight_decay: float | None = None
-    """Decoupled weight decay."""
+    """Decoupled weight decay; where it is given, also of parameters that `train.no_decay` names."""
 
     def __post_init__(self) -> None:
         if not self.params:
@@ -266,7 +271,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     no_decay: tuple[str, ...] = ()
-    """Patterns (shell style) of parameter names without weight decay."""
+    """Patterns (shell style) of parameter names without weight decay, but for those of a group (`groups`) that has a
+    `weight_decay` of its own."""
     groups: tuple[GroupConfig, ...] = ()
     """Parameters with hyper-parameters of their own."""
     max_grad_norm: float | None = 1.0
@@ -370,7 +376,8 @@ class EvalConfig:
     at_start: bool = True
     """Whether to evaluate before the first step."""
     max_batches: int | None = None
-    """Evaluation stops after so many batches, each the size of a training step; null: all of the data."""
+    """Evaluation stops after so many batches, each the size of a training step; null: all of the data. Where there are
+    more, what is measured is drawn at random from all rows of a set, once: every evaluation measures the same."""
     keep_best: bool = False
     """Whether the checkpoint of the lowest held-out loss is kept beside the newest ones."""
     best: str | None = None

@@ -101,17 +101,18 @@ def check_schedule_length(train: "TrainConfig", steps: int, source: str) -> None
     """Raises ConfigError for a warm-up, or a warm-up and a decay, of more steps than the run has: the learning rate
     would never reach `train.lr`, or would fall before it does. `source`: where the number of steps comes from."""
     schedule = train.schedule
-    warmup = schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps
-    decay = schedule.decay if schedule.name == "wsd" and schedule.decay >= 1 else 0
-    if schedule.warmup >= 1 and warmup > steps:
+    warmup, decay = (amount if amount >= 1 else amount * steps for amount in (schedule.warmup, schedule.decay))
+    if warmup > steps:
         raise ConfigError(
             f"train.schedule.warmup ({warmup:g} steps) is longer than the run, {source} ({steps}); lower it, or write "
             "a part of all steps, such as 0.03"
         )
-    if decay and warmup + decay > steps:
+    # Parts that together are the whole run may be a little more than it as floats.
+    if schedule.name == "wsd" and decay and warmup + decay > steps * (1 + 1e-9):
+        remedy = "write a part of all steps, such as 0.2" if schedule.decay >= 1 else "shorten the warm-up"
         raise ConfigError(
             f"train.schedule.decay ({decay:g} steps) after a warm-up of {warmup:g} is longer than the run, {source} "
-            f"({steps}); lower it, or write a part of all steps, such as 0.2"
+            f"({steps}); lower it, or {remedy}"
         )
 
 

@@ -25,7 +25,7 @@ from megatrain.system.atomic import published, remove
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
 _ARRAYS: dict[str, np.dtype[Any]] = {
     "tokens": np.dtype("<i4"),
     "supervised": np.dtype("u1"),

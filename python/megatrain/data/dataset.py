@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.config import Config, SourceConfig
+from megatrain.config import Config, SourceConfig, shared_rows
 from megatrain.data import cache, remarks, shuffle
 from megatrain.data import packing as pack
 from megatrain.data.cache import Tokens
@@ -188,12 +188,13 @@ def prepare(
     if config.data.date is not None:
         date = dt.date.fromisoformat(config.data.date)
     day = date or dt.date.today()
-    train = _dataset(config, config.data.train, tokenizer, vocab_size, progress, day, train=True)
-    held_out = _dataset(config, config.data.eval, tokenizer, vocab_size, progress, day, train=False)
-    seen = {source.path for source in config.data.train}
-    for source in config.data.eval:
-        if source.split is None and source.path in seen:
-            _log.warning("data.eval: %s is trained on too, so its loss is not a held-out one", source.path)
+    trained = [Source(settings) for settings in config.data.train]
+    measured = [Source(settings, held_out=True) for settings in config.data.eval]
+    shared = shared_rows.check([source.found for source in trained], [source.found for source in measured])
+    train = _dataset(config, trained, tokenizer, vocab_size, progress, day, train=True)
+    held_out = _dataset(config, measured, tokenizer, vocab_size, progress, day, train=False)
+    for path in shared:
+        _log.warning("data.eval: %s is trained on too, so its loss is not a held-out one", path)
     for name, dataset in (("data.train", train), ("data.eval", held_out)):
         for note in dataset.notes():
             _log.warning("%s: %s", name, note)
@@ -202,7 +203,7 @@ def prepare(
 
 def _dataset(
     config: Config,
-    sources: Iterable[SourceConfig],
+    sources: Iterable[Source],
     tokenizer: "PreTrainedTokenizerBase",
     vocab_size: int | None,
     progress: Progress | None,
@@ -212,9 +213,9 @@ def _dataset(
 ) -> Dataset:
     parts: list[Part] = []
     rows = 0
-    for index, settings in enumerate(sources):
+    for index, source in enumerate(sources):
+        settings = source.config
         key = f"data.{'train' if train else 'eval'}.{settings.name or index}"
-        source = Source(settings, held_out=not train)
         encoder = Encoder(tokenizer, config.data.supervise, source.form, date)
         tokens = _tokens(config, source, encoder, progress)
         if not len(tokens):

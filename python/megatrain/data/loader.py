@@ -22,7 +22,7 @@ from megatrain.names import IGNORED
 if TYPE_CHECKING:
     import torch
 
-_CYCLE, _EPOCH = 2, 3
+_CYCLE, _EPOCH, _SOME_HELD_OUT = 2, 3, 4
 """Part of the key of a random order, so that different uses get different orders."""
 
 _SHORTEST = 128
@@ -125,17 +125,20 @@ class Loader:
         return batch
 
     def eval_batches(self) -> Iterator[StepBatch]:
-        """All rows once in fixed order, in batches of the size of a training step, at most `eval.max_batches` of them.
+        """All rows once in fixed order, in batches of the size of a training step. Of more than `eval.max_batches` so
+        many, of sequences drawn from all sources alike: the same ones in every evaluation and with every seed.
 
         `StepBatch.step` is the number of the batch.
         """
-        everything = np.arange(len(self._lengths), dtype=np.int64)
-        bounds = self._bounds(everything)
-        stop = len(bounds) - 1
-        if self._max_eval_batches is not None:
-            stop = min(stop, self._max_eval_batches)
-        for index in range(stop):
-            yield self._assemble(everything[bounds[index] : bounds[index + 1]], index, 0)
+        sequences = np.arange(len(self._lengths), dtype=np.int64)
+        bounds = self._bounds(sequences)
+        most = self._max_eval_batches
+        if most is not None and most < len(bounds) - 1:
+            # Sources come one after the other, and with packing the longest rows of each first.
+            sequences = shuffle.order(len(sequences), _SOME_HELD_OUT)
+            bounds = self._bounds(sequences)[: most + 1]
+        for index in range(len(bounds) - 1):
+            yield self._assemble(sequences[bounds[index] : bounds[index + 1]], index, 0)
 
     def close(self) -> None:
         """Stops the background thread."""

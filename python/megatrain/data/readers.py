@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import SourceConfig
-from megatrain.config.data_files import ROWS, find, is_columnar, is_document, is_hub_id
+from megatrain.config import SourceConfig, shared_rows
+from megatrain.config.data_files import ROWS, DataFiles, find, is_columnar, is_document, is_hub_id
 from megatrain.data import stdlib
 from megatrain.data.file_formats import Piece, count_characters, line_end_after, read_text, read_values
 from megatrain.data.given_rows import GivenRows
@@ -40,6 +40,7 @@ class Source:
         self._given: GivenRows | None = None
         self._digest = ""
         self._settings = config
+        self._named: frozenset[str] = frozenset(config.fields)
         if config.path.startswith("python:"):
             if config.fields or config.format != "auto":
                 setting = "fields" if config.fields else "format"
@@ -57,6 +58,7 @@ class Source:
         else:
             found = find(config)
             self.files, self.skipped, self._settings = found.files, found.skipped, found.settings
+            self._named |= found.named
             if self._settings.fields and all(map(is_document, self.files)):
                 named = ", ".join(f"{name}: {column}" for name, column in self._settings.fields.items())
                 raise ConfigError(
@@ -68,6 +70,11 @@ class Source:
         """A row's place, for people: `data/train.jsonl:17`."""
         name = self.files[file]
         return f"{name}:{number}" if number else name
+
+    @property
+    def found(self) -> shared_rows.Found:
+        """The settings as they were written, and the files with what their folder adds to the settings."""
+        return self.config, DataFiles(self.files, self._settings, self.skipped, self._named)
 
     @property
     def form(self) -> str:
@@ -137,10 +144,11 @@ class Source:
                 else:
                     yield Row(kind="chat", file=index, number=0, messages=tuple(value))
             return
-        parser, faults = RowParser(self._settings), _Faults()
+        parser, faults = RowParser(self._settings, self._named), _Faults()
         if self._given is not None:
             yield from self._parsed(parser, faults, self._given.values(), 0, self._given.columnar)
             faults.check()
+            parser.check()
             return
         for index, name in enumerate(self.files):
             if is_document(name):
@@ -152,6 +160,7 @@ class Source:
                 continue
             yield from self._parsed(parser, faults, read_values(name, faults.add), index, is_columnar(name))
             faults.check()
+        parser.check()
 
     def _parsed(
         self, parser: RowParser, faults: "_Faults", values: Iterator[tuple[int, Any]], file: int, columnar: bool

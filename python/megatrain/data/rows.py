@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatrain.data import messages as chat
 from megatrain.data.file_formats import Piece
 from megatrain.data.messages import Message, brief, checked
 from megatrain.errors import ConfigError
+from megatrain.names import suggest
 
 Kind = Literal["text", "chat", "completion"]
 Remark = tuple[str, str]
@@ -83,19 +84,31 @@ _TAKEN = frozenset(
 """Arguments of `apply_chat_template` that a row does not set."""
 
 
+_MOST_KEYS = 200
+"""Columns that are remembered for a message; data can have any number of them."""
+
+
 class RowParser:
     """Makes rows of one source's values."""
 
-    def __init__(self, config: SourceConfig) -> None:
+    def __init__(self, config: SourceConfig, named: Iterable[str] = ()) -> None:
+        """`named`: those of `config.fields` whose columns some row must have, which `check` sees to."""
         self._config = config
         self._form = config.format
         self._names = {name: config.fields.get(name, name) for name in (*_NAMES, "weight")}
+        # Those that no row had so far; a missing weight is refused with its row.
+        self._absent = {name: config.fields[name] for name in named if name in _NAMES and config.fields[name]}
+        self._keys: dict[str, None] = {}
 
     def row(self, value: Any, file: int, number: int, where: str, *, columnar: bool = False) -> Row:
         """`where` names the row in messages. `columnar`: in its file every row has every column, so that null stands
         for what the row does not have. Raises ConfigError for a value that is not as it should be."""
         if not isinstance(value, Mapping):
             raise ConfigError(f'{where} holds a {type(value).__name__}; expected an object such as {{"text": …}}')
+        if self._absent:
+            self._absent = {name: column for name, column in self._absent.items() if column not in value}
+            if len(self._keys) < _MOST_KEYS:
+                self._keys |= dict.fromkeys(map(str, value))
         reader = _Reader(value, self._config, self._aliased(value), where)
         kind = self._form if self._form != "auto" else self._detect(reader)
         try:
@@ -115,6 +128,16 @@ class RowParser:
             ("column", str(key)) for key, part in value.items() if key not in reader.used and part not in (None, "", [])
         ]
         return dataclasses.replace(row, remarks=(("rows", reader.what), *reader.remarks, *unused))
+
+    def check(self) -> None:
+        """Once every row was given: raises ConfigError for a column that the source's fields name and no row has, which
+        would be left out of all of them."""
+        if self._absent and self._keys:
+            name, column = next(iter(self._absent.items()))
+            raise ConfigError(
+                f"fields {{{name}: {column}}} of {self._config.path} has no effect: no row has a column {column} "
+                f"({suggest(column, self._keys)}); name one that they have, or remove it"
+            )
 
     def _weighted(self, row: Row, reader: "_Reader") -> Row:
         """The row with the weight in the column that the source's fields name; without one every row weighs 1."""

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatrain.config import Config, NvmeConfig, constraints
+from megatrain.config import Config, NvmeConfig, TrainConfig, constraints
 from megatrain.config.paths import check_state_folder
 from megatrain.errors import ConfigError, DoesNotFit, StorageError
+from megatrain.names import match
 from megatrain.planning import calibrate, remedies
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine, format_bytes
@@ -138,9 +139,8 @@ def _state_disk(config: Config, machine: Machine) -> NvmeConfig | None:
 
 def optimizer_for(config: Config, names: list[str]) -> "AdamW":
     """AdamW with one group for each setting that occurs among the trainable parameters `names`. Raises ConfigError for
-    a pattern that matches none."""
+    a pattern that matches none, and for a group of which every parameter is another's."""
     from megatrain.engine.optimizer import AdamW
-    from megatrain.names import match
 
     train = config.train
     patterns = [(f"train.no_decay: {p!r}", p) for p in train.no_decay]
@@ -148,14 +148,16 @@ def optimizer_for(config: Config, names: list[str]) -> "AdamW":
     for where, pattern in patterns:
         if not any(match(pattern, name) for name in names):
             raise ConfigError(f"{where} matches no trained parameter; names look like {names[0]}")
+    owners = [_group_of(train, name) for name in names]
+    _refuse_empty_groups(train, names, owners)
     default = (train.lr, train.betas, train.eps, train.weight_decay)
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for name in names:
+    for name, owner in zip(names, owners, strict=True):
         lr, betas, eps, decay = default
         if any(match(pattern, name) for pattern in train.no_decay):
             decay = 0.0
-        own = next((group for group in train.groups if any(match(p, name) for p in group.params)), None)
-        if own is not None:
+        if owner is not None:
+            own = train.groups[owner]
             lr = own.lr if own.lr is not None else lr
             betas = own.betas if own.betas is not None else betas
             eps = own.eps if own.eps is not None else eps
@@ -178,6 +180,23 @@ def optimizer_for(config: Config, names: list[str]) -> "AdamW":
             if (lr, betas, eps, decay) != default
         ],
     )
+
+
+def _group_of(train: TrainConfig, name: str) -> int | None:
+    """Index into `train.groups` of the one that has a parameter; None: the settings of `train` hold for it."""
+    return next((i for i, group in enumerate(train.groups) if any(match(p, name) for p in group.params)), None)
+
+
+def _refuse_empty_groups(train: TrainConfig, names: list[str], owners: list[int | None]) -> None:
+    """Raises ConfigError for a group whose settings would have no effect. `owners`: the group of each name."""
+    for index, group in enumerate(train.groups):
+        if index not in owners:
+            matched = (o for name, o in zip(names, owners, strict=True) if any(match(p, name) for p in group.params))
+            earlier = " and ".join(f"train.groups.{other}" for other in sorted({o for o in matched if o is not None}))
+            raise ConfigError(
+                f"train.groups.{index} ({', '.join(group.params)}) has no effect: the first group that matches a "
+                f"parameter has it, and all that this one matches are in {earlier}; write it before that, or remove it"
+            )
 
 
 def _literal(name: str) -> str:

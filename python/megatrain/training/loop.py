@@ -511,6 +511,7 @@ class TrainingLoop:
 
     def _sample(self, step: int) -> None:
         from megatrain.training.sampling import sample
+        from megatrain.training.setup import end_tokens
 
         settings = self.config.eval.samples
         self.doing, self._undisturbed = f"the samples after step {step}", False
@@ -523,6 +524,7 @@ class TrainingLoop:
                     prompt,
                     settings.max_new_tokens,
                     max_length=self.config.data.seq_len,
+                    ends=end_tokens(self.planned.model_setup)[0],
                     stopped=lambda: self.stop.requested,
                 )
             except Exception as error:

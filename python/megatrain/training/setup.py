@@ -36,6 +36,7 @@ from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
 from megatrain.training.forecast import FEW_STEPS
 from megatrain.training.run_dir import read_correction
+from megatrain.training.sampling import check_prompts
 from megatrain.weights import gguf
 from megatrain.weights.hf_layout import library
 from megatrain.weights.initialize import initialize
@@ -225,6 +226,8 @@ def prepare_run(
     model_setup, tokenizer = _for_a_run(config, facts.read(folder), resume)
     decoder, machine = model_setup.decoder, model_setup.machine
     keep_threads(model_setup, numerics)
+    samples = config.eval.samples
+    check_prompts(tokenizer, samples.prompts, samples.max_new_tokens, config.data.seq_len)
     # What cannot fit is refused before any data is tokenized; only after that is it known how many rows a step has.
     nominal = planner.nominal_rows(config)
     correction = read_correction(folder) if folder is not None else None
@@ -480,9 +483,9 @@ def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
     return None if source is None else {name: entry.dtype for name, entry in source.entries.items()}
 
 
-def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase", train: Dataset) -> None:
-    """Says so where the exported model, which keeps its generation config, would not stop at what it is taught to end
-    an answer with."""
+def end_tokens(model_setup: ModelSetup) -> tuple[set[int], str]:
+    """The tokens at which the exported model stops when it generates, and what says so: its generation config, which is
+    kept, or its configuration."""
     text = text_config(model_setup.decoder.config)
     ends, named = getattr(text, "eos_token_id", None), "its configuration"
     copied = _model_folder(model_setup.config, model_setup.files)
@@ -490,7 +493,12 @@ def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase",
     if own is not None and own.is_file():
         with contextlib.suppress(OSError, ValueError):
             ends, named = json.loads(own.read_text(encoding="utf-8")).get("eos_token_id"), str(own)
-    stops = set(ends) if isinstance(ends, list) else {ends}
+    return set(ends if isinstance(ends, list) else [ends]) - {None}, named
+
+
+def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase", train: Dataset) -> None:
+    """Says so where the exported model would not stop at what it is taught to end an answer with."""
+    stops, named = end_tokens(model_setup)
     missing = sorted((train.final_tokens() & set(tokenizer.added_tokens_decoder)) - stops)
     if missing:
         spelled = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in missing)
@@ -499,7 +507,7 @@ def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase",
             "%s has eos_token_id %s; add the id there, or to generation_config.json of the export",
             spelled,
             named,
-            ends,
+            ", ".join(map(str, sorted(stops))) or None,
         )
 
 

@@ -92,7 +92,7 @@ class TwoCards(SystemProbe):
 
 def test_an_engine_is_planned_with_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "SYSTEM_PROBE", TwoCards())
-    planned: Any = types.SimpleNamespace(device=torch.device("cuda", 1))
+    planned: Any = types.SimpleNamespace(device=torch.device("cuda", 1), _core=None, _load=None)
     machine: Machine = runtime.Runtime._machine(planned)
     assert machine.gpu is not None
     assert machine.gpu.name == "RTX 3060"

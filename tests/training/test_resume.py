@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_that_was_skipped_is_not_the_newest_any_more(
             content = shard.read_bytes()
             shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     stop, stop_at = Stop(), goes_on_from + 1
-    with caplog.at_level(logging.WARNING, "megatrain"):
+    with caplog.at_level(logging.INFO, "megatrain"):
         stopped = fit(config, stop=stop, display=At(stop_at, lambda: stop.request("SIGINT")))
     newest = run / "checkpoints" / f"step-{stop_at}"
     assert (stopped.step, stopped.checkpoint) == (stop_at, newest)

@@ -58,6 +58,6 @@ def set_aside(run: str | Path, step: int) -> list[Path]:
             sync_folder(place.parent)
         except OSError as error:
             raise storage_error(error, later) from None
-        log.warning("%s was skipped and is now %s; remove it if you do not need it", later, place)
+        log.info("%s was skipped and is now %s; remove it if you do not need it", later, place)
         places.append(place)
     return places

@@ -146,7 +146,6 @@ class RunFolder:
             self._lock.truncate(0)
             self._lock.write(f"{_OWNER}{os.getpid()}")
             self._lock.flush()
-            os.fsync(self._lock.fileno())  # it says whose folder this is, so a power cut must not leave the rest alone
         self._recover()
         self._open = contextlib.ExitStack()
         self._handler: logging.Handler | None = None

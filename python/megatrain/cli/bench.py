@@ -249,8 +249,8 @@ def _free_device_bytes(device: str) -> int | None:
 
 
 def _taken(free_before: int) -> int:
-    """Device memory taken since before the engine was made, torch's cache and the libraries' contexts included. All of
-    it is kept until the end, so that this is its peak."""
+    """Device memory taken since before the engine was made, torch's cache and the libraries' contexts included: the
+    peak, unless torch has given some of its cache back."""
     return max(0, free_before - int(torch.cuda.mem_get_info()[0]))
 
 

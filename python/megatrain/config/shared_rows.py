@@ -50,8 +50,8 @@ def _identity(file: str) -> object:
 def _complements(train: Found, held_out: Found, shared: Sequence[str]) -> bool:
     """Whether two sources that share files take different rows of them: fractions, by the content of rows, from
     opposite ends. A text that is parted by lines falls into the same parts only where it is the only one of both."""
-    parts = [_fraction(source) for source, _ in (train, held_out)]
-    if parts[0] is None or parts[1] is None or parts[0] + parts[1] > 1 + 1e-9:
+    trained, measured = _fraction(train[0]), _fraction(held_out[0])
+    if trained is None or measured is None or trained + measured > 1 + 1e-9:
         return False
     same_files = len(train[1].files) == len(held_out[1].files) == len(shared)
     return _reading(train) == _reading(held_out) and (same_files or not any(map(is_document, shared)))

@@ -1,6 +1,5 @@
 """One module for many layers: parameters are views of wherever a unit's image is."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ def test_views_of_gradients_are_made_once_a_place() -> None:
 def on_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.compile` traces as ever, and runs the graph without a code generator: seconds less, and no compiler."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(compile_module, "backend", "aot_eager")
 
 
 @pytest.mark.usefixtures("on_torch_alone")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.engine.last_matmul import backend
 from megatrain.errors import ConfigError, first_line
 
 RECOMPILES = 64
@@ -18,7 +19,7 @@ class OneGraph:
     def __init__(self, module: nn.Module, name: str) -> None:
         """`name` is what an error calls the module."""
         self._name = name
-        self._run = torch.compile(module, fullgraph=True)
+        self._run = torch.compile(module, fullgraph=True, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own.

@@ -77,7 +77,7 @@ def convert(layer: nn.Module, matmul: str) -> None:
     """Makes the linear layers within a copy of a decoder layer multiply in `matmul` (`Decoder.matmul`)."""
     if matmul != "fp8":
         return
-    _operations()
+    define_operations()
     for name in choose(layer).chosen:
         layer.get_submodule(name).__class__ = Float8Linear
 
@@ -198,7 +198,7 @@ def with_rows(values: Tensor, count: int) -> Tensor:
 
 
 @functools.cache
-def _operations() -> None:
+def define_operations() -> None:
     """Defines the operations, once. They are opaque to compilers, which convert and turn tensors around them."""
     product, backward = "megatrain::float8_matmul", "megatrain::float8_linear_backward"
     torch.library.define(

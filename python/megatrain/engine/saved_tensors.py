@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.engine.device_memory import Region
+from megatrain.engine.last_matmul import outputs_unwanted
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -326,7 +327,7 @@ class CheckpointedCall:
         leaf = self._input.detach().requires_grad_()
         self._reseed()
         try:
-            with torch.enable_grad(), saved_tensors_hooks(collect, _never):
+            with torch.enable_grad(), saved_tensors_hooks(collect, _never), outputs_unwanted():
                 self._layer(leaf)
         except _Stop:
             pass

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.engine.last_matmul import outputs_unwanted
 from megatrain.engine.saved_tensors import CheckpointedCall
 
 
@@ -71,7 +72,7 @@ class TiledCall(CheckpointedCall):
         for number, (source, of_output, target) in enumerate(zip(*parts, strict=True)):
             leaf = source.detach().requires_grad_()
             begin(number == 0)
-            with torch.enable_grad():
+            with torch.enable_grad(), outputs_unwanted():
                 output = self._layer(leaf)
             of_input, *found = torch.autograd.grad(output, (leaf, *parameters), of_output, allow_unused=True)
             del output

@@ -3,9 +3,10 @@
     python benches/h100.py [--only 3b-32k,7b-64k] [--peers llmq,resident] [--minutes 9] [--gpu-memory 78GiB]
     python benches/h100.py --list
 
-Tokens a second of steps timed as one interval, after warm-up, with pending updates drained inside it; random weights,
-random tokens, bf16 with fp32 masters and moments, and no plan key but where a row is about state on the host. A ratio
-holds within one call of this script only, since machines are shared and differ, so a row's peers run right after ours.
+Tokens a second of steps timed as one interval, after warm-up, with as many updates inside it as steps (those of the
+step before, where they are hidden beneath the next one's forward); random weights, random tokens, bf16 with fp32
+masters and moments, and no plan key but where a row is about state on the host. A ratio holds within one call of this
+script only, since machines are shared and differ, so a row's peers run right after ours.
 Rows are those of an H100 with 80 GB; on a larger card of its kind `--gpu-memory 78GiB` gives ours as much (peers use
 what they use), and every result names the card. What does not end in its own time, or in that of the call, is a line
 that says so.

@@ -2,8 +2,10 @@
 
     megatrain bench --model qwen2.5-3b --batch 32 --seq 1024 --gpu-memory 12GiB --update immediate
 
-The timed steps are one interval of wall time. It begins when everything before it has ended (updates drained, device
-idle) and ends when the last step's updates are done too, so it includes everything that a run would pay for.
+The timed steps are one interval of wall time, as a run would pay for them. It begins when the last step of the
+warm-up has returned and ends when the last timed step has. Updates that are hidden beneath the next step's forward are
+the ones of the step before, so that as many updates as steps are inside. Without a warm-up nothing is left over at the
+beginning, and the interval ends when the last step's updates are done.
 """
 
 import collections
@@ -133,7 +135,6 @@ def _timed(bench: Bench) -> _Timed:
     prepared = [bench.step(number) for number in range(request.warmup + request.steps)]
     for step in range(request.warmup):
         engine.step(prepared[step])
-    settle_down(engine)
     losses, norms = [], []
     lanes: dict[str, float] = {}
     bounds: collections.Counter[str] = collections.Counter()
@@ -146,8 +147,10 @@ def _timed(bench: Bench) -> _Timed:
         bounds[stats.bound] += 1
         for lane, seconds in stats.lanes.items():
             lanes[lane] = lanes.get(lane, 0.0) + seconds
-    settle_down(engine)
+    if request.warmup == 0:
+        settle_down(engine)
     seconds = time.perf_counter() - start
+    settle_down(engine)
     mean = {lane: total / request.steps for lane, total in lanes.items()}
     return _Timed(seconds, losses, norms, mean, bounds.most_common(1)[0][0])
 

@@ -231,10 +231,13 @@ class Pass:
                 raise
             templates = self._templates
             device = templates.weights.device
-            in_use = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            card = device.type == "cuda"
+            in_use, held = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)) if card else (0, 0)
             name = f"{op.phase.replace('_', ' ')} of {templates.decoder.units[op.unit].name}"
             operation = f"{name}, micro-batch {op.micro_batch}"
-            raise OutOfMemory(operation, templates.torch_bytes, in_use, error, lighter=templates.lighter) from error
+            raise OutOfMemory(
+                operation, templates.torch_bytes, in_use, error, held=held, lighter=templates.lighter
+            ) from error
         if self._templates.heap is not None:
             self._templates.heap.check()
 

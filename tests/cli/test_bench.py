@@ -1,11 +1,14 @@
 """`megatrain bench`: one JSON line that adds up, on the CPU; refusals name the argument."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatrain.cli import main
+from megatrain.cli import bench, main
+from megatrain.engine.engine import Engine
 from megatrain.training.trainer import Trainer
 from support.runs import MODEL, settings
 
@@ -46,6 +49,28 @@ def test_the_answer_is_one_line_that_adds_up(
     assert sum(found["plan"]["activations"].values()) == MODEL["num_hidden_layers"] + 2
     assert found["matmul"] == ("fp8" if "--matmul" in more else "bf16")
     assert found["micro_batch"] == (2 if "--micro-batch" in more else 4)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_clock_sees_as_many_updates_as_steps(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [seen.append(what), function(*args)][1]
+
+    monkeypatch.setattr(Engine, "step", noted("step", Engine.step))
+    monkeypatch.setattr(bench, "settle_down", noted("updates", bench.settle_down))
+    monkeypatch.setattr(bench.time, "perf_counter", noted("clock", bench.time.perf_counter))
+    settings = {"device": "cpu", "train": {"max_grad_norm": 1.0}}
+    bench.run(bench.Request(model="tiny", batch=2, seq=16, steps=2, warmup=warmup, settings=settings))
+    # updates of the last step of the warm-up are in, those of the last step are not; without a warm-up those are
+    timed = ["step", "step", *(["updates"] if warmup == 0 else [])]
+    clock = [index for index, what in enumerate(seen) if what == "clock"]
+    start = max(index for index in clock if seen[:index].count("step") == warmup)
+    end = next(index for index in clock if index > start)
+    assert seen[start + 1 : end] == timed
+    assert seen[:start].count("updates") == 0
+    assert seen[-1] == "updates"
 
 
 def test_a_configuration_and_a_run_stand_for_their_model_section(

@@ -94,3 +94,16 @@ def test_room_that_was_measured_is_planned_for() -> None:
     assert roomier.plan["totals"]["device"] - plain.plan["totals"]["device"] == 5 << 20
     with pytest.raises(megatrain.ConfigError, match=r"plan\.more_workspace must be a whole number"):
         engine(build(), plan={"more_workspace": "5GiB"})
+
+
+def test_what_torch_holds_between_blocks_in_use_is_missing_too() -> None:
+    def error(planned: int, in_use: int, held: int) -> OutOfMemory:
+        return OutOfMemory("loss of head", planned << 20, in_use << 20, torch.OutOfMemoryError(WORDS), held=held << 20)
+
+    scattered = error(14, 9, 13)
+    assert "the plan allows torch 14.00 MiB; 9.00 MiB were in use of 13.00 MiB that it held" in str(scattered)
+    assert scattered.shortfall == 2 << 20, "the 13 that it held and the 3 that it wanted are 2 more than 14"
+    dense = error(14, 12, 12)
+    assert "12.00 MiB were in use)" in str(dense)
+    assert dense.shortfall == 1 << 20
+    assert error(16, 9, 13).shortfall == 0

@@ -9,36 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig
 
 from megatrain.engine import compile_memory, profile
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.models.decoder import Decoder
-from megatrain.models.modules import copy_without, on_meta
+from megatrain.models.modules import on_meta
+from support.small_layers import SIZES, decoder, real_layer
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 ROWS, SEQ = 2, 128
-
-
-def decoder(family: str) -> Decoder:
-    config = AutoConfig.for_model(family, **SIZES)
-    return Decoder.from_config(config, precision="bf16")
-
-
-def real_layer(model: Decoder) -> nn.Module:
-    layer = copy_without(model.layers[0]).to_empty(device="cpu")
-    for tensor in layer.parameters():
-        nn.init.normal_(tensor, std=0.02)
-    return layer
 
 
 def saved_by_the_compiler(model: Decoder) -> int:

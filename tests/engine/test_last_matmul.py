@@ -10,50 +10,33 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoConfig
 
 from megatrain.engine import last_matmul
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.engine.tiles import TiledCall
-from megatrain.models.decoder import Decoder
-from megatrain.models.modules import copy_without
+from support.small_layers import decoder, real_layer
 
 ROWS, SEQ = 2, 16
-_SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-SIZES = {
-    "qwen2": _SIZES,
-    "gemma2": _SIZES,
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
 def layer_of(family: str, precision: str) -> tuple[nn.Module, Callable[[Any], Callable[[Tensor], Tensor]], Tensor]:
     """A layer, what makes a function of hidden states from it or from what it was compiled to, and hidden states."""
-    decoder = Decoder.from_config(AutoConfig.for_model(family, **SIZES[family]), precision=precision)
-    record = decoder.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
+    model = decoder(family, precision, **(GPT2 if family == "gpt2" else {}))
+    record = model.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
     args, kwargs = record.args[0], record.kwargs[0]
 
     def of(run: Any) -> Callable[[Tensor], Tensor]:
         def call(hidden: Tensor) -> Tensor:
             output = run(hidden, *args, **kwargs)
-            return output[0] if decoder.recorder.tuple_output else output
+            return output[0] if model.recorder.tuple_output else output
 
         return call
 
-    generator = torch.Generator().manual_seed(0)
-    layer = copy_without(decoder.layers[0]).to_empty(device="cpu")
-    for tensor in layer.parameters():
-        nn.init.normal_(tensor, std=0.02, generator=generator)
-    return layer, of, torch.randn(ROWS, SEQ, decoder.hidden_size, generator=generator).to(decoder.dtype)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, SEQ, model.hidden_size, generator=generator).to(model.dtype)
+    return real_layer(model), of, hidden
 
 
 @functools.cache

@@ -2,10 +2,9 @@
 
     megatrain bench --model qwen2.5-3b --batch 32 --seq 1024 --gpu-memory 12GiB --update immediate
 
-The timed steps are one interval of wall time, as a run would pay for them. It begins when the last step of the
-warm-up has returned and ends when the last timed step has. Updates that are hidden beneath the next step's forward are
-the ones of the step before, so that as many updates as steps are inside. Without a warm-up nothing is left over at the
-beginning, and the interval ends when the last step's updates are done.
+The clock starts when the last step of the warm-up has returned, and stops when the last timed step has. Updates may
+still run then, beneath the next step's forward: those of the warm-up's last step are timed, those of the last timed
+step are not, which makes as many updates as steps. Without a warm-up the clock stops when all updates are done.
 """
 
 import collections

@@ -57,11 +57,8 @@ def _compile(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> An
 
 def _number_of_outputs() -> int:
     """How many results of the forward that is being compiled are not what backward needs, which come last."""
-    context = torch._guards.TracingContext.try_get()
-    facts: Any = context.fw_metadata if context is not None else None
-    if facts is None:
-        return 0
-    number: int = facts.num_forward
+    metadata: Any = torch._guards.TracingContext.get().fw_metadata
+    number: int = metadata.num_forward
     return number
 
 

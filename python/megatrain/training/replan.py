@@ -27,7 +27,7 @@ MEASURED = 5
 """Steps that are; of each of their numbers the median counts."""
 IN_PLACE = frozenset({"cpu"})
 """Devices on which a plan may change between two steps. On a card that allocates beside torch what the engine has just
-freed, which is not proven there yet: `tests/gpu/check_replan.py` tries it."""
+freed. `tests/gpu/check_replan.py` shows it where the card has room to spare; where it is full, it is not proven yet."""
 
 
 class FasterPlan(BeginAgain):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine import compile_memory, profile
+from megatrain.engine.compile import keeping_least
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.models.decoder import Decoder
 from megatrain.models.modules import on_meta
@@ -38,7 +39,7 @@ def saved_by_the_compiler(model: Decoder) -> int:
         return tensor
 
     compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with keeping_least(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = compiled(hidden, *record.args[0], **record.kwargs[0])
         output = output[0] if model.recorder.tuple_output else output
     output.float().sum().backward()
@@ -75,6 +76,15 @@ def test_a_backward_needs_at_least_its_gradients_and_the_widest_part_beside_them
     assert gradients + 2 * wide < cut.backward < gradients + 6 * wide
     assert cut.forward > cut.kept
     assert cut.largest == wide
+
+
+@pytest.mark.parametrize(("family", "spared"), [("qwen2", 1), ("gemma2", 0)])
+def test_a_recomputation_is_planned_without_the_matmuls_that_only_the_output_depends_on(
+    family: str, spared: int
+) -> None:
+    model = decoder(family)  # a norm follows Gemma's last matmul
+    last = 2 * ROWS * SEQ * model.hidden_size * SIZES["intermediate_size"]
+    assert measured(model).spared_flops == spared * last
 
 
 def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(

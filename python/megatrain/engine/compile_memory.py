@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.engine import float8
+from megatrain.engine.compile import keeping_least
+from megatrain.engine.last_matmul import only_for_outputs
 
 _TRACING = threading.Lock()
 """One layer is traced at a time: torch.fx replaces methods of `nn.Module` while it traces, for the whole process, and
@@ -38,6 +40,8 @@ class Cut(NamedTuple):
     """Most that forward has allocated at one time, `kept` and the output included."""
     largest: int
     """The largest tensor of both."""
+    spared_flops: int
+    """What of forward's arithmetic a recomputation leaves out: matmuls on which the output alone depends."""
 
 
 def cut(
@@ -78,7 +82,7 @@ def cut(
             joint: Any = aot_export_joint_simple(
                 layer, (hidden, *weights, *shared), trace_joint=True, decompositions=select_decomp_table()
             )
-        with mode:
+        with mode, keeping_least():
             forward, backward = min_cut_rematerialization_partition(
                 joint, None, num_fwd_outputs=1, static_lifetime_input_indices=list(range(1, 1 + len(names)))
             )
@@ -91,7 +95,16 @@ def cut(
         backward=in_backward.bytes,
         forward=in_forward.bytes,
         largest=max(in_backward.largest, in_forward.largest),
+        spared_flops=sum(_flops(node) for node in only_for_outputs(forward.graph, 1)),
     )
+
+
+def _flops(matmul: fx.Node) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    args, kwargs = fx.node.map_arg((matmul.args, matmul.kwargs), lambda node: node.meta["val"])
+    target: Any = matmul.target
+    return int(flop_registry[target.overloadpacket](*args, **kwargs, out_val=matmul.meta["val"]))
 
 
 def _like(value: Tensor) -> Tensor:

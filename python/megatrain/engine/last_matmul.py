@@ -64,7 +64,15 @@ def _number_of_outputs() -> int:
 
 def replace(graph_module: fx.GraphModule, outputs: int) -> int:
     """Replaces the matmuls that only the first `outputs` results of a forward graph depend on. Returns how many."""
-    graph, operations = graph_module.graph, _operations()
+    found, operations = only_for_outputs(graph_module.graph, outputs), _operations()
+    for node in found:
+        node.target = operations[node.target]
+    graph_module.recompile()
+    return len(found)
+
+
+def only_for_outputs(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+    """Matmuls of a forward graph on which only its first `outputs` results depend."""
     results: Any = graph.output_node().args[0]
     waiting = [node for node in results[outputs:] if isinstance(node, fx.Node)]
     waiting += [node for node in graph.nodes if node.op == "call_function" and node.is_impure()]
@@ -74,11 +82,8 @@ def replace(graph_module: fx.GraphModule, outputs: int) -> int:
         if node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
-    found = [node for node in graph.nodes if node.target in operations and node not in needed]
-    for node in found:
-        node.target = operations[node.target]
-    graph_module.recompile()
-    return len(found)
+    operations = _operations()
+    return [node for node in graph.nodes if node.target in operations and node not in needed]
 
 
 @functools.cache

@@ -57,6 +57,8 @@ class Measured:
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
     largest_bytes: int = 0
     """The largest tensor that it allocates; 0 where that is not known."""
+    spared_flops: int | None = None
+    """Those of `flops` that a recomputation leaves out; None where that is not known."""
 
 
 _SHAPES = ("Attempting to broadcast a dimension", "must match the size of tensor", "shapes cannot be multiplied")
@@ -215,6 +217,7 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         float8_flops=eager.float8_flops,
         running_bytes=running,
         largest_bytes=found.largest,
+        spared_flops=found.spared_flops,
     )
 
 
@@ -282,7 +285,7 @@ def plan_request(
 ) -> dict[str, Any]:
     """The request of `megatrain._core.plan`, as a dict."""
     rows, seq = micro_batch
-    for key in ("group", "first_group"):
+    for key in ("group", "large_group"):
         size = (requests or {}).get(key)
         if decoder.router is not None and size is not None and size < micro_batches:
             raise ConfigError(
@@ -397,23 +400,30 @@ def _beside_matmuls(
     tokens = math.prod(micro_batch)
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
-    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
-    last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],
-        "spared_flops": work.flops if tiles > 1 else min(last, max(0, work.flops - work.attention_flops)),
+        "spared_flops": work.flops if tiles > 1 else _spared_flops(unit, work, tokens),
         "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
         "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
         "captures": tiles == 1,
     }
 
 
+def _spared_flops(unit: Unit, work: Measured, tokens: int) -> int:
+    """What a recomputation leaves out; where that is not known, the last matrix's product."""
+    if work.spared_flops is not None:
+        return work.spared_flops
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    last = 2 * tokens * torch.Size(matrices[-1]).numel() if matrices else 0
+    return min(last, max(0, work.flops - work.attention_flops))
+
+
 def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
     """For each unit, how many bytes of its activations the core copies to the host and back for one micro-batch: at
     least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
     return [
-        (asked["kept_bytes"] if "offload" in (planned["activation"], planned.get("first_activation")) else 0)
+        (asked["kept_bytes"] if "offload" in (planned["activation"], planned.get("large_activation")) else 0)
         + (asked["input_bytes"] if planned["input"] == "host" else 0)
         for asked, planned in zip(request["units"], plan["units"], strict=True)
     ]
@@ -473,8 +483,8 @@ REQUESTS = (
     "slots",
     "slabs",
     "group",
-    "first_group",
-    "first_keep",
+    "large_group",
+    "large_keep",
     "activation",
     "keep",
     "inputs",

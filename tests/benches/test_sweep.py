@@ -95,7 +95,7 @@ def test_plans_of_a_described_machine_are_predicted_and_a_fixed_key_is_not_varie
     from sweep import main
 
     machine = "gpu.name=RTX 4090,gpu.memory=24GiB,gpu.capability=8.9,host.cpus=8,host.memory=64GiB"
-    words = ["--model", "tiny", "--batch", "4", "--seq", "1024", "--plan-only", "--machine", machine]
+    words = ["--model", "tiny", "--batch", "16", "--seq", "1024", "--plan-only", "--machine", machine]
     main([*words, "--set", "group=1"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert lines[0]["card"] == "RTX 4090"

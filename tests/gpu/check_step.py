@@ -111,28 +111,33 @@ def digest(ours: megatrain.Engine) -> str:
 def plans_agree(layers: int) -> bool:
     """Wherever activations and state lie, the card gives the same bits in deterministic mode: loss, norm, weights, both
     moments and counts."""
-    found: dict[str, tuple[float, float, str]] = {}
-    for name, plan in {
+    large = {"group": 1, "large_group": 2, "keep": layers - 1, "large_keep": 1, "inputs": "host", "poison": True}
+    clipped: dict[str, dict[str, Any]] = {
         "keep": {"activation": "keep"},
         "recompute": {"activation": "recompute", "inputs": "host", "slots": 2, "state_on_device": 0},
         "offload": {"activation": "offload", "inputs": "host", "slots": 2, "group": 1, "poison": True},
-        "first group": {
-            "group": 1,
-            "first_group": 2,
-            "keep": layers - 1,
-            "first_keep": 1,
-            "inputs": "host",
-            "poison": True,
-        },
+        "large group": large,
+        "one slot": {"slots": 1, "state_on_device": 0, "group": 1, "poison": True},
         "visit": {"activation": "keep", "slots": 3, "state_on_device": 0, "updates_on_device": layers - 1},
         "visit, poisoned": {"state_on_device": 1, "updates_on_device": layers // 2, "parts": 7, "poison": True},
-    }.items():
-        ours = engine(layers, plan=plan, deterministic=True)
-        outs = [ours.step(batches(3, seed=seed)) for seed in range(3)]
-        found[name] = (outs[-1].loss, outs[-1].grad_norm, digest(ours))
-        ours.close()
-        torch.cuda.empty_cache()
-    return say("plans agree", len(set(found.values())) == 1, found=found)
+    }
+    unclipped: dict[str, dict[str, Any]] = {
+        "keep": {"activation": "keep"},
+        "immediate": {"update": "immediate", "slots": 1, "state_on_device": 0},
+        "immediate, large group": {"update": "immediate", **large, "state_on_device": 0},
+    }
+    ok = True
+    for norm, plans in ((1.0, clipped), (None, unclipped)):
+        found: dict[str, tuple[float, float, str]] = {}
+        for name, plan in plans.items():
+            update = plan.pop("update", "just_in_time")
+            ours = engine(layers, plan=plan, deterministic=True, max_grad_norm=norm, update=update)
+            outs = [ours.step(batches(3, seed=seed)) for seed in range(3)]
+            found[name] = (outs[-1].loss, outs[-1].grad_norm, digest(ours))
+            ours.close()
+            torch.cuda.empty_cache()
+        ok = say("plans agree", len(set(found.values())) == 1, found=found) and ok
+    return ok
 
 
 def compiled_once(layers: int) -> bool:

@@ -23,7 +23,7 @@ CARD = ["gpu.name=H100", "gpu.capability=9.0", "host.memory=64GiB", "host.cpus=1
 SMALL = {
     "model_type": "llama",
     "hidden_size": 1024,
-    "intermediate_size": 4096,
+    "intermediate_size": 8192,
     "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
@@ -60,14 +60,10 @@ def test_a_long_row_is_planned_with_room_beside_the_layer_that_runs(capsys: pyte
     assert "layers: 28, sent as 56 units, attention and MLP apart, MLPs computed in 4 tiles of 32,768 tokens" in printed
     _, whole = summary(capsys, *LONG, "plan.fragments=whole")
     tiled, untiled = (
-        sum(
-            item["bytes"]
-            for item in found["plan"]["items"]
-            if item["what"] in ("kept activations (torch)", "workspace (torch)")
-        )
+        next(item["bytes"] for item in found["plan"]["items"] if item["what"] == "workspace (torch)")
         for found in (answer, whole)
     )
-    assert tiled < 30 << 30 < untiled
+    assert tiled < 10 << 30 < untiled, (tiled, untiled)
     fragments = next(item["bytes"] for item in whole["plan"]["items"] if item["what"] == "fragmentation (torch)")
     assert fragments >= 131072 * 18944 * 2, "as much as the widest tensor of a layer"
     # 41.2 s were measured there with 16 tiles; the rates here are nominal, which are lower than that card's

@@ -117,19 +117,20 @@ def test_a_lane_that_hardly_works_says_nothing_about_its_rate() -> None:
     }
 
 
-def test_a_larger_first_group_is_planned_again_with_its_numbers_for_another_length() -> None:
-    asked = {"micro_batch": 4, "group": 1, "first_group": 4, "keep": 36, "first_keep": 5, "inputs": "host"}
+def test_a_large_group_is_planned_again_with_its_numbers_for_another_length() -> None:
+    asked = {"micro_batch": 4, "group": 1, "large_group": 4, "keep": 36, "large_keep": 5, "inputs": "host"}
+    asked |= {"graphs": False}
     config, decoder, run_plan = planned(32, plan=asked, memory={"gpu": "60GiB"})
     plan = run_plan.plan
-    assert (plan["group"], plan["first_group"], plan["micro_batches"]) == (1, 4, 8)
-    again = [number for number, unit in enumerate(plan["units"]) if unit.get("first_activation") == "recompute"]
+    assert (plan["group"], plan["large_group"], plan["micro_batches"]) == (1, 4, 8)
+    again = [number for number, unit in enumerate(plan["units"]) if unit.get("large_activation") == "recompute"]
     assert again == list(range(1, 32)), "all but the last five are kept in later groups only"
     assert {unit["activation"] for unit in plan["units"]} == {"keep"}
     assert sum(unit["input"] == "host" for unit in plan["units"]) == 31
     growth = device_memory(config, decoder, run_plan)
     assert growth is not None
     longer, _, other = planned(64, plan={**asked, **_same(plan), "micro_batch": 8}, memory={"gpu": "140GiB"})
-    assert longer.plan.first_group == other.plan["first_group"] == 4
+    assert longer.plan.large_group == other.plan["large_group"] == 4
     needed = growth.constant + growth.per_token * 8 * 1024
     assert needed == pytest.approx(other.plan["totals"]["device"], rel=0.001)
 

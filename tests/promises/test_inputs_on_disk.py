@@ -60,9 +60,9 @@ def test_inputs_on_disk_do_not_show(
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_a_first_group_whose_inputs_wait_on_disk_does_not_show(tmp_path: Path) -> None:
+def test_a_large_group_whose_inputs_wait_on_disk_does_not_show(tmp_path: Path) -> None:
     plain = trained(started("bf16", False, accumulation=3), 3)
-    plan = {"group": 1, "first_group": 2, "keep": 2, "first_keep": 1, "inputs_on_disk": 2}
+    plan = {"group": 1, "large_group": 2, "keep": 2, "large_keep": 1, "inputs_on_disk": 2}
     losses, found = trained(started("bf16", False, accumulation=3, **on_disk(tmp_path, plan)), 3)
     assert losses == plain[0]
     assert same(found, plain[1])

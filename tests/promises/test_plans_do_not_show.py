@@ -48,7 +48,7 @@ def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) ->
         assert torch.equal(a, b), f"value {index} differs by {(a - b).abs().max()}"
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_slots_and_the_order_of_ready_work_do_not_show(slots: int, seed: int) -> None:
     assert_same_bits(bits(seed=seed, plan={"slots": slots}), wanted())
@@ -86,17 +86,17 @@ def test_how_micro_batches_are_grouped_does_not_show(group: int, tied: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "first",
+    "more",
     [
         {"inputs": "device"},
         {"inputs": "host", "stage_buffers": 2},
         {"activation": "offload", "inputs": "host"},
-        {"first_keep": 0, "state_on_device": 2},
+        {"large_keep": 0, "state_on_device": 2},
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_larger_first_group_that_keeps_less_does_not_show(first: dict[str, Any], tied: bool) -> None:
-    plan = {"group": 1, "first_group": 2, "keep": 3, "first_keep": 1, "slots": 3} | first
+def test_a_large_group_that_keeps_less_does_not_show(more: dict[str, Any], tied: bool) -> None:
+    plan = {"group": 1, "large_group": 2, "keep": 3, "large_keep": 1, "slots": 3} | more
     assert_same_bits(bits(tied=tied, seed=14, plan=plan), wanted(tied=tied))
     immediate = {"max_grad_norm": None, "update": "immediate"}
     found = bits(tied=tied, seed=15, plan={**plan, "slabs": 2}, **immediate)

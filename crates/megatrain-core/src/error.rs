@@ -189,10 +189,10 @@ pub enum Error {
         /// What it may be.
         allowed: &'static str,
     },
-    /// The first group has fewer micro-batches than the others, or more than a step.
-    #[error("plan.first_group must be between plan.group = {least} and micro_batches = {micro_batches}, not {value}")]
-    FirstGroupOutOfRange {
-        /// The micro-batches of the first group.
+    /// The large group has fewer micro-batches than the others, or more than a step.
+    #[error("plan.large_group must be between plan.group = {least} and micro_batches = {micro_batches}, not {value}")]
+    LargeGroupOutOfRange {
+        /// The micro-batches of the large group.
         value: u32,
         /// Those of the others.
         least: u32,

@@ -153,7 +153,7 @@ const SIMULATED_MICRO_BATCHES: u32 = 4;
 /// are taken together as a few of the same total size. The sums of every lane stay as they are.
 pub(crate) fn simulated_micro_batches(micro_batches: u32, groups: Groups) -> u32 {
     let group = groups.others();
-    if group <= SIMULATED_MICRO_BATCHES || groups.first() != group || !micro_batches.is_multiple_of(group) {
+    if group <= SIMULATED_MICRO_BATCHES || groups.large() != group || !micro_batches.is_multiple_of(group) {
         return micro_batches;
     }
     micro_batches / group * SIMULATED_MICRO_BATCHES
@@ -181,7 +181,7 @@ fn condensed<'a>(request: &'a Request, plan: &'a Plan) -> (Cow<'a, Request>, Cow
     }
     request.micro_batches = simulated;
     let mut plan = plan.clone();
-    (plan.micro_batches, plan.group, plan.first_group) = (simulated, SIMULATED_MICRO_BATCHES, 0);
+    (plan.micro_batches, plan.group, plan.large_group) = (simulated, SIMULATED_MICRO_BATCHES, 0);
     let staged = |unit: usize| Staged::new(&request.units[unit], &plan.units[unit], plan.groups()).largest();
     plan.stage_bytes = (1..plan.units.len() - 1).map(staged).max().unwrap_or(0);
     (Cow::Owned(request), Cow::Owned(plan))
@@ -232,7 +232,7 @@ impl Durations<'_> {
             Kind::Forward => work.forward_s(r),
             Kind::Loss => work.forward_s(r) + work.backward_s(r) + self.adding_s(unit),
             Kind::Backward => {
-                let first = self.plan.groups().has_in_first(op.micro_batch);
+                let first = self.plan.groups().has_in_large(op.micro_batch);
                 let again = self.plan.units[unit].activation_in(first) == Activation::Recompute;
                 work.backward_s(r) + if again { work.recompute_s(r) } else { 0.0 } + self.adding_s(unit)
             }

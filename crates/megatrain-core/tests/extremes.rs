@@ -62,7 +62,7 @@ fn absurd() -> impl Strategy<Value = Request> {
         let q = &mut r.requests;
         (q.slots, q.stage_buffers, q.parts, q.keep) = (counts[1], counts[2], counts[3], counts[4].or(q.keep));
         (q.group, q.slabs) = (counts[5], counts[6].filter(|_| immediate));
-        (q.first_group, q.first_keep) = (counts[1].or(counts[5]), counts[4].filter(|_| host_inputs));
+        (q.large_group, q.large_keep) = (counts[1].or(counts[5]), counts[4].filter(|_| host_inputs));
         (q.state_on_device, q.updates_on_device) = (counts[7].map(Count::Units), counts[6].map(Count::Units));
         q.inputs = host_inputs.then_some(Place::Host);
         q.activation = (at == 3).then_some(Activation::Offload);
@@ -119,7 +119,7 @@ proptest! {
         let mut bad: Plan = serde_json::from_str(&serde_json::to_string(&good).unwrap()).unwrap();
         let fields = [
             &mut bad.slots, &mut bad.slabs, &mut bad.grad_buffers, &mut bad.stage_buffers, &mut bad.state_buffers,
-            &mut bad.group, &mut bad.first_group, &mut bad.micro_batches,
+            &mut bad.group, &mut bad.large_group, &mut bad.micro_batches,
         ];
         for (field, number) in fields.into_iter().zip(&counts) {
             *field = number.unwrap_or(*field);

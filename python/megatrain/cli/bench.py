@@ -193,7 +193,16 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         "plan": {
             **{
                 key: planned.get(key)
-                for key in ("slots", "slabs", "group", "first_group", "micro_batches", "totals", "estimate")
+                for key in (
+                    "slots",
+                    "slabs",
+                    "group",
+                    "large_group",
+                    "large_begin",
+                    "micro_batches",
+                    "totals",
+                    "estimate",
+                )
             },
             "state_on_device": sum(unit["state"] == "device" for unit in units),
             "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in units),

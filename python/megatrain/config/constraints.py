@@ -83,11 +83,11 @@ FRAGMENTS = ("auto", "whole", "halves")
 
 _LEAST = {
     "micro_batch": 1,
-    "slots": 2,  # one unit is computed while another is loaded
+    "slots": 1,
     "slabs": 1,
     "group": 1,
-    "first_group": 1,
-    "first_keep": 0,
+    "large_group": 1,
+    "large_keep": 0,
     "keep": 0,
     "state_on_device": 0,
     "updates_on_device": 0,
@@ -123,7 +123,7 @@ def check_plan(plan: Mapping[str, Any]) -> None:
             f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole; leave one "
             "of them out"
         )
-    for name, most in (("group", "first_group"), ("first_keep", "keep")):
+    for name, most in (("group", "large_group"), ("large_keep", "keep")):
         value, limit = plan.get(name), plan.get(most)
         if value is not None and limit is not None and value > limit:
             raise ConfigError(f"plan.{name} is {value}, and plan.{most} is {limit}, which must be at least as many")

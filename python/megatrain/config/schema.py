@@ -442,18 +442,20 @@ class PlanConfig:
     micro_batch: int | None = None
     """Rows (with packing: windows) computed at a time."""
     slots: int | None = None
-    """Device buffers that decoder layers' weights pass through, one unit in each."""
+    """Device buffers that decoder layers' weights pass through, one unit in each. With one alone a unit is loaded only
+    while none is computed."""
     slabs: int | None = None
     """Host buffers that gradients land in."""
     group: int | None = None
     """Micro-batches that pass through a layer before the next one is loaded. null: all of a step, so that weights cross
     the link once, or fewer where that is faster."""
-    first_group: int | None = None
-    """As many of the first group, whose forward pass hides the updates of the step before: at least `group`. null: the
-    same as `group` where that is given, else as many as make a step shortest."""
-    first_keep: int | None = None
-    """Units of decoder layers whose activations are kept in a larger first group, `keep` at most. null: as many as
-    fit."""
+    large_group: int | None = None
+    """As many of the group that hides the host's updates, at least `group`: the first one, whose forward pass hides
+    those of the step before, or with `train.update: immediate` the last one, whose backward pass hides its own step's.
+    null: the same as `group` where that is given, else as many as make a step shortest."""
+    large_keep: int | None = None
+    """Units of decoder layers whose activations are kept in that group where it is larger than the others, `keep` at
+    most. null: as many as fit."""
     keep: int | None = None
     """Units of decoder layers (whole layers, or halves) whose activations are kept on the device; the others are
     recomputed."""

@@ -97,6 +97,8 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     cut = _first(found, roomy)
     if cut is None and most < float("inf"):
         cut = _first(found, lambda cut: _fits(asked(cut)))
+    if cut is None:
+        cut = _first(found, lambda cut: _fits(asked(cut), slots=1))
     return cut
 
 
@@ -115,7 +117,12 @@ def _work(request: Request) -> int:
     return max(int(request["workspace_bytes"]), int(request["late_workspace_bytes"]))
 
 
-def _fits(request: Request) -> bool:
+def _fits(request: Request, slots: int = 2) -> bool:
+    """Whether a plan fits with at least so many slots: a finer cut whose units are loaded while others are computed is
+    faster than a coarser one with a single slot."""
+    asked = request["requests"]
+    if asked.get("slots") is None:
+        request = request | {"requests": asked | {"slots": slots}}
     return _core.fits(json.dumps(request))
 
 

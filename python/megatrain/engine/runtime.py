@@ -535,7 +535,7 @@ class Runtime:
             grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
             sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
             random=KeyedRandom(self.device),
-            group=max(int(plan["group"]), int(plan["first_group"])),
+            group=max(int(plan["group"]), int(plan["large_group"])),
             keeps=any(unit["activation"] == "keep" for unit in plan["units"][1:-1]),
             torch_bytes=_torch_bytes(plan),
             heap=None,
@@ -566,7 +566,7 @@ def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset
         for number, unit in enumerate(plan["units"])
         if plan["graphs"] and 0 < number < len(plan["units"]) - 1 and number not in tiled
         if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
-        if unit.get("first_activation") is None
+        if unit.get("large_activation") is None
     )
 
 

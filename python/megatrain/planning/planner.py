@@ -40,7 +40,7 @@ _ALIKE = 1.03
 """Step times that differ by less than this factor are alike: predictions are no better."""
 
 _ALIKE_IN_KIND = 1.01
-"""The same for plans with as much on the host: what predictions miss, they miss of both."""
+"""The same for plans of which all or none leave something to the host: what predictions miss, they miss of both."""
 
 _LARGEST_SEARCHED = 1 << 14
 
@@ -401,7 +401,7 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
     """The most rows that could be computed at a time, by trying."""
     options = {
-        key: value for key, value in run_plan.options.items() if key not in ("group", "first_group")
+        key: value for key, value in run_plan.options.items() if key not in ("group", "large_group")
     }  # of several
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
@@ -490,8 +490,8 @@ def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
 def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] | None, nominal: "SplitPlanner") -> int:
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
     that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest. Of those alike, the
-    ones that leave least to the host; of these, unless one is faster still, what launches layers at once, then the
-    largest."""
+    ones that leave nothing to the host, if there are any; of these, unless one is faster still, what launches layers at
+    once, then the largest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -508,10 +508,9 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     if not found:
         return sizes[0]
     seconds = {size: float(plan["estimate"]["expected_step_s"]) for size, plan in found.items()}
-    elsewhere = {size: sum(unit["state"] != "device" for unit in plan["units"]) for size, plan in found.items()}
+    on_device = {size: all(unit["state"] == "device" for unit in plan["units"]) for size, plan in found.items()}
     alike = [size for size in found if seconds[size] <= min(seconds.values()) * _ALIKE]
-    least = min(elsewhere[size] for size in alike)
-    alike = [size for size in alike if elsewhere[size] == least]
+    alike = [size for size in alike if on_device[size]] or alike
     fastest = min(seconds[size] for size in alike)
     alike = [size for size in alike if seconds[size] <= fastest * _ALIKE_IN_KIND]
     return max(alike, key=lambda size: (found[size]["graphs"], size))

@@ -155,9 +155,11 @@ def _layers(report: "Forecast") -> str:
         shown = f"all {how[activations[0]].replace('them', 'their activations')}"
     else:
         shown = f"of which {shown}" if _counted(report) == "layers" else shown.replace(" ", " units ", 1)
-    differ = [unit["first_activation"] for unit in units if "first_activation" in unit]
+    differ = [unit["large_activation"] for unit in units if "large_activation" in unit]
     if differ:
-        shown += f"; of the first {report.run_plan.plan['first_group']} micro-batches {len(differ)} {how[differ[0]]}"
+        plan = report.run_plan.plan
+        which = "last" if plan["large_begin"] else "first"
+        shown += f"; of the {which} {plan['large_group']} micro-batches {len(differ)} {how[differ[0]]}"
     on_device = sum(unit["update"] == "device" for unit in units)
     where = f", {on_device} on the device" if on_device else ""
     updates = f"{len(units) - on_device} units updated on the host{where}"

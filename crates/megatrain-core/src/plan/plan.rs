@@ -53,9 +53,9 @@ pub struct UnitPlan {
     pub state: State,
     /// What becomes of its activations.
     pub activation: Activation,
-    /// What becomes of them in the first group of micro-batches, where that is something else.
+    /// What becomes of them in the large group of micro-batches, where that is something else.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub first_activation: Option<Activation>,
+    pub large_activation: Option<Activation>,
     /// Where its input waits, of micro-batches whose activations are not kept. On disk, activations that are offloaded wait
     /// with it.
     pub input: Place,
@@ -68,16 +68,16 @@ pub struct UnitPlan {
 }
 
 impl UnitPlan {
-    /// What becomes of the activations of a micro-batch that is in the first group, or in another one.
+    /// What becomes of the activations of a micro-batch that is in the large group, or in another one.
     #[must_use]
-    pub fn activation_in(&self, first_group: bool) -> Activation {
-        self.first_activation.filter(|_| first_group).unwrap_or(self.activation)
+    pub fn activation_in(&self, large_group: bool) -> Activation {
+        self.large_activation.filter(|_| large_group).unwrap_or(self.activation)
     }
 
     /// Where the input of such a micro-batch waits: with what is kept, or where the plan says.
     #[must_use]
-    pub fn input_in(&self, first_group: bool) -> Place {
-        if self.activation_in(first_group) == Activation::Keep { Place::Device } else { self.input }
+    pub fn input_in(&self, large_group: bool) -> Place {
+        if self.activation_in(large_group) == Activation::Keep { Place::Device } else { self.input }
     }
 
     /// Whether its state lives on the host and is copied to the device to be updated.
@@ -90,7 +90,7 @@ impl UnitPlan {
     /// nothing that it saves goes to the host.
     #[must_use]
     pub fn can_be_captured(&self, unit: &UnitRequest) -> bool {
-        let same = self.first_activation.is_none();
+        let same = self.large_activation.is_none();
         unit.captures
             && self.state == State::Device
             && same
@@ -166,9 +166,12 @@ pub struct Plan {
     pub input_buffers: u32,
     /// Micro-batches that pass through a unit before the next unit is loaded.
     pub group: u32,
-    /// As many of the first group, where that is larger; else 0.
+    /// As many of the large group, where one is larger than the others; else 0.
     #[serde(default)]
-    pub first_group: u32,
+    pub large_group: u32,
+    /// The micro-batch that the large group begins with.
+    #[serde(default)]
+    pub large_begin: u32,
     /// Micro-batches of a step, at most.
     pub micro_batches: u32,
     /// Whether layers whose weights stay on the device are captured once and replayed.
@@ -187,7 +190,7 @@ impl Plan {
     /// How the micro-batches of a step are divided.
     #[must_use]
     pub fn groups(&self) -> Groups {
-        Groups::new(self.first_group, self.group)
+        Groups::new(self.large_begin, self.large_group, self.group)
     }
 
     /// The totals of `items`.

@@ -161,16 +161,16 @@ pub enum Auto {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Requests {
-    /// Device weight buffers for layers, at least 2.
+    /// Device weight buffers for layers, at least 1, which loads only while nothing is computed.
     pub slots: Option<u32>,
     /// Slabs that layers share, under immediate updates only.
     pub slabs: Option<u32>,
     /// Micro-batches a group; by default all of them.
     pub group: Option<u32>,
-    /// Micro-batches of the first group, at least as many.
-    pub first_group: Option<u32>,
-    /// Layers whose activations are kept in the first group, where that is larger: the last ones, `keep` at most.
-    pub first_keep: Option<u32>,
+    /// Micro-batches of the large group ([`crate::plan::Groups`]), at least as many.
+    pub large_group: Option<u32>,
+    /// Layers whose activations are kept in the large group, where that is larger: the last ones, `keep` at most.
+    pub large_keep: Option<u32>,
     /// What becomes of the layers' activations.
     pub activation: Option<Activation>,
     /// Layers whose activations are kept, the last ones.
@@ -564,8 +564,8 @@ impl Request {
 
     fn check_requests(&self, layers: usize) -> Result<()> {
         let r = &self.requests;
-        if let Some(slots) = r.slots.filter(|&s| s < 2) {
-            return Err(at_least("plan.slots", 2, slots, "one computes, one loads"));
+        if r.slots == Some(0) {
+            return Err(at_least("plan.slots", 1, 0, ""));
         }
         if let Some(buffers) = r.stage_buffers.filter(|&s| s < 2) {
             return Err(at_least("plan.stage_buffers", 2, buffers, "one is filled while one is emptied"));
@@ -588,17 +588,17 @@ impl Request {
         {
             return Err(Error::GroupOutOfRange { value: group, micro_batches: self.micro_batches });
         }
-        if let Some(first) = r.first_group {
+        if let Some(large) = r.large_group {
             let least = r.group.unwrap_or(1).max(1);
-            if !(least..=self.micro_batches).contains(&first) {
-                return Err(Error::FirstGroupOutOfRange { value: first, least, micro_batches: self.micro_batches });
+            if !(least..=self.micro_batches).contains(&large) {
+                return Err(Error::LargeGroupOutOfRange { value: large, least, micro_batches: self.micro_batches });
             }
         }
-        if let (Some(first), keep) = (r.first_keep, r.keep.map_or(layers, |keep| keep as usize))
-            && first as usize > keep
+        if let (Some(large), keep) = (r.large_keep, r.keep.map_or(layers, |keep| keep as usize))
+            && large as usize > keep
         {
             let of = if r.keep.is_some() { "units that plan.keep counts" } else { "units of layers" };
-            return Err(exceeds("plan.first_keep", first, keep, of));
+            return Err(exceeds("plan.large_keep", large, keep, of));
         }
         if let Some(keep) = r.keep {
             if keep as usize > layers {
@@ -681,8 +681,8 @@ impl Request {
             Some(Activation::Keep) => layers,
             _ => r.keep.map_or(0, |keep| keep as usize),
         };
-        // Fewer may be kept in a larger first group.
-        let kept = if r.first_group.is_some() { r.first_keep.map_or(0, |keep| keep as usize) } else { kept };
+        // Fewer may be kept in a large group.
+        let kept = if r.large_group.is_some() { r.large_keep.map_or(0, |keep| keep as usize) } else { kept };
         if count as usize > layers - kept {
             return Err(exceeds("plan.inputs_on_disk", count, layers - kept, "units of layers that are not kept"));
         }

@@ -3,7 +3,8 @@
 //! All of them (layer-major): weights and gradients cross the link once a step, and activations of all micro-batches wait
 //! for backward. One: activations of a single micro-batch wait, so that they can be kept, and weights either cross the
 //! link for each micro-batch or stay on the device, where gradients are summed too; but updates of the step before are
-//! hidden by the forward of a single micro-batch, so the first group may be larger than the others. Groups are in order, so
+//! hidden by the forward of a single micro-batch, so the first group may be larger than the others; immediate ones by
+//! the backward of a single one, so the last group may be. Groups are in order, so
 //! gradients are summed in the same order whatever the sizes.
 use super::on_disk::{disk_traffic, input_traffic};
 use super::search;
@@ -24,9 +25,9 @@ pub(super) fn fastest(request: &Request) -> Result<Plan> {
     let mut found: Vec<(Plan, f64)> = Vec::new();
     let (layouts, mut refusal, mut too_few) = (request.layouts()?, None, None);
     // Whoever asks for a size asks for equal groups.
-    let compare_first = request.requests.group.is_none() && request.requests.first_group.is_none();
+    let compare_large = request.requests.group.is_none() && request.requests.large_group.is_none();
     for asked in in_groups(request) {
-        let plan = match search::fastest(&asked, &layouts, compare_first) {
+        let plan = match search::fastest(&asked, &layouts, compare_large) {
             Ok(plan) => plan,
             Err(error @ (Error::DoesNotFit { .. } | Error::SharedMemory { .. })) => {
                 refusal.get_or_insert(error);
@@ -107,7 +108,7 @@ fn elsewhere(plan: &Plan) -> (usize, usize) {
 /// need all micro-batches in one group.
 fn sizes(request: &Request) -> Vec<Option<u32>> {
     let (r, all) = (&request.requests, request.micro_batches);
-    if r.first_group == Some(all) {
+    if r.large_group == Some(all) {
         return vec![Some(all)];
     }
     if r.group.is_some() || r.accumulate || request.one_group {
@@ -118,6 +119,6 @@ fn sizes(request: &Request) -> Vec<Option<u32>> {
     sizes.dedup();
     sizes.sort_unstable_by_key(|&size| std::cmp::Reverse(size));
     sizes.dedup();
-    sizes.retain(|&size| r.first_group.is_none_or(|first| size <= first));
+    sizes.retain(|&size| r.large_group.is_none_or(|first| size <= first));
     sizes.into_iter().map(Some).collect()
 }

@@ -1,10 +1,10 @@
 //! What it takes and gives to have optimizer state, weights and layer inputs on disk.
 use std::ops::Range;
 
-use super::point::{DISK_BUFFERS, INPUT_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, evenly};
+use super::point::{DISK_BUFFERS, INPUT_BUFFERS, Point, WEIGHT_BUFFERS, disk_order, evenly, groups};
 use super::space::{Space, total};
 use crate::layout::UnitLayout;
-use crate::plan::{Groups, TRANSFER_WINDOW, disk_cuts, part_bytes};
+use crate::plan::{TRANSFER_WINDOW, disk_cuts, part_bytes};
 use crate::store::spill::weights_bytes;
 
 /// What it takes and gives to have the state of some units on disk, and the weights of some of those.
@@ -136,7 +136,7 @@ impl Space<'_> {
             traffic: disk_traffic(
                 disk,
                 of_weights.images,
-                Groups::new(self.asked_first(), self.group).count(self.request.micro_batches),
+                groups(self.request, self.asked_large()).count(self.request.micro_batches),
             ),
             freed: of_state.freed.saturating_add(of_weights.images),
             buffers: total(buffers),
@@ -151,13 +151,13 @@ impl Space<'_> {
     pub(super) fn inputs_on_disk(&self, point: &Point) -> Vec<InputsOnDisk> {
         let (left, left_in_others) = self.not_kept(point);
         let (groups, all) = (point.groups(self.request), self.request.micro_batches);
-        let first = groups.first().min(all);
+        let large = groups.large().min(all);
         let with = |count: usize| {
             let mut found = InputsOnDisk { layers: count, ..InputsOnDisk::default() };
             for layer in evenly(left, count).map(|index| index + 1) {
                 let bytes = self.left_on_host(layer);
-                let times = if layer <= left_in_others { all } else { first };
-                found.disk = found.disk.saturating_add(bytes.saturating_mul(groups.first().into()));
+                let times = if layer <= left_in_others { all } else { large };
+                found.disk = found.disk.saturating_add(bytes.saturating_mul(groups.large().into()));
                 found.moved = found.moved.saturating_add(bytes.saturating_mul(times.into()));
                 found.buffers = found.buffers.max(bytes.saturating_mul(INPUT_BUFFERS.into()));
             }

@@ -17,10 +17,10 @@ pub(super) struct Point {
     pub(super) device_updates: u32,
     /// Layers, the last ones, whose activations are kept.
     pub(super) keep: usize,
-    /// Micro-batches of the first group where it is larger than the others, else 0; and layers, the last ones, whose
+    /// Micro-batches of the large group where it is larger than the others, else 0; and layers, the last ones, whose
     /// activations are kept there, as many as `keep` at most.
-    pub(super) first: u32,
-    pub(super) first_keep: usize,
+    pub(super) large: u32,
+    pub(super) large_keep: usize,
     /// Where the inputs of the other layers wait.
     pub(super) inputs: Place,
     /// Device weight buffers.
@@ -42,7 +42,7 @@ pub(super) struct Point {
 impl Point {
     /// How a step's micro-batches are divided.
     pub(super) fn groups(&self, request: &Request) -> Groups {
-        Groups::new(self.first, request.requests.group.unwrap_or(request.micro_batches))
+        groups(request, self.large)
     }
 
     /// The plan, with its sum and without a forecast, and its placement.
@@ -54,14 +54,14 @@ impl Point {
         let on_device: Vec<usize> = state_order(request).take(self.state).collect();
         let on_disk: Vec<usize> = disk_order(request, self.state).take(self.on_disk).collect();
         let weights = &on_disk[..self.weights];
-        let left = layers - if self.first > 0 { self.first_keep } else { self.keep };
+        let left = layers - if self.large > 0 { self.large_keep } else { self.keep };
         let inputs_on_disk: Vec<usize> = evenly(left, self.inputs_on_disk).map(|index| 1 + index).collect();
         let offloads = request.requests.activation == Some(Activation::Offload);
         let other = if offloads { Activation::Offload } else { Activation::Recompute };
         let unit = |index: usize| {
             let layer = (1..=layers).contains(&index);
             let kept = !layer || index > layers - self.keep;
-            let first_kept = self.first == 0 || !layer || index > layers - self.first_keep;
+            let large_kept = self.large == 0 || !layer || index > layers - self.large_keep;
             UnitPlan {
                 name: request.units[index].name.clone(),
                 state: match index {
@@ -70,9 +70,9 @@ impl Point {
                     _ => State::Host,
                 },
                 activation: if kept { Activation::Keep } else { other },
-                first_activation: (kept && !first_kept).then_some(other),
+                large_activation: (kept && !large_kept).then_some(other),
                 // A kept layer holds its input among what it keeps; embed and head have none that waits.
-                input: if kept && first_kept {
+                input: if kept && large_kept {
                     Place::Device
                 } else if inputs_on_disk.contains(&index) {
                     Place::Disk
@@ -104,8 +104,9 @@ impl Point {
             disk_buffers: if on_disk.is_empty() { 0 } else { DISK_BUFFERS },
             weight_buffers: if weights.is_empty() { 0 } else { WEIGHT_BUFFERS },
             input_buffers: 0,
-            group: request.requests.group.unwrap_or(request.micro_batches),
-            first_group: self.first,
+            group: self.groups(request).others(),
+            large_group: self.large,
+            large_begin: large_begin(request, self.large),
             micro_batches: request.micro_batches,
             graphs: false,
             items: Vec::new(),
@@ -126,6 +127,19 @@ impl Point {
         plan.items = placement.items().to_vec();
         plan.totals = placement.totals();
         Ok((plan, placement))
+    }
+}
+
+/// A step's groups where the large one has so many micro-batches; 0: all are alike.
+pub(super) fn groups(request: &Request, large: u32) -> Groups {
+    Groups::new(large_begin(request, large), large, request.requests.group.unwrap_or(request.micro_batches))
+}
+
+/// Updates are hidden by the forward of the first group, immediate ones by the backward of the last.
+const fn large_begin(request: &Request, large: u32) -> u32 {
+    match request.update {
+        UpdateMode::Immediate if large > 0 => request.micro_batches.saturating_sub(large),
+        _ => 0,
     }
 }
 

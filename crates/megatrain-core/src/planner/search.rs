@@ -18,7 +18,7 @@ const SIMULATED: usize = 3 << 18;
 const FEWEST: usize = 24;
 /// Numbers of slabs, from one, with which the best point is simulated too.
 const FEW_SLABS: u32 = 6;
-/// What must gain less than this is not simulated with a larger first group.
+/// What must gain less than this is not simulated with a large group.
 const WORTH_UNEQUAL: f64 = 1.005;
 /// Step times that differ by less are alike: what cannot be shorter by more is not simulated.
 const ALIKE: f64 = 1.0005;
@@ -26,11 +26,11 @@ const ALIKE: f64 = 1.0005;
 /// The plan with the shortest simulated step among those that fit.
 ///
 /// Candidates are simulated in the order of the least that their step can take, until that is more than the best one
-/// found; so nearly all of them need no simulation. Then the same with larger first groups, where those are compared.
+/// found; so nearly all of them need no simulation. Then the same with a large group, where those are compared.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] or [`Error::SharedMemory`] with the sum of the candidate that exceeds its budget by least.
-pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_first_groups: bool) -> Result<Plan> {
+pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_large_groups: bool) -> Result<Plan> {
     let space = Space::new(request, layouts);
     let all = space.candidates()?;
     let asked = asked(request);
@@ -48,12 +48,12 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_fi
     let most = |micro_batches: u32| (SIMULATED / operations(micro_batches)).max(FEWEST);
     let in_memory = |point: &Point| point.on_disk == 0 && point.inputs_on_disk == 0;
     let points: Vec<Point> = fitting.iter().map(|found| found.0).filter(in_memory).collect();
-    let simulated = simulated_micro_batches(request.micro_batches, Groups::new(0, group));
+    let simulated = simulated_micro_batches(request.micro_batches, Groups::equal(group));
     let mut best = shortest(request, layouts, fitting, most(simulated), None)?;
-    if compare_first_groups || request.requests.first_group.is_some() {
+    if compare_large_groups || request.requests.large_group.is_some() {
         let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
         let all =
-            space.with_first_groups(&points, seconds / if compare_first_groups { WORTH_UNEQUAL } else { ALIKE })?;
+            space.with_large_groups(&points, seconds / if compare_large_groups { WORTH_UNEQUAL } else { ALIKE })?;
         best = shortest(request, layouts, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
@@ -232,7 +232,7 @@ impl OnDiskChoices {
         let asked = request.requests.inputs_on_disk.map(|asked| asked as usize);
         let mut of_inputs = HashMap::new();
         for point in all.iter().map(|candidate| &candidate.point).filter(|point| point.inputs == Place::Host) {
-            if let Entry::Vacant(place) = of_inputs.entry((point.keep, point.first_keep)) {
+            if let Entry::Vacant(place) = of_inputs.entry((point.keep, point.large_keep)) {
                 let mut found = space.inputs_on_disk(point);
                 match asked {
                     Some(asked) => found.retain(|inputs| inputs.layers == asked),
@@ -256,7 +256,7 @@ impl OnDiskChoices {
     /// The choices of inputs of a candidate, fewest bytes first.
     fn inputs_of(&self, candidate: &Candidate) -> &[InputsOnDisk] {
         let point = &candidate.point;
-        if point.inputs == Place::Host { &self.of_inputs[&(point.keep, point.first_keep)] } else { &self.no_inputs }
+        if point.inputs == Place::Host { &self.of_inputs[&(point.keep, point.large_keep)] } else { &self.no_inputs }
     }
 
     /// Those of a candidate, fewest bytes first, on disk as of a step's traffic; none where its units on the device leave fewer than were asked for.
@@ -319,10 +319,15 @@ fn refusal(request: &Request, layouts: &Arc<[UnitLayout]>, all: &[Candidate], ch
         if found.len() > 1 { vec![found[0], found[found.len() - 1]] } else { found.to_vec() }
     };
     let of_inputs: Vec<Vec<InputsOnDisk>> = all.iter().map(|candidate| ends(choices.inputs_of(candidate))).collect();
-    let pairs = all.iter().zip(&of_inputs).flat_map(|(candidate, of_inputs)| {
-        let pair = move |on_disk| of_inputs.iter().map(move |inputs| (candidate, on_disk, inputs));
-        choices.of(candidate).iter().flat_map(pair)
-    });
+    // A single slot is for a device that holds no more state than it has to: with more of it there, what the device would
+    // need says nothing of what to change.
+    let least_state = all.iter().map(|candidate| candidate.point.state).min();
+    let told = |candidate: &Candidate| candidate.point.slots > 1 || Some(candidate.point.state) == least_state;
+    let pairs =
+        all.iter().zip(&of_inputs).filter(|(candidate, _)| told(candidate)).flat_map(|(candidate, of_inputs)| {
+            let pair = move |on_disk| of_inputs.iter().map(move |inputs| (candidate, on_disk, inputs));
+            choices.of(candidate).iter().flat_map(pair)
+        });
     let (nearest, on_disk, inputs) = pairs.min_by_key(excess).expect("there is always a candidate");
     let (slabs, weights) = (request.requests.slabs.unwrap_or(1), on_disk.weights);
     let point = Point { slabs, on_disk: on_disk.units, weights, inputs_on_disk: inputs.layers, ..nearest.point };

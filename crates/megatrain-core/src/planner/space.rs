@@ -4,6 +4,7 @@
 //! [`crate::planner`].
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::point::{Point, hosted_layers};
@@ -24,16 +25,18 @@ const SLOTS: u32 = 3;
 const STAGE_BUFFERS: u32 = 3;
 /// One gradient buffer is filled by backward while the other one is offloaded.
 const GRAD_BUFFERS: u32 = 2;
-/// The least that a schedule can be made with, at the cost of waiting.
-const LEAST_SLOTS: u32 = 2;
+/// The least that a schedule can be made with, at the cost of waiting: one slot loads only while nothing is computed.
+const LEAST_SLOTS: u32 = 1;
+/// One slot computes while another one loads.
+const LEAN_SLOTS: u32 = 2;
 const LEAST_STAGE_BUFFERS: u32 = 2;
 const LEAST_GRAD_BUFFERS: u32 = 1;
 /// Values of one number that are compared: all where there are no more, else evenly spaced ones.
 const VALUES: usize = 20;
 /// Numbers of layers updated on the device that are compared, evenly up to all whose state lives on the host.
 const DEVICE_UPDATES: u32 = 8;
-/// Sizes of a first group are compared in such parts of all micro-batches.
-const FIRST_SIZES: u64 = 8;
+/// Sizes of a large group are compared in such parts of all micro-batches.
+const LARGE_SIZES: u64 = 8;
 /// Up to this number of slots every number is compared, beyond it every further half as many again.
 const EACH_SLOT: u32 = 12;
 
@@ -128,9 +131,9 @@ impl<'a> Space<'a> {
             for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
                 let name = sizes.name.clone();
                 let (state, update, weights_on_disk) = (State::Host, Place::Host, false);
-                let first_activation = None;
-                let choice = UnitPlan { name, state, activation, first_activation, input, update, weights_on_disk };
-                let one = Staged::new(sizes, &choice, Groups::new(1, 1));
+                let large_activation = None;
+                let choice = UnitPlan { name, state, activation, large_activation, input, update, weights_on_disk };
+                let one = Staged::new(sizes, &choice, Groups::equal(1));
                 let staged = one.largest();
                 let crossing = u64::from(request.micro_batches).saturating_mul(staged);
                 sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
@@ -166,10 +169,10 @@ impl<'a> Space<'a> {
         Ok(found)
     }
 
-    /// `points` with a larger first group, as far as that may make a step shorter than `seconds`: its forward hides more of
-    /// the host's updates, and as many layers are kept in it as fit.
-    pub(super) fn with_first_groups(&self, points: &[Point], seconds: f64) -> Result<Vec<Candidate>> {
-        let (r, sizes) = (&self.request.requests, self.first_sizes());
+    /// `points` with a large group, as far as that may make a step shorter than `seconds`: it hides more of the host's
+    /// updates, and as many layers are kept in it as fit.
+    pub(super) fn with_large_groups(&self, points: &[Point], seconds: f64) -> Result<Vec<Candidate>> {
+        let (r, sizes) = (&self.request.requests, self.large_sizes());
         let all: Vec<usize> = (0..=self.request.num_layers()).collect();
         let mut bases: HashMap<(usize, u32), Base> = HashMap::new();
         let mut found = Vec::new();
@@ -179,43 +182,43 @@ impl<'a> Space<'a> {
                 Entry::Vacant(base) => base.insert(self.base(point.state, point.device_updates)?),
             };
             let inputs = if point.keep == self.request.num_layers() { self.inputs() } else { vec![point.inputs] };
-            for (first, inputs) in sizes.iter().flat_map(|&first| inputs.iter().map(move |&inputs| (first, inputs))) {
+            for (large, inputs) in sizes.iter().flat_map(|&large| inputs.iter().map(move |&inputs| (large, inputs))) {
                 let stage_buffers = r.stage_buffers.unwrap_or(STAGE_BUFFERS);
-                let with = |first_keep: usize| Point { first, first_keep, inputs, stage_buffers, ..point };
-                let most = if r.first_keep.is_some() { point.first_keep } else { point.keep };
+                let with = |large_keep: usize| Point { large, large_keep, inputs, stage_buffers, ..point };
+                let most = if r.large_keep.is_some() { point.large_keep } else { point.keep };
                 if self.least_s(&with(most), base) >= seconds {
                     continue;
                 }
                 let fits = |&keep: &usize| self.device_bytes(&with(keep), base) <= self.request.budget.device;
                 let keep =
-                    if r.first_keep.is_some() { most } else { all[..=most].partition_point(fits).saturating_sub(1) };
+                    if r.large_keep.is_some() { most } else { all[..=most].partition_point(fits).saturating_sub(1) };
                 found.push(self.candidate(with(keep), base));
             }
         }
         Ok(found)
     }
 
-    /// Sizes of a larger first group that are compared.
-    fn first_sizes(&self) -> Vec<u32> {
-        let (all, asked) = (self.request.micro_batches, self.asked_first());
+    /// Sizes of a large group that are compared.
+    fn large_sizes(&self) -> Vec<u32> {
+        let (all, asked) = (self.request.micro_batches, self.asked_large());
         if asked > 0 {
             return vec![asked];
         }
-        let mut sizes: Vec<u32> = (1..FIRST_SIZES).map(|part| (u64::from(all) * part / FIRST_SIZES) as u32).collect();
+        let mut sizes: Vec<u32> = (1..LARGE_SIZES).map(|part| (u64::from(all) * part / LARGE_SIZES) as u32).collect();
         sizes.retain(|&size| size > self.group && size < all);
         sizes.dedup();
         sizes
     }
 
-    /// The number of layers that was asked to be kept in the first group, of `keep`; else none until it is known how many fit.
-    fn asked_first_keep(&self, keep: usize) -> usize {
-        self.request.requests.first_keep.map_or(0, |asked| keep.min(asked as usize))
+    /// The number of layers that was asked to be kept in the large group, of `keep`; else none until it is known how many fit.
+    fn asked_large_keep(&self, keep: usize) -> usize {
+        self.request.requests.large_keep.map_or(0, |asked| keep.min(asked as usize))
     }
 
     /// The size that was asked for, where it makes a difference.
-    pub(super) fn asked_first(&self) -> u32 {
-        let differs = |&first: &u32| first > self.group && first < self.request.micro_batches;
-        self.request.requests.first_group.filter(differs).unwrap_or(0)
+    pub(super) fn asked_large(&self) -> u32 {
+        let differs = |&large: &u32| large > self.group && large < self.request.micro_batches;
+        self.request.requests.large_group.filter(differs).unwrap_or(0)
     }
 
     /// Those of [`Self::candidates`] of which one fits wherever any does. An update on the device that was not asked for
@@ -300,17 +303,19 @@ impl<'a> Space<'a> {
     /// The points that need least memory: what is left where none with buffers to spare fits.
     fn add_leanest(&self, found: &mut Vec<Candidate>, state: usize, base: &Base) {
         let r = &self.request.requests;
+        let slots = r.slots.map_or_else(|| vec![LEAN_SLOTS, LEAST_SLOTS], |slots| vec![slots]);
+        let buffers = slots.iter().flat_map(|&slots| [(slots, GRAD_BUFFERS), (slots, LEAST_GRAD_BUFFERS)]);
         for inputs in self.inputs() {
-            for grad_buffers in [GRAD_BUFFERS, LEAST_GRAD_BUFFERS] {
+            for (slots, grad_buffers) in buffers.clone() {
                 let lean = |keep: usize| {
                     let point = Point {
                         state,
                         device_updates: self.asked_device_updates(),
                         keep,
-                        first: self.asked_first(),
-                        first_keep: self.asked_first_keep(keep),
+                        large: self.asked_large(),
+                        large_keep: self.asked_large_keep(keep),
                         inputs,
-                        slots: r.slots.unwrap_or(LEAST_SLOTS),
+                        slots,
                         slabs: r.slabs.unwrap_or(self.waiting_slabs),
                         grad_buffers,
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
@@ -341,8 +346,8 @@ impl<'a> Space<'a> {
             state,
             device_updates,
             keep: 0,
-            first: self.asked_first(),
-            first_keep: 0,
+            large: self.asked_large(),
+            large_keep: 0,
             inputs: Place::Device,
             slots: 0,
             slabs: r.slabs.unwrap_or(self.waiting_slabs),
@@ -356,7 +361,7 @@ impl<'a> Space<'a> {
             for keep in self.keeps() {
                 for inputs in self.inputs() {
                     let candidate = self.candidate(
-                        Point { keep, first_keep: self.asked_first_keep(keep), inputs, slots, ..point },
+                        Point { keep, large_keep: self.asked_large_keep(keep), inputs, slots, ..point },
                         base,
                     );
                     if without.is_none_or(|base| candidate.least_s < self.least_s(&candidate.point, base)) {
@@ -367,10 +372,10 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// Layers that are not kept, the first ones: in the first group, and in the others.
+    /// Layers that are not kept, the first ones: in the large group, and in the others.
     pub(super) fn not_kept(&self, point: &Point) -> (usize, usize) {
         let layers = self.request.num_layers();
-        (layers - if point.first > 0 { point.first_keep } else { point.keep }, layers - point.keep)
+        (layers - if point.large > 0 { point.large_keep } else { point.keep }, layers - point.keep)
     }
 
     /// Bytes that a layer leaves on the host of a micro-batch, its input among them, in whole pages.
@@ -380,19 +385,19 @@ impl<'a> Space<'a> {
     }
 
     /// Bytes of a staging buffer.
-    fn stage_bytes(&self, (first, others): (usize, usize), index: usize) -> u64 {
-        self.first_layers[first].stage[index].max(self.first_layers[others].stage[index])
+    fn stage_bytes(&self, (large, others): (usize, usize), index: usize) -> u64 {
+        self.first_layers[large].stage[index].max(self.first_layers[others].stage[index])
     }
 
     fn candidate(&self, point: Point, base: &Base) -> Candidate {
         let point = Point { slabs: point.slabs.min(base.hosted), ..point };
-        let (first, others) = self.not_kept(&point);
+        let (large, others) = self.not_kept(&point);
         let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
         let staged = |group: u32, first: usize| u64::from(group).saturating_mul(self.first_layers[first].staged[index]);
         Candidate {
             point,
             device: self.device_bytes(&point, base),
-            host: total([base.host, staged(groups.first(), first).max(staged(groups.others(), others))]),
+            host: total([base.host, staged(groups.large(), large).max(staged(groups.others(), others))]),
             slab: base.slab,
             least_s: self.least_s(&point, base),
         }
@@ -410,25 +415,29 @@ impl<'a> Space<'a> {
             let of_group = |bytes: u64| u64::from(group).saturating_mul(bytes);
             torch_lines(self.request, group, of_group(kept), of_group(inputs))
         };
-        let torch = largest_torch_lines([torch(groups.first(), not_kept.0), torch(groups.others(), not_kept.1)]);
+        let torch = largest_torch_lines([torch(groups.large(), not_kept.0), torch(groups.others(), not_kept.1)]);
         total([base.device, slots, grads, stage, total(torch.map(|line| line.1))])
     }
 
     /// What a step takes at least: its busiest lane; and forward and backward, each as long as its computing, what has to
     /// be loaded meanwhile and what has to be staged. Updates fall between the last group's backward, or its end where they
-    /// wait for the norm, and the end of the next forward of a first group, as do the loads that follow them.
+    /// wait for the norm, and the end of the next forward of the first one, as do the loads that follow them.
     fn least_s(&self, point: &Point, base: &Base) -> f64 {
         let (request, rates) = (self.request, &self.rates);
         let layers = request.num_layers();
         let not_kept = self.not_kept(point);
-        let (first_recomputed, recomputed) = not_kept;
+        let (large_recomputed, recomputed) = not_kept;
         let index = usize::from(point.inputs == Place::Host);
-        // Micro-batches in the first group, as a part of all.
+        // Micro-batches in the large group, in the first and in the last, as parts of all.
         let (all, groups) = (f64::from(request.micro_batches), point.groups(request));
-        let first_part = f64::from(groups.first().min(request.micro_batches)) / all;
-        let of_both = |first: f64, others: f64| first_part * first + (1.0 - first_part) * others;
+        let part = |group: Range<u32>| f64::from(group.end - group.start) / all;
+        let large_part = f64::from(groups.large().min(request.micro_batches)) / all;
+        let first_part = groups.ranges(request.micro_batches).next().map_or(1.0, part);
+        let last = groups.start(request.micro_batches - 1)..request.micro_batches;
+        let (last_part, last_is_large) = (part(last.clone()), groups.has_in_large(last.start));
+        let of_both = |large: f64, others: f64| large_part * large + (1.0 - large_part) * others;
         let crosses = |recomputed: usize| self.first_layers[recomputed].crossing[index] as f64;
-        let crossing = of_both(crosses(first_recomputed), crosses(recomputed));
+        let crossing = of_both(crosses(large_recomputed), crosses(recomputed));
         let upload_s = |bytes: f64| bytes / (rates.h2d_gbs * 1e9);
         let download_s = |bytes: f64| bytes / (rates.d2h_gbs * 1e9);
         let forward_s = |first: usize| self.first_layers[first].forward_s;
@@ -437,7 +446,7 @@ impl<'a> Space<'a> {
         let backward_s = |first: usize| self.first_layers[first].backward_s;
         let recompute_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first].recompute_s };
         let again_s =
-            |first: usize| of_both(recompute_s(first.min(first_recomputed)), recompute_s(first.min(recomputed)));
+            |first: usize| of_both(recompute_s(first.min(large_recomputed)), recompute_s(first.min(recomputed)));
         let adding = (all - 1.0) * adding_s(base.on_host + base.on_device, rates);
         let (forward, backward) = (forward_s(layers), backward_s(layers) + again_s(layers) + adding);
         // Those whose state lives on the host are the last ones. As many as there are slots may be loaded before their
@@ -456,12 +465,11 @@ impl<'a> Space<'a> {
         let head = &request.units[layers + 1];
         let loss = all * (head.forward_s(rates) + head.backward_s(rates));
         let (computed_forward, computed) = (forward, forward + loss + backward);
-        // Groups at the two ends of a step, as parts of it: the first one, and the last one, which may be smaller.
-        let last_part = f64::from(request.micro_batches - groups.start(request.micro_batches - 1)) / all;
         let first_forward = forward * first_part;
-        let last_backward = (loss + backward_s(layers) + recompute_s(recomputed) + adding) * last_part;
+        let recomputed_last = if last_is_large { large_recomputed } else { recomputed };
+        let last_backward = (loss + backward_s(layers) + recompute_s(recomputed_last) + adding) * last_part;
         // The layers that stage anything are among these.
-        let staging = first_recomputed.max(recomputed);
+        let staging = large_recomputed.max(recomputed);
         let forward = forward + waits(hosted_forward, loads).max(waits(forward_s(staging), download_s(staged)));
         let backward = loss
             + backward
@@ -500,8 +508,8 @@ impl<'a> Space<'a> {
             state,
             device_updates,
             keep: 0,
-            first: 0,
-            first_keep: 0,
+            large: 0,
+            large_keep: 0,
             inputs: Place::Device,
             slots: LEAST_SLOTS,
             slabs: 1,

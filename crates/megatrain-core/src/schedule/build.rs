@@ -382,7 +382,7 @@ impl Builder<'_> {
     /// The priority number of an update: that of the load for the next forward, which meets the units in this order;
     /// see also `reuse_slabs_first`.
     fn next_turn(&self, unit: u32) -> u32 {
-        NEXT_PASS + unit * self.inputs.groups.first().min(self.shape.micro_batches)
+        NEXT_PASS + unit * self.inputs.groups.large().min(self.shape.micro_batches)
     }
 
     /// Under immediate updates, a slab that another gradient of this pass will need is emptied first, in the order of

@@ -104,7 +104,7 @@ struct Engine {
 impl Engine {
     fn new(inputs: &ScheduleInputs, lanes: &'static [Lane]) -> Self {
         let units = inputs.head() + 1;
-        let places = units * inputs.groups.first();
+        let places = units * inputs.groups.large();
         Self {
             state: Mutex::new(State {
                 progress: Progress::default(),
@@ -273,7 +273,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         disk_buffers: 0,
         weight_buffers: 0,
         input_buffers: 0,
-        groups: Groups::new(1, 1),
+        groups: Groups::equal(1),
         micro_batches: 1,
         immediate,
         tied: false,
@@ -293,14 +293,14 @@ fn inputs_on_disk(layers: u32, micro_batches: u32) -> ScheduleInputs {
         name: "layer".to_owned(),
         state: plan::State::Device,
         activation: Activation::Recompute,
-        first_activation: None,
+        large_activation: None,
         input: Place::Disk,
         update: Place::Device,
         weights_on_disk: false,
     };
     let frozen = inputs.units[0];
     for unit in 1..=layers as usize {
-        inputs.units[unit] = UnitInputs { staged: Staged::new(&sizes, &choice, Groups::new(1, 1)), ..frozen };
+        inputs.units[unit] = UnitInputs { staged: Staged::new(&sizes, &choice, Groups::equal(1)), ..frozen };
     }
     (inputs.stage_buffers, inputs.input_buffers, inputs.micro_batches) = (1, 1, micro_batches);
     inputs

@@ -210,7 +210,7 @@ impl Shared {
         let tied_loss = self.tied && phase == Phase::Loss;
         let tied_sum = train && self.tied && matches!(phase, Phase::Loss | Phase::EmbedBackward);
         let place = op.slot.map_or(p.own[unit], |slot| Some(p.slots[slot as usize]));
-        let (plan, first) = (&self.plan.units[unit], self.inputs.groups.has_in_first(op.micro_batch));
+        let (plan, first) = (&self.plan.units[unit], self.inputs.groups.has_in_large(op.micro_batch));
         ComputeOp {
             id: u64::from(op.id),
             phase,

@@ -296,8 +296,8 @@ fn inputs_that_cannot_wait_on_disk_are_refused_by_name() {
     assert!(error.contains("plan.inputs_on_disk = 2 contradicts plan.inputs"), "{error}");
     let error = refused(&|r| r.requests.inputs = Some(Place::Disk));
     assert!(error.contains("plan.inputs_on_disk"), "{error}");
-    // A first group that is no larger keeps as many as the others.
-    let error = refused(&|r| (r.requests.keep, r.requests.first_group) = (Some(2), Some(2)));
+    // A large group that is no larger keeps as many as the others.
+    let error = refused(&|r| (r.requests.keep, r.requests.large_group) = (Some(2), Some(2)));
     assert!(error.contains("plan.inputs_on_disk = 2, but the plan keeps the activations of all but 1"), "{error}");
     let error = refused(&|r| r.budget.disk = 4096);
     assert!(error.contains("disk space"), "{error}");

@@ -91,17 +91,17 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
     add("all slots", &|r| r.requests.slots = Some(99));
     add("groups of one", &|r| r.requests.group = Some(1));
     add("groups of two", &|r| (r.requests.group, r.requests.slots) = (Some(2), Some(3)));
-    add("a first group of two", &|r| {
-        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(3));
-        (r.requests.first_keep, r.requests.slots) = (Some(1), Some(3));
+    add("a large group of two", &|r| {
+        (r.requests.group, r.requests.large_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(3));
+        (r.requests.large_keep, r.requests.slots) = (Some(1), Some(3));
     });
-    add("a first group whose inputs wait on the host", &|r| {
-        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(4));
-        (r.requests.first_keep, r.requests.inputs) = (Some(0), Some(Place::Host));
+    add("a large group whose inputs wait on the host", &|r| {
+        (r.requests.group, r.requests.large_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(4));
+        (r.requests.large_keep, r.requests.inputs) = (Some(0), Some(Place::Host));
     });
-    add("a first group whose activations are offloaded", &|r| {
-        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(3.min(r.micro_batches)), Some(3));
-        (r.requests.first_keep, r.requests.activation) = (Some(1), Some(Activation::Offload));
+    add("a large group whose activations are offloaded", &|r| {
+        (r.requests.group, r.requests.large_group, r.requests.keep) = (Some(1), Some(3.min(r.micro_batches)), Some(3));
+        (r.requests.large_keep, r.requests.activation) = (Some(1), Some(Activation::Offload));
     });
     add("inputs on the host", &|r| r.requests.inputs = Some(Place::Host));
     add("inputs on the host in groups", &|r| {
@@ -134,10 +134,10 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         inputs_on_disk(r, 2);
         (r.requests.group, r.requests.stage_buffers) = (Some(1), Some(2));
     });
-    add("inputs on disk, with a first group that keeps less", &|r| {
+    add("inputs on disk, with a large group that keeps less", &|r| {
         inputs_on_disk(r, 3);
-        (r.requests.group, r.requests.first_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(2));
-        (r.requests.first_keep, r.requests.slots) = (Some(1), Some(3));
+        (r.requests.group, r.requests.large_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(2));
+        (r.requests.large_keep, r.requests.slots) = (Some(1), Some(3));
     });
     add("offloaded to disk", &|r| {
         inputs_on_disk(r, 3);

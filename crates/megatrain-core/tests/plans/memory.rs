@@ -253,9 +253,8 @@ fn a_group_of_one_micro_batch_is_chosen_where_activations_then_stay_on_the_devic
     assert_eq!(plan(&request).unwrap().group, 8, "a term over the whole step keeps all micro-batches together");
 }
 
-#[test]
-fn a_larger_first_group_hides_the_updates_that_one_micro_batch_does_not() {
-    // Sixteen micro-batches whose activations fit one at a time, and updates that take as long as six forward passes.
+/// Sixteen micro-batches whose activations fit one at a time, and updates that take as long as six forward passes.
+fn updates_of_six_micro_batches() -> Request {
     let mut request = Request { device: DeviceKind::Cuda, ..model(8, 16) };
     for unit in &mut request.units[1..=8] {
         (unit.kept_bytes, unit.input_bytes) = (64 << 20, 1 << 20);
@@ -264,25 +263,52 @@ fn a_larger_first_group_hides_the_updates_that_one_micro_batch_does_not() {
     request.rates.adamw_gparams = 8.0 * 1048576e-9 / (6.0 * 8.0 * 0.01);
     (request.requests.state_on_device, request.requests.updates_on_device) =
         (Some(Count::Units(2)), Some(Count::Units(0)));
+    request
+}
+
+#[test]
+fn a_large_last_group_hides_immediate_updates_that_one_micro_batch_does_not() {
+    let mut request = Request { update: UpdateMode::Immediate, ..updates_of_six_micro_batches() };
     let one = Request { requests: Requests { group: Some(1), ..request.requests.clone() }, ..request.clone() };
     let kept = plan(&one).unwrap();
     request.budget.device = 1100 << 20;
     let found = plan(&request).unwrap();
-    assert_eq!((found.group, kept.first_group), (1, 0));
-    assert!((3..=8).contains(&found.first_group), "{}", found.first_group);
-    // What is kept of single micro-batches is computed again in the first group, as far as there is no room.
-    let differs = |unit: &&megatrain_core::plan::UnitPlan| unit.first_activation == Some(Activation::Recompute);
+    assert_eq!((found.group, kept.large_group), (1, 0));
+    // A backward pass is twice as long as a forward pass, and the next step's first micro-batch hides some too.
+    assert!((2..=4).contains(&found.large_group), "{}", found.large_group);
+    assert_eq!(found.large_begin + found.large_group, 16);
+    let (with, without) = (found.estimate.expected_step_s, kept.estimate.expected_step_s);
+    assert!(with < 0.98 * without, "{with} {without}");
+    assert!(found.totals.device <= request.budget.device);
+    let facts = ScheduleInputs::new(&request, &found).unwrap();
+    for micro_batches in [1, 13, 16] {
+        let (first, steady) = Schedule::steady(&facts, Shape::new(Pass::Train, micro_batches)).unwrap();
+        check(&facts, &steady, Some(&first)).unwrap();
+    }
+}
+
+#[test]
+fn a_large_first_group_hides_the_updates_that_one_micro_batch_does_not() {
+    let mut request = updates_of_six_micro_batches();
+    let one = Request { requests: Requests { group: Some(1), ..request.requests.clone() }, ..request.clone() };
+    let kept = plan(&one).unwrap();
+    request.budget.device = 1100 << 20;
+    let found = plan(&request).unwrap();
+    assert_eq!((found.group, kept.large_group, found.large_begin), (1, 0, 0));
+    assert!((3..=8).contains(&found.large_group), "{}", found.large_group);
+    // What is kept of single micro-batches is computed again in the large group, as far as there is no room.
+    let differs = |unit: &&megatrain_core::plan::UnitPlan| unit.large_activation == Some(Activation::Recompute);
     let again = found.units.iter().filter(differs).count();
     assert!(again > 0 && found.units[1..=8].iter().all(|unit| unit.activation == Activation::Keep));
     assert!(found.estimate.expected_step_s < 0.97 * kept.estimate.expected_step_s);
     assert!(found.totals.device <= request.budget.device);
     // Whoever asks for groups of one gets those.
     let asked = Request { requests: one.requests, ..request.clone() };
-    assert_eq!(plan(&asked).unwrap().first_group, 0);
+    assert_eq!(plan(&asked).unwrap().large_group, 0);
     // With room for everything, nothing is computed twice.
     request.budget.device = 1 << 40;
     let roomy = plan(&request).unwrap();
-    assert!(roomy.units.iter().all(|unit| unit.first_activation.is_none()));
+    assert!(roomy.units.iter().all(|unit| unit.large_activation.is_none()));
     assert!(roomy.estimate.expected_step_s <= found.estimate.expected_step_s);
 }
 
@@ -301,4 +327,37 @@ fn layers_are_summed_in_fp32_for_one_micro_batch_only_where_that_is_asked_for() 
     assert_eq!(sums(&request), [12 << 20]);
     (request.precision, request.grad_precision) = (Precision::Fp32, Precision::Fp32);
     assert!(sums(&request).is_empty(), "in fp32 the gradient itself holds the sum");
+}
+
+#[test]
+fn a_single_slot_is_what_is_left_where_two_do_not_fit() {
+    let mut request = model(6, 2);
+    request.requests.state_on_device = Some(Count::Units(0));
+    let of = |slots: u32, device: u64| {
+        let mut asked = request.clone();
+        asked.requests.slots = Some(slots);
+        asked.budget.device = device;
+        plan(&asked)
+    };
+    let least = |slots: u32| {
+        let (mut low, mut high) = (0, 1u64 << 40);
+        while high - low > 1 {
+            let middle = low.midpoint(high);
+            if of(slots, middle).is_ok() { high = middle } else { low = middle }
+        }
+        high
+    };
+    let (one, two) = (least(1), least(2));
+    assert!(one < two);
+    request.budget.device = two;
+    assert!(plan(&request).unwrap().slots >= 2, "loads are hidden where that fits");
+    request.budget.device = two - 1;
+    let found = plan(&request).unwrap();
+    assert_eq!(found.slots, 1);
+    assert!(fits(&request).unwrap());
+    let facts = ScheduleInputs::new(&request, &found).unwrap();
+    let (first, steady) = Schedule::steady(&facts, Shape::new(Pass::Train, 2)).unwrap();
+    check(&facts, &steady, Some(&first)).unwrap();
+    request.budget.device = one - 1;
+    assert!(!fits(&request).unwrap());
 }

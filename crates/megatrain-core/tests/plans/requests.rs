@@ -12,9 +12,9 @@ fn requests_are_honoured_or_refused_by_name() {
     };
     assert_eq!(of(&|r| r.requests.slots = Some(4)).unwrap().slots, 4);
     assert_eq!(of(&|r| r.requests.group = Some(2)).unwrap().group, 2);
-    let sizes = |group, first_group| {
-        let found = of(&|r| (r.requests.group, r.requests.first_group) = (group, Some(first_group))).unwrap();
-        (found.first_group, found.group)
+    let sizes = |group, large_group| {
+        let found = of(&|r| (r.requests.group, r.requests.large_group) = (group, Some(large_group))).unwrap();
+        (found.large_group, found.group)
     };
     assert_eq!((sizes(Some(1), 3), sizes(Some(2), 2)), ((3, 1), (0, 2)));
     assert_eq!((sizes(Some(1), 4), sizes(None, 4)), ((0, 4), (0, 4)), "a first group of all is the only one");
@@ -22,16 +22,16 @@ fn requests_are_honoured_or_refused_by_name() {
     let offloaded = of(&|r| (r.requests.activation, r.requests.stage_buffers) = (Some(Activation::Offload), Some(4)));
     assert_eq!(offloaded.unwrap().stage_buffers, 4);
     for (words, error) in [
-        ("plan.slots must be at least 2", of(&|r| r.requests.slots = Some(1))),
+        ("plan.slots must be at least 1", of(&|r| r.requests.slots = Some(0))),
         ("plan.slabs = 3 needs train.update: immediate", of(&|r| r.requests.slabs = Some(3))),
         ("plan.group must be between 1 and micro_batches = 4, not 5", of(&|r| r.requests.group = Some(5))),
         (
-            "plan.first_group must be between plan.group = 2 and micro_batches = 4, not 1",
-            of(&|r| (r.requests.group, r.requests.first_group) = (Some(2), Some(1))),
+            "plan.large_group must be between plan.group = 2 and micro_batches = 4, not 1",
+            of(&|r| (r.requests.group, r.requests.large_group) = (Some(2), Some(1))),
         ),
         (
-            "plan.first_group must be between plan.group = 1 and micro_batches = 4, not 5",
-            of(&|r| r.requests.first_group = Some(5)),
+            "plan.large_group must be between plan.group = 1 and micro_batches = 4, not 5",
+            of(&|r| r.requests.large_group = Some(5)),
         ),
         ("plan.keep = 7 exceeds the 6 units of layers", of(&|r| r.requests.keep = Some(7))),
         ("contradicts keeping", of(&|r| (r.requests.keep, r.requests.activation) = (Some(1), Some(Activation::Keep)))),
@@ -114,12 +114,12 @@ fn nothing_is_refused_while_some_number_of_buffers_fits() {
     // The state of embed and head has room on the device.
     request.requests.state_on_device = None;
     plan(&request).unwrap();
-    // The device's least: two slots, one gradient buffer, inputs on the host.
+    // The device's least: one slot, one gradient buffer, inputs on the host.
     (request.budget.host, request.budget.device) = (1 << 42, 1);
     let Error::DoesNotFit { tier: Tier::Device, needed, .. } = plan(&request).unwrap_err() else { panic!() };
     request.budget.device = needed;
     let least = plan(&request).unwrap();
-    assert_eq!((least.slots, least.grad_buffers, least.totals.device), (2, 1, needed));
+    assert_eq!((least.slots, least.grad_buffers, least.totals.device), (1, 1, needed));
     request.budget.device = needed - 1;
     plan(&request).unwrap_err();
 }
@@ -165,12 +165,12 @@ fn more_slabs_than_layers_that_use_them_take_no_more_memory() {
 fn inputs_on_disk_that_one_group_size_does_not_leave_are_planned_with_another() {
     let mut request = Request { device: DeviceKind::Cuda, ..model(3, 8) };
     request.budget.disk = 1 << 40;
-    (request.requests.first_group, request.requests.keep) = (Some(4), Some(2));
+    (request.requests.large_group, request.requests.keep) = (Some(4), Some(2));
     request.requests.inputs_on_disk = Some(2);
     assert!(fits(&request).unwrap());
     let found = plan(&request).unwrap();
-    assert_eq!((found.first_group, found.units.iter().filter(|unit| unit.input == Place::Disk).count()), (4, 2));
-    request.requests.first_keep = Some(2);
+    assert_eq!((found.large_group, found.units.iter().filter(|unit| unit.input == Place::Disk).count()), (4, 2));
+    request.requests.large_keep = Some(2);
     let said = text(plan(&request).unwrap_err());
     assert_eq!(text(fits(&request).unwrap_err()), said);
     assert!(said.contains("inputs_on_disk"), "{said}");

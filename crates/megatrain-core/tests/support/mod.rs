@@ -60,7 +60,7 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
 
 /// Any request that a plan can be made for: the whole product of what may be asked for.
 pub fn any_request() -> impl Strategy<Value = Request> {
-    let counts = (1usize..7, 1u32..6, 2u32..9, 1u32..6, 2u32..5, 1u32..4);
+    let counts = (1usize..7, 1u32..6, 1u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9, 0u32..9);
     (counts, choices, 0u32..4, updates).prop_map(
@@ -77,8 +77,8 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             request.update = if immediate { UpdateMode::Immediate } else { UpdateMode::JustInTime };
             let r = &mut request.requests;
             (r.slots, r.group, r.stage_buffers) = (Some(slots), Some(group.min(micro_batches)), Some(stage));
-            // A first group may be larger, and keep less.
-            r.first_group = (slots % 3 == 0).then_some((group + parts).min(micro_batches));
+            // A group may be larger, and keep less.
+            r.large_group = (slots % 3 == 0).then_some((group + parts).min(micro_batches));
             r.slabs = immediate.then_some(slabs);
             r.accumulate = accumulate && !immediate;
             r.state_on_device = Some(Count::Units(if r.accumulate { 0 } else { on_device.min(layers as u32 + 2) }));
@@ -88,10 +88,10 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             r.inputs = host_inputs.then_some(Place::Host);
             r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
             r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
-            r.first_keep = r.keep.map(|keep| keep.min(weights));
+            r.large_keep = r.keep.map(|keep| keep.min(weights));
             if host_inputs {
-                // Layers that are kept in no group, and maybe those that are not in the first one only.
-                let kept = if r.first_group > r.group { r.first_keep } else { r.keep };
+                // Layers that are kept in no group, and maybe those that are not in the large one only.
+                let kept = if r.large_group > r.group { r.large_keep } else { r.keep };
                 r.inputs_on_disk = Some(inputs_on_disk.min(layers as u32 - kept.unwrap_or(0)));
                 request.budget.disk = 1 << 30;
             }

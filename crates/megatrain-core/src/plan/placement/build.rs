@@ -332,7 +332,8 @@ fn check_counts(request: &Request, plan: &Plan) -> Result<()> {
         ("input_buffers", plan.input_buffers, 0, MOST_BUFFERS.into()),
         ("micro_batches", plan.micro_batches, 1, request.micro_batches.into()),
         ("group", plan.group, 1, plan.micro_batches.into()),
-        ("first_group", plan.first_group, 0, plan.micro_batches.into()),
+        ("large_group", plan.large_group, 0, plan.micro_batches.into()),
+        ("large_begin", plan.large_begin, 0, plan.micro_batches.saturating_sub(plan.large_group).into()),
     ] {
         let value = u64::from(value);
         if value < least || value > most {

@@ -16,39 +16,39 @@ pub(super) fn aligned(bytes: u64) -> u64 {
 pub struct Staged {
     groups: Groups,
     on_disk: bool,
-    /// Bytes of a micro-batch in the first group, and of one in another.
-    first: u64,
+    /// Bytes of a micro-batch in the large group, and of one in another.
+    large: u64,
     others: u64,
 }
 
 impl Staged {
     /// Nothing.
     pub(crate) fn none() -> Self {
-        Self { groups: Groups::new(1, 1), on_disk: false, first: 0, others: 0 }
+        Self { groups: Groups::equal(1), on_disk: false, large: 0, others: 0 }
     }
 
     /// What a plan for micro-batches in such groups makes of a unit.
     pub(crate) fn new(unit: &UnitRequest, choice: &UnitPlan, groups: Groups) -> Self {
-        let bytes = |first: bool| {
-            let offloads = choice.activation_in(first) == Activation::Offload;
+        let bytes = |large: bool| {
+            let offloads = choice.activation_in(large) == Activation::Offload;
             let kept = if offloads { offloaded_bytes(unit.kept_bytes) } else { 0 };
-            let stays = choice.input_in(first) == Place::Device;
+            let stays = choice.input_in(large) == Place::Device;
             let input = if stays { 0 } else { aligned(unit.input_bytes) };
             aligned(kept.saturating_add(input))
         };
-        Self { groups, on_disk: choice.input == Place::Disk, first: bytes(true), others: bytes(false) }
+        Self { groups, on_disk: choice.input == Place::Disk, large: bytes(true), others: bytes(false) }
     }
 
     /// Bytes of a micro-batch, of which the first one is 0.
     #[must_use]
     pub const fn bytes(&self, micro_batch: u32) -> u64 {
-        if self.groups.has_in_first(micro_batch) { self.first } else { self.others }
+        if self.groups.has_in_large(micro_batch) { self.large } else { self.others }
     }
 
     /// Those of a micro-batch that leaves most.
     #[must_use]
     pub fn largest(&self) -> u64 {
-        self.first.max(self.others)
+        self.large.max(self.others)
     }
 
     /// Bytes of all micro-batches of a group, where each begins a page and has room for the largest.
@@ -58,7 +58,7 @@ impl Staged {
 
     /// Micro-batches for which there is a place.
     fn places(&self) -> u32 {
-        if self.first > 0 { self.groups.first() } else { self.groups.others() }
+        if self.large > 0 { self.groups.large() } else { self.groups.others() }
     }
 
     /// Which of these places is a micro-batch's.

@@ -9,11 +9,11 @@ pub(crate) type TorchLines = [(&'static str, u64); 6];
 /// What torch allocates on the device: listed so that the total is true, and never allocated by the engine.
 pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     let groups = plan.groups();
-    let lines = largest_torch_lines([(true, groups.first()), (false, groups.others())].map(|(first, group)| {
+    let lines = largest_torch_lines([(true, groups.large()), (false, groups.others())].map(|(large, group)| {
         let (mut kept, mut inputs) = (0, 0);
         for unit in 1..request.units.len() - 1 {
             let (sizes, choice) = (&request.units[unit], &plan.units[unit]);
-            if choice.activation_in(first) == Activation::Keep {
+            if choice.activation_in(large) == Activation::Keep {
                 kept = u64::from(group).saturating_mul(sizes.kept_bytes).saturating_add(kept);
             } else if choice.input == Place::Device {
                 inputs = u64::from(group).saturating_mul(sizes.input_bytes).saturating_add(inputs);
@@ -31,11 +31,11 @@ pub(super) fn torch_items(request: &Request, plan: &Plan, carver: &mut Carver) {
     }
 }
 
-/// The lines of torch's memory: those of the first group of micro-batches or those of another one, whichever need more.
+/// The lines of torch's memory: those of the large group of micro-batches or those of another one, whichever need more.
 pub(crate) fn largest_torch_lines(groups: [TorchLines; 2]) -> TorchLines {
     let total = |lines: &TorchLines| lines.iter().fold(0, |sum: u64, line| sum.saturating_add(line.1));
-    let [first, others] = groups;
-    if total(&first) > total(&others) { first } else { others }
+    let [large, others] = groups;
+    if total(&large) > total(&others) { large } else { others }
 }
 
 /// The lines of torch's memory where the activations that are kept and the inputs that wait on the device have these

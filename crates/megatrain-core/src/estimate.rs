@@ -232,8 +232,8 @@ impl Durations<'_> {
             Kind::Forward => work.forward_s(r),
             Kind::Loss => work.forward_s(r) + work.backward_s(r) + self.adding_s(unit),
             Kind::Backward => {
-                let first = self.plan.groups().has_in_large(op.micro_batch);
-                let again = self.plan.units[unit].activation_in(first) == Activation::Recompute;
+                let in_large = self.plan.groups().has_in_large(op.micro_batch);
+                let again = self.plan.units[unit].activation_in(in_large) == Activation::Recompute;
                 work.backward_s(r) + if again { work.recompute_s(r) } else { 0.0 } + self.adding_s(unit)
             }
             Kind::AccumulateGrad => layout.num_trainable() as f64 / (2.0 * r.adamw_gparams * 1e9),

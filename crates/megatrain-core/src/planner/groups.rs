@@ -119,6 +119,6 @@ fn sizes(request: &Request) -> Vec<Option<u32>> {
     sizes.dedup();
     sizes.sort_unstable_by_key(|&size| std::cmp::Reverse(size));
     sizes.dedup();
-    sizes.retain(|&size| r.large_group.is_none_or(|first| size <= first));
+    sizes.retain(|&size| r.large_group.is_none_or(|large| size <= large));
     sizes.into_iter().map(Some).collect()
 }

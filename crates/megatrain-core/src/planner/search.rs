@@ -319,15 +319,15 @@ fn refusal(request: &Request, layouts: &Arc<[UnitLayout]>, all: &[Candidate], ch
         if found.len() > 1 { vec![found[0], found[found.len() - 1]] } else { found.to_vec() }
     };
     let of_inputs: Vec<Vec<InputsOnDisk>> = all.iter().map(|candidate| ends(choices.inputs_of(candidate))).collect();
-    // A single slot is for a device that holds no more state than it has to: with more of it there, what the device would
-    // need says nothing of what to change.
+    // The refusal's numbers are not those of a single slot beside more state on the device than there has to be: state would
+    // leave it first.
     let least_state = all.iter().map(|candidate| candidate.point.state).min();
-    let told = |candidate: &Candidate| candidate.point.slots > 1 || Some(candidate.point.state) == least_state;
-    let pairs =
-        all.iter().zip(&of_inputs).filter(|(candidate, _)| told(candidate)).flat_map(|(candidate, of_inputs)| {
-            let pair = move |on_disk| of_inputs.iter().map(move |inputs| (candidate, on_disk, inputs));
-            choices.of(candidate).iter().flat_map(pair)
-        });
+    let is_sensible = |point: &Point| point.slots > 1 || Some(point.state) == least_state;
+    let sensible = all.iter().zip(&of_inputs).filter(|(candidate, _)| is_sensible(&candidate.point));
+    let pairs = sensible.flat_map(|(candidate, of_inputs)| {
+        let pair = move |on_disk| of_inputs.iter().map(move |inputs| (candidate, on_disk, inputs));
+        choices.of(candidate).iter().flat_map(pair)
+    });
     let (nearest, on_disk, inputs) = pairs.min_by_key(excess).expect("there is always a candidate");
     let (slabs, weights) = (request.requests.slabs.unwrap_or(1), on_disk.weights);
     let point = Point { slabs, on_disk: on_disk.units, weights, inputs_on_disk: inputs.layers, ..nearest.point };

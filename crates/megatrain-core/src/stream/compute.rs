@@ -210,7 +210,7 @@ impl Shared {
         let tied_loss = self.tied && phase == Phase::Loss;
         let tied_sum = train && self.tied && matches!(phase, Phase::Loss | Phase::EmbedBackward);
         let place = op.slot.map_or(p.own[unit], |slot| Some(p.slots[slot as usize]));
-        let (plan, first) = (&self.plan.units[unit], self.inputs.groups.has_in_large(op.micro_batch));
+        let (plan, in_large) = (&self.plan.units[unit], self.inputs.groups.has_in_large(op.micro_batch));
         ComputeOp {
             id: u64::from(op.id),
             phase,
@@ -225,8 +225,8 @@ impl Shared {
             tied_accumulator: p.accumulator[0].filter(|_| tied_sum).map(|s| s.offset),
             tied_grad: p.own_grad[0].filter(|_| tied_loss && train).map(|g| p.grads[g as usize].offset),
             round_tied: self.rounds_tied(op, shape),
-            activation: plan.activation_in(first),
-            input_on_host: plan.input_in(first) != Place::Device,
+            activation: plan.activation_in(in_large),
+            input_on_host: plan.input_in(in_large) != Place::Device,
             stage: op.stage.filter(|_| train).map(|s| p.stage[s as usize].offset),
         }
     }

@@ -375,8 +375,8 @@ def plan_request(
 
 _MOVED_BY_LAYER = 1.1
 """Bytes that a compiled layer's elementwise kernels move in forward for each byte that it keeps. Of this and the next
-two: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch. Layers kept half as much again when
-it was taken (see `compile.keeping_least`), so that it is too small since, most of all for small steps: to be taken anew."""
+two: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch. Layers kept half as much again
+when it was taken (see `compile.keeping_least`), so that it is too small since: it has to be taken anew."""
 _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
 _MOVES_OF_A_PASS = 2.9

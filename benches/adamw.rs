@@ -7,8 +7,8 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use megatrain_core::adamw::Isa;
 use megatrain_core::host::{Affinity, Pool};
 use megatrain_core::layout::{Master, Moments, Precision, StateFormat};
-use megatrain_core::optimizer::Adamw;
 use megatrain_core::optimizer::rates::sample;
+use megatrain_core::optimizer::{Adamw, ElementRange};
 
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|e| panic!("{name}={value}: {e}")))
@@ -35,6 +35,15 @@ fn adamw(criterion: &mut Criterion) {
             });
         }
         if cold_per_mille == 0 {
+            // a table of which every third row was looked up
+            let width = 3584;
+            let row = |row| ElementRange { tensor: 0, start: row * width, len: width };
+            let rows: Vec<ElementRange> = (0..numel / width).step_by(3).map(row).collect();
+            group.throughput(moved(rows.len() as u64 * width, StateFormat::default()));
+            group.bench_function("adamw, single rows", |bencher| {
+                bencher.iter(|| Adamw::new(Isa::best()).update_ranges(&pool, &updates, &rows).expect("an update"));
+            });
+            group.throughput(moved(numel, StateFormat::default()));
             group.bench_function("touch", |bencher| {
                 bencher.iter(|| Adamw::new(Isa::best()).touch(&pool, &updates).expect("a sweep"));
             });

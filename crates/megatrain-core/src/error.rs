@@ -724,6 +724,16 @@ pub enum Error {
         /// The one after it.
         second: u64,
     },
+    /// Ranges of an update are not in order.
+    #[error("ranges of an update must ascend; one from element {second} of tensor {tensor} follows one from {first}")]
+    RangeOrder {
+        /// The tensor: its place among the updates.
+        tensor: usize,
+        /// Where the range before it starts.
+        first: u64,
+        /// Where it starts.
+        second: u64,
+    },
     /// A row was looked up that the table does not have.
     #[error("row {row} was looked up in {table}, which has {rows} rows")]
     UnknownRow {

@@ -1,4 +1,6 @@
 //! AdamW over the host planes: whole units at once, divided over a fixed pool of threads.
+use std::ops::Range;
+
 use crate::adamw::AdamwScalars;
 use crate::adamw::kernels::compact::{CompactMoments, CompactWeights, adamw_compact};
 use crate::adamw::kernels::{self, Isa, Values, Weights};
@@ -67,67 +69,91 @@ impl TensorUpdate {
     pub fn apply(&self, isa: Isa, start: u64, len: u64) -> Result<()> {
         self.check()?;
         check_range(start, len, self.numel)?;
-        self.apply_checked(isa, start, len);
+        self.apply_checked(isa, std::slice::from_ref(&(start..start + len)));
         Ok(())
     }
 
-    fn apply_checked(&self, isa: Isa, start: u64, len: u64) {
+    /// Updates the given ranges, ascending, on this thread. It claims all from the first one to the last: a claim for
+    /// each would take longer than the update of a short one.
+    fn apply_checked(&self, isa: Isa, ranges: &[Range<u64>]) {
+        let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else { return };
+        let (start, len) = (first.start, last.end - first.start);
         if self.state != StateFormat::default() {
-            return self.apply_compact(isa, start, len);
+            return self.apply_compact(isa, start, len, ranges);
         }
-        self.with_planes(start, len, |weights, exp_avg, exp_avg_sq, grad| {
-            kernels::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
+        self.with_planes(start, len, |mut weights, exp_avg, exp_avg_sq, grad| {
+            for range in ranges {
+                let part = within(range, start);
+                let (exp_avg, exp_avg_sq) = (&mut exp_avg[part.clone()], &mut exp_avg_sq[part.clone()]);
+                let (weights, grad) = (weights.part(part.clone()), grad.part(part));
+                kernels::adamw(isa, weights, exp_avg, exp_avg_sq, grad, &self.scalars);
+            }
         });
     }
 
-    fn apply_compact(&self, isa: Isa, start: u64, len: u64) {
+    fn apply_compact(&self, isa: Isa, start: u64, len: u64, ranges: &[Range<u64>]) {
         let (bytes, end) = (self.state.moments.bytes(start), self.state.moments.bytes(start + len));
         let (first, second) = (&self.exp_avg, &self.exp_avg_sq);
         match self.state.moments {
             Moments::Fp32 => {
                 let (mut m, mut v) = (first.elements_mut(start, len), second.elements_mut(start, len));
-                self.with_moments(isa, start, len, CompactMoments::Fp32(&mut m, &mut v));
+                self.with_moments(isa, start, len, CompactMoments::Fp32(&mut m, &mut v), ranges);
             }
             Moments::Bf16 => {
                 let (mut m, mut v) = (first.elements_mut(start, len), second.elements_mut(start, len));
-                self.with_moments(isa, start, len, CompactMoments::Bf16(&mut m, &mut v));
+                self.with_moments(isa, start, len, CompactMoments::Bf16(&mut m, &mut v), ranges);
             }
             Moments::Bits8 => {
-                let aligned = (self.first + start).is_multiple_of(TENSOR_ALIGN) && start.is_multiple_of(TENSOR_ALIGN);
-                assert!(aligned, "8-bit moments are updated in whole groups, not from element {start}");
+                let odd = ranges.iter().map(|r| r.start).find(|&start| {
+                    !(self.first + start).is_multiple_of(TENSOR_ALIGN) || !start.is_multiple_of(TENSOR_ALIGN)
+                });
+                assert!(odd.is_none(), "8-bit moments are updated in whole groups, not from element {odd:?}");
                 let (mut m, mut v) = (first.elements_mut(bytes, end - bytes), second.elements_mut(bytes, end - bytes));
-                self.with_moments(isa, start, len, CompactMoments::Bits8(&mut m, &mut v));
+                self.with_moments(isa, start, len, CompactMoments::Bits8(&mut m, &mut v), ranges);
             }
         }
     }
 
-    fn with_moments(&self, isa: Isa, start: u64, len: u64, moments: CompactMoments<'_>) {
+    fn with_moments(&self, isa: Isa, start: u64, len: u64, moments: CompactMoments<'_>, ranges: &[Range<u64>]) {
         match (&self.residual, self.state.master) {
             (Some(residual), Master::Bits32) => {
                 let mut hi = self.weights.elements_mut(start, len);
                 let mut lo = residual.elements_mut(start, len);
-                self.with_weights(isa, start, CompactWeights::Split32(&mut hi, &mut lo), moments);
+                self.with_weights(isa, start, CompactWeights::Split32(&mut hi, &mut lo), moments, ranges);
             }
             (Some(residual), Master::Bits24) => {
                 let mut hi = self.weights.elements_mut(start, len);
                 let mut lo = residual.elements_mut(start, len);
-                self.with_weights(isa, start, CompactWeights::Split24(&mut hi, &mut lo), moments);
+                self.with_weights(isa, start, CompactWeights::Split24(&mut hi, &mut lo), moments, ranges);
             }
             (None, _) => {
                 let mut weights = self.weights.elements_mut(start, len);
-                self.with_weights(isa, start, CompactWeights::Full(&mut weights), moments);
+                self.with_weights(isa, start, CompactWeights::Full(&mut weights), moments, ranges);
             }
         }
     }
 
-    fn with_weights(&self, isa: Isa, start: u64, weights: CompactWeights<'_>, moments: CompactMoments<'_>) {
-        let (len, first) = (weights.len() as u64, self.first + start);
-        if self.grad_dtype == Dtype::Bf16 {
-            let grad = self.grad.elements::<u16>(start, len);
-            adamw_compact(isa, weights, moments, Values::Bf16(&grad), &self.scalars, first);
+    fn with_weights(
+        &self,
+        isa: Isa,
+        start: u64,
+        mut weights: CompactWeights<'_>,
+        mut moments: CompactMoments<'_>,
+        ranges: &[Range<u64>],
+    ) {
+        let len = weights.len() as u64;
+        let (grad_bf16, grad_f32);
+        let grad = if self.grad_dtype == Dtype::Bf16 {
+            grad_bf16 = self.grad.elements::<u16>(start, len);
+            Values::Bf16(&grad_bf16)
         } else {
-            let grad = self.grad.elements::<f32>(start, len);
-            adamw_compact(isa, weights, moments, Values::F32(&grad), &self.scalars, first);
+            grad_f32 = self.grad.elements::<f32>(start, len);
+            Values::F32(&grad_f32)
+        };
+        for range in ranges {
+            let part = within(range, start);
+            let (weights, moments) = (weights.part(part.clone()), moments.part(part.clone()));
+            adamw_compact(isa, weights, moments, grad.part(part), &self.scalars, self.first + range.start);
         }
     }
 
@@ -229,20 +255,35 @@ impl Adamw {
     pub fn update(&self, pool: &Pool, updates: &[TensorUpdate]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
         let numels: Vec<u64> = updates.iter().map(|u| u.numel).collect();
-        divide(pool, &numels, |s| updates[s.tensor].apply_checked(self.isa, s.start, s.len))
+        divide(pool, &numels, |s| {
+            updates[s.tensor].apply_checked(self.isa, std::slice::from_ref(&(s.start..s.start + s.len)))
+        })
     }
 
-    /// Updates only these ranges of `updates`, whose `tensor` is an index into them.
+    /// Updates only these ranges of `updates`, whose `tensor` is an index into them. They ascend: tensor by tensor, and
+    /// within one from its first element on.
     ///
     /// # Errors
-    /// As for [`Adamw::update`], and when a range leaves its tensor.
+    /// As for [`Adamw::update`], when a range leaves its tensor, and when they do not ascend.
     pub fn update_ranges(&self, pool: &Pool, updates: &[TensorUpdate], ranges: &[ElementRange]) -> Result<()> {
         updates.iter().try_for_each(TensorUpdate::check)?;
         ranges.iter().try_for_each(|s| check_range(s.start, s.len, updates[s.tensor].numel))?;
+        let follows = |pair: &[ElementRange]| {
+            pair[0].tensor < pair[1].tensor
+                || pair[0].tensor == pair[1].tensor && pair[0].start + pair[0].len <= pair[1].start
+        };
+        if let Some(pair) = ranges.windows(2).find(|pair| !follows(pair)) {
+            return Err(Error::RangeOrder { tensor: pair[1].tensor, first: pair[0].start, second: pair[1].start });
+        }
         let lens: Vec<u64> = ranges.iter().map(|s| s.len).collect();
-        divide(pool, &lens, |s| {
-            let within = ranges[s.tensor];
-            updates[within.tensor].apply_checked(self.isa, within.start + s.start, s.len);
+        let runs = element_ranges(&lens, pool.threads());
+        pool.run(runs.len(), &|i| {
+            for run in runs[i].chunk_by(|a, b| ranges[a.tensor].tensor == ranges[b.tensor].tensor) {
+                let range =
+                    |s: &ElementRange| ranges[s.tensor].start + s.start..ranges[s.tensor].start + s.start + s.len;
+                let parts: Vec<Range<u64>> = run.iter().map(range).collect();
+                updates[ranges[run[0].tensor].tensor].apply_checked(self.isa, &parts);
+            }
         })
     }
 
@@ -291,6 +332,12 @@ impl Adamw {
             }
         })
     }
+}
+
+/// A range of elements, counted from `start`.
+fn within(range: &Range<u64>, start: u64) -> Range<usize> {
+    let index = |element: u64| usize::try_from(element - start).expect("within memory");
+    index(range.start)..index(range.end)
 }
 
 fn transfer_bytes(dtype: Dtype) -> Result<u64> {

@@ -145,6 +145,27 @@ fn neither_threads_nor_the_place_of_a_range_change_a_bit() {
     }
 }
 
+#[test]
+fn ranges_that_do_not_ascend_are_refused_before_anything_changes() {
+    let (precision, format) = formats()[0];
+    let pool = Pool::new(Some(2), &Affinity::Free).unwrap();
+    let found = tensor(4096, precision, format, Dtype::Bf16, 2);
+    let before = found.bytes();
+    let update = found.update(0);
+    let range = |start: u64, end: u64| ElementRange { tensor: 0, start, len: end - start };
+    for ranges in [[range(1024, 2048), range(0, 512)], [range(0, 1024), range(512, 2048)]] {
+        let refused = Adamw::new(Isa::best()).update_ranges(&pool, std::slice::from_ref(&update), &ranges).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            format!(
+                "ranges of an update must ascend; one from element {} of tensor 0 follows one from {}",
+                ranges[1].start, ranges[0].start
+            )
+        );
+    }
+    assert!(found.bytes() == before);
+}
+
 /// Mean and largest distance of masters from those of fp32 state, in units of the learning rate, after 400 steps of noise around
 /// a drift.
 fn distance(format: StateFormat) -> (f64, f64) {

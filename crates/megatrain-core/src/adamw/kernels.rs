@@ -18,6 +18,7 @@
 //!
 //! Whatever mode the calling thread's floating-point unit is in (libraries loaded beside us switch flush-to-zero on),
 //! these functions compute in the IEEE default mode and put the caller's back.
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use crate::adamw::AdamwScalars;
@@ -247,6 +248,17 @@ impl Weights<'_> {
             Self::Full(weights) => weights.len(),
         }
     }
+
+    /// A part of it.
+    ///
+    /// # Panics
+    /// When it leaves the range.
+    pub fn part(&mut self, part: Range<usize>) -> Weights<'_> {
+        match self {
+            Self::Split { hi, lo } => Weights::Split { hi: &mut hi[part.clone()], lo: &mut lo[part] },
+            Self::Full(weights) => Weights::Full(&mut weights[part]),
+        }
+    }
 }
 
 /// A range of gradients, or of any values in a transfer precision.
@@ -258,7 +270,19 @@ pub enum Values<'a> {
     F32(&'a [f32]),
 }
 
-impl Values<'_> {
+impl<'a> Values<'a> {
+    /// A part of them.
+    ///
+    /// # Panics
+    /// When it leaves the range.
+    #[must_use]
+    pub fn part(&self, part: Range<usize>) -> Values<'a> {
+        match *self {
+            Self::Bf16(values) => Values::Bf16(&values[part]),
+            Self::F32(values) => Values::F32(&values[part]),
+        }
+    }
+
     /// Elements.
     #[must_use]
     pub const fn len(&self) -> usize {

@@ -17,6 +17,8 @@
 //! update divides by its root.
 //!
 //! Of 128 elements the 128 codes come first, then four biased exponents, one for every 32 elements: 132 bytes.
+use std::ops::Range;
+
 use super::convert::{join_bits, split_bits, widen_bf16};
 use super::{Isa, Values, ieee, scalar};
 use crate::adamw::AdamwScalars;
@@ -60,6 +62,18 @@ pub enum CompactMoments<'a> {
 }
 
 impl CompactWeights<'_> {
+    /// A part of it.
+    ///
+    /// # Panics
+    /// When it leaves the range.
+    pub fn part(&mut self, part: Range<usize>) -> CompactWeights<'_> {
+        match self {
+            Self::Split32(hi, lo) => CompactWeights::Split32(&mut hi[part.clone()], &mut lo[part]),
+            Self::Split24(hi, lo) => CompactWeights::Split24(&mut hi[part.clone()], &mut lo[part]),
+            Self::Full(weights) => CompactWeights::Full(&mut weights[part]),
+        }
+    }
+
     /// Elements.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -84,6 +98,19 @@ impl CompactWeights<'_> {
 }
 
 impl CompactMoments<'_> {
+    /// A part of them, in elements; of 8-bit ones whole groups, but for the last.
+    ///
+    /// # Panics
+    /// When it leaves the range.
+    pub fn part(&mut self, part: Range<usize>) -> CompactMoments<'_> {
+        let groups = part.start / GROUP * GROUP_BYTES..part.end.div_ceil(GROUP) * GROUP_BYTES;
+        match self {
+            Self::Fp32(m, v) => CompactMoments::Fp32(&mut m[part.clone()], &mut v[part]),
+            Self::Bf16(m, v) => CompactMoments::Bf16(&mut m[part.clone()], &mut v[part]),
+            Self::Bits8(m, v) => CompactMoments::Bits8(&mut m[groups.clone()], &mut v[groups]),
+        }
+    }
+
     fn check(&self, len: usize) {
         let (found, wanted) = match self {
             Self::Fp32(m, v) => ((m.len(), v.len()), len),

@@ -78,6 +78,16 @@ def test_a_backward_needs_at_least_its_gradients_and_the_widest_part_beside_them
     assert cut.largest == wide
 
 
+def test_a_forward_moves_what_its_norms_rotations_sums_and_swiglu_read_and_write() -> None:
+    model = decoder("llama")
+    found = measured(model).moved_bytes
+    assert found is not None
+    wide, hidden = (ROWS * SEQ * width * 2 for width in (SIZES["intermediate_size"], model.hidden_size))
+    # SwiGLU reads two wide tensors and writes one; each of two norms reads and writes hidden states, each of two sums
+    # reads two of them; queries and keys are rotated: at least twelve hidden states, and twice that with copies
+    assert 3 * wide + 12 * hidden < found < 3 * wide + 24 * hidden
+
+
 @pytest.mark.parametrize(("family", "spared"), [("qwen2", 1), ("gemma2", 0)])
 def test_a_recomputation_is_planned_without_the_matmuls_that_only_the_output_depends_on(
     family: str, spared: int

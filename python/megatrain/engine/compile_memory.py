@@ -40,6 +40,8 @@ class Cut(NamedTuple):
     """Most that forward has allocated at one time, `kept` and the output included."""
     largest: int
     """The largest tensor of both."""
+    moved: int
+    """What forward's kernels read and write, those of matmuls and attention not counted."""
     spared_flops: int
     """What of forward's arithmetic a recomputation leaves out: matmuls on which the output alone depends."""
 
@@ -89,12 +91,13 @@ def cut(
     output, *saved = _results(forward)
     inputs = {_storage(node) for node in forward.graph.nodes if node.op == "placeholder"}
     kept = {_storage(node): _bytes(node.meta["val"]) for node in saved if isinstance(node.meta.get("val"), Tensor)}
-    in_backward, in_forward = _peak(backward, _results(backward)), _peak(forward, [output, *saved])
+    in_backward, in_forward = _memory(backward, _results(backward)), _memory(forward, [output, *saved])
     return Cut(
         kept=sum(size for storage, size in kept.items() if storage not in inputs),
-        backward=in_backward.bytes,
-        forward=in_forward.bytes,
+        backward=in_backward.most,
+        forward=in_forward.most,
         largest=max(in_backward.largest, in_forward.largest),
+        moved=in_forward.moved,
         spared_flops=sum(_flops(node) for node in only_for_outputs(forward.graph, 1)),
     )
 
@@ -127,18 +130,21 @@ def _bytes(value: Any) -> int:
     return sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in tensors)
 
 
-class _Peak(NamedTuple):
-    bytes: int
-    """Most that is allocated at one time."""
+class _Memory(NamedTuple):
+    most: int
+    """Most bytes that are allocated at one time."""
     largest: int
     """The largest of what is allocated."""
+    moved: int
+    """Bytes that pointwise operations and reductions read and write."""
 
 
-def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Peak:
-    """What a graph's operations allocate, its inputs not counted.
+def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
+    """What a graph's operations allocate, its inputs not counted, and what they move.
 
     Pointwise operations have no memory of their own unless a matmul, a reduction or the caller reads what they make;
-    everything has its own memory from when it is made until the last operation that reads it.
+    everything has its own memory from when it is made until the last operation that reads it. What shares memory is one
+    kernel, which reads each of its sources once.
     """
     from torch._functorch.partitioners import get_default_op_list
 
@@ -162,28 +168,33 @@ def _peak(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Peak:
         users = [user for user in node.users if user.op == "call_function" and user.target is not asserts]
         return any(is_read(u) if passes(u) else not (kinds.is_fusible(u) or reduces(u)) for u in users)
 
-    reads: dict[fx.Node, set[fx.Node]] = {}  # the memory that a node's value is read from
+    # the memory that a node's value is read from
+    reads = {node: {node} for node in graph.graph.nodes if node.op == "placeholder"}
+    read_by: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, int] = {}
     for node in nodes:
         sources = set().union(*(reads.get(source, set()) for source in node.all_input_nodes))
         fused = kinds.is_fusible(node) and not reduces(node) and not is_read(node)
         reads[node] = sources if fused or passes(node) else {node}
+        read_by[node] = sources
         for source in sources:
             last[source] = max(last.get(source, 0), time[node])
     for node in results:
         for source in reads.get(node, ()):
             last[source] = len(nodes)
     ends: dict[int, int] = {}
-    now = most = largest = 0
+    now = most = largest = moved = 0
     for node in nodes:
         if reads[node] == {node}:
+            if kinds.is_fusible(node) or reduces(node):
+                moved += _bytes(node.meta.get("val")) + sum(_bytes(source.meta.get("val")) for source in read_by[node])
             size = _bytes(node.meta.get("val"))
             now += size
             largest = max(largest, size)
             ends[last.get(node, time[node])] = ends.get(last.get(node, time[node]), 0) + size
         most = max(most, now)
         now -= ends.pop(time[node], 0)
-    return _Peak(most, largest)
+    return _Memory(most, largest, moved)
 
 
 @functools.cache

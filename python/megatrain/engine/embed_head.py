@@ -13,6 +13,7 @@ from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.logprobs import LossHead, PlainHead
 from megatrain.engine.loss import chunked_loss, default_chunk, is_largest
 from megatrain.engine.template import BoundTensors, UnitLayout, move_shared_buffers, places_of
+from megatrain.engine.tiles import cut_tokens, in_tiles
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.lm_head import HeadKind, HeadShell
@@ -27,9 +28,26 @@ if TYPE_CHECKING:
 _DENSE_ROWS = 0.9
 """Fraction of supervised rows above which gathering them first is not worth its copies."""
 
+_TAIL_TOKENS = 8192
+"""Tokens that the final norm is applied to at a time, and goes back through: it computes in fp32, and for a row of
+262,144 tokens of width 3,584 its backward would have 26 GiB allocated."""
+_TAIL_STATES = 15
+"""Hidden states that a final norm's forward and backward have allocated at most: those of Gemma 3 and Qwen 2 as
+transformers writes them, in bf16."""
+
 LossFn = Callable[[Tensor, LossHead, dict[str, Any]], Tensor]
 """`fn(hidden, head, batch)` -> sum of losses; hidden (batch, seq, width), `head(hidden)` the model's logits and
 `head.logprobs(hidden, labels)` log-probabilities in chunks."""
+
+
+def tail_bytes(decoder: Decoder, tokens: int) -> int:
+    """Upper bound of what the final norm's forward and backward allocate beyond their arguments and results."""
+    hidden = decoder.hidden_size * decoder.dtype.itemsize
+    return _TAIL_STATES * hidden * -(-tokens // _tail_tiles(decoder, tokens))
+
+
+def _tail_tiles(decoder: Decoder, tokens: int) -> int:
+    return -(-tokens // _TAIL_TOKENS) if tokens > _TAIL_TOKENS and decoder.tail_is_token_wise else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,21 +331,51 @@ class HeadTemplate:
         first: bool,  # whether the sums start here
     ) -> tuple[Tensor, Tensor]:
         """Sum of losses (0-d) and the gradient of `hidden`; all other gradients are added to their sums."""
-        leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            normed = self.tail(leaf)
+        tiles = _tail_tiles(self.decoder, hidden.numel() // hidden.shape[-1])
+        leaf = hidden.detach().contiguous().requires_grad_(tiles == 1)
+        if tiles > 1:
+            normed = in_tiles(self.tail, leaf, tiles)
+        else:
+            with torch.enable_grad():
+                normed = self.tail(leaf)
         if options.loss_fn is not None:
             loss, grad_normed = self._custom(options.loss_fn, normed.detach(), micro, options, sums, tied_sum, first)
         elif self.kind.plain:
             loss, grad_normed = self._plain(normed.detach(), micro, options, sums, tied_sum, first)
         else:
             loss, grad_normed = self._own(normed.detach(), micro, options, sums, first)
-        inputs = (leaf, *(self.bound.tensors[i] for i in self.tail_indices))
-        grads = torch.autograd.grad(normed, inputs, grad_normed, allow_unused=True)
-        targets = [t for i in self.tail_indices if (t := sums[i]) is not None]
-        accumulate(targets, grads[1:], first)
-        assert grads[0] is not None
-        return loss, grads[0]
+        parameters = [self.bound.tensors[i] for i in self.tail_indices]
+        of_parameters: Sequence[Tensor | None]
+        if tiles == 1:
+            grads = torch.autograd.grad(normed, (leaf, *parameters), grad_normed, allow_unused=True)
+            grad, of_parameters = grads[0], grads[1:]
+        else:
+            del normed
+            grad, of_parameters = self._tail_backward(leaf, grad_normed.contiguous(), parameters, tiles)
+        accumulate([t for i in self.tail_indices if (t := sums[i]) is not None], of_parameters, first)
+        assert grad is not None
+        return loss, grad
+
+    def _tail_backward(
+        self, hidden: Tensor, grad_normed: Tensor, parameters: Sequence[Tensor], tiles: int
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Computes the final norm again, a tile of tokens at a time, and goes back through it: the gradient of `hidden`
+        and those of `parameters`, summed in fp32."""
+        result = torch.empty_like(hidden)
+        totals: list[Tensor | None] = [None] * len(parameters)
+        parts = (cut_tokens(tensor, tiles) for tensor in (hidden, grad_normed, result))
+        for source, of_output, target in zip(*parts, strict=True):
+            leaf = source.detach().requires_grad_()
+            with torch.enable_grad():
+                output = self.tail(leaf)
+            grad, *found = torch.autograd.grad(output, (leaf, *parameters), of_output, allow_unused=True)
+            assert grad is not None
+            target.copy_(grad)
+            for index, of_parameter in enumerate(found):
+                if of_parameter is not None:
+                    total = totals[index]
+                    totals[index] = of_parameter.float() if total is None else total.add_(of_parameter)
+        return result, totals
 
     def _plain(
         self,
@@ -450,7 +498,8 @@ class HeadTemplate:
     def score(self, hidden: Tensor, micro: "MicroBatch", options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of losses (0-d), log-probabilities of the targets (batch * seq,), 0 where not supervised, and number of
         targets with the largest logit (0-d). Losses and that number are weighted where the micro-batch has weights."""
-        normed = self.tail(hidden)
+        tiles = _tail_tiles(self.decoder, hidden.numel() // hidden.shape[-1])
+        normed = self.tail(hidden) if tiles == 1 else in_tiles(self.tail, hidden.contiguous(), tiles)
         flat = normed.reshape(-1, normed.shape[-1])
         if self.kind.plain:
             result = chunked_loss(

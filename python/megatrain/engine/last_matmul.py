@@ -19,8 +19,9 @@ from torch import Tensor, fx
 from megatrain.engine import float8
 
 _state = threading.local()
-_MADE_HERE = 1
-"""Number of what is replaced, so that graphs that an earlier release has stored are not used."""
+_MADE_HERE = 2
+"""Number of what is replaced and of how layers are cut (`compile.keeping_least`), so that graphs that an earlier
+release has stored are not used: torch's own key of stored graphs does not tell two cuts apart."""
 
 
 @contextmanager

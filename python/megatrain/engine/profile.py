@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine import compile_memory, float8
 from megatrain.engine.cuts import Cut
+from megatrain.engine.embed_head import tail_bytes
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
@@ -57,6 +58,8 @@ class Measured:
     """Most that recomputing it and its backward have allocated at one time; None where that is not known."""
     largest_bytes: int = 0
     """The largest tensor that it allocates; 0 where that is not known."""
+    moved_bytes: int | None = None
+    """What forward's kernels move beside matmuls and attention; None where that is not known."""
     spared_flops: int | None = None
     """Those of `flops` that a recomputation leaves out; None where that is not known."""
 
@@ -217,6 +220,7 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         float8_flops=eager.float8_flops,
         running_bytes=running,
         largest_bytes=found.largest,
+        moved_bytes=found.moved,
         spared_flops=found.spared_flops,
     )
 
@@ -238,6 +242,7 @@ def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device
         converting_bytes=tile.converting_bytes,
         running_bytes=running,
         largest_bytes=tile.largest_bytes,
+        moved_bytes=None if tile.moved_bytes is None else round(tile.moved_bytes * times),
     )
 
 
@@ -373,13 +378,14 @@ def plan_request(
     }
 
 
-_MOVED_BY_LAYER = 1.1
-"""Bytes that a compiled layer's elementwise kernels move in forward for each byte that it keeps. Of this and the next
-two: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch. Layers kept half as much again
-when it was taken (see `compile.keeping_least`), so that it is too small since: it has to be taken anew."""
+_FROM_HBM = 0.7
+"""What of the bytes that a compiled layer's elementwise kernels move goes to the card's memory; its caches serve the
+rest. Of this and the next three: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch."""
+_MOVED_BY_KEPT = 1.1
+"""Bytes that a layer's elementwise kernels move in forward for each byte that it keeps, where they are not counted."""
 _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
-_MOVES_OF_A_PASS = 2.9
+_MOVES_OF_A_PASS = 3.4
 """What forward and backward move together, in multiples of forward."""
 LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
@@ -401,11 +407,12 @@ def _beside_matmuls(
     tokens = math.prod(micro_batch)
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
+    moved = _MOVED_BY_KEPT * (work.kept_bytes + work.dropped_bytes)
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],
         "spared_flops": work.flops if tiles > 1 else _spared_flops(unit, work, tokens),
-        "moved_bytes": _MOVED_BY_LAYER * (work.kept_bytes + work.dropped_bytes),
+        "moved_bytes": moved if work.moved_bytes is None else _FROM_HBM * work.moved_bytes,
         "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
         "captures": tiles == 1,
     }
@@ -545,7 +552,9 @@ def _workspace(
     weights = max(_weight_bytes(unit, decoder) for unit in decoder.units if unit.role == "layer")
     running = [_running_bytes(m, hidden, weights) for m in measured]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
+    tail = tail_bytes(decoder, tokens)
     loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
+    loss = max(loss, tail + 3 * hidden)
     if loss_fn is not False:
         chunked = logprobs_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
         custom = max(loss_fn_bytes(decoder, tokens), chunked) if loss_fn is True else loss_fn + chunked

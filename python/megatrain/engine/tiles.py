@@ -25,12 +25,12 @@ def in_tiles(layer: Callable[[Tensor], Any], hidden: Tensor, tiles: int) -> Tens
     """`layer` of `hidden` (batch, seq, width), computed without gradients a tile of tokens at a time."""
     output = torch.empty_like(hidden)
     with torch.no_grad():
-        for source, target in zip(_cut(hidden, tiles), _cut(output, tiles), strict=True):
+        for source, target in zip(cut_tokens(hidden, tiles), cut_tokens(output, tiles), strict=True):
             target.copy_(layer(source))
     return output
 
 
-def _cut(hidden: Tensor, tiles: int) -> Iterator[Tensor]:
+def cut_tokens(hidden: Tensor, tiles: int) -> Iterator[Tensor]:
     """Views (1, tokens of the tile, width) of the tokens of (batch, seq, width)."""
     rows = hidden.view(1, -1, hidden.shape[-1])
     return iter(torch.split(rows, tile_length(rows.shape[1], tiles), 1))
@@ -68,7 +68,7 @@ class TiledCall(CheckpointedCall):
         """The gradient of the input, tile by tile. Arguments are as for `backward`."""
         self._fetch_input(image, stage_at)
         result = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        parts = (_cut(tensor, self._tiles) for tensor in (self._input, grad.contiguous(), result))
+        parts = (cut_tokens(tensor, self._tiles) for tensor in (self._input, grad.contiguous(), result))
         for number, (source, of_output, target) in enumerate(zip(*parts, strict=True)):
             leaf = source.detach().requires_grad_()
             begin(number == 0)

@@ -290,6 +290,16 @@ class Decoder:
                 found[structure] = reason
         return found
 
+    @functools.cached_property
+    def tail_is_token_wise(self) -> bool:
+        """Whether what is between the last layer and the head (the final norm) computes each token by itself and draws
+        no random numbers, so that it can be computed in pieces, and again."""
+        tail = nn.Sequential(*(self.base.get_submodule(name) for name in self.probe.tail))
+        if any(isinstance(module, nn.modules.dropout._DropoutNd) for module in tail.modules()):
+            return False
+        hidden = torch.randn(1, TOKENS, self.hidden_size, generator=torch.Generator().manual_seed(1)).to(self.dtype)
+        return why_not_token_wise(tail, (), {}, hidden) is None
+
     def is_tiled(self, unit: Unit) -> bool:
         """Whether a unit is an MLP that can be computed in tiles of tokens."""
         return unit.half == "mlp" and unit.structure not in self.untiled

@@ -376,8 +376,9 @@ const ATTENTION_BACKWARD: (f64, f64) = (0.66, 1100.0);
 const ATTENTION_ROW: u32 = 1024;
 /// Fused attention's backward computes five products where forward computes two (FlashAttention-2, arXiv 2307.08691).
 const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
-/// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's.
-const BACKWARD_MOVES: f64 = 1.9;
+/// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's. 1.9 where backward
+/// finds the inputs of its matmuls (a profile by kernel); layers make them again, which their graphs count as a quarter more.
+const BACKWARD_MOVES: f64 = 2.4;
 const BACKWARD_LAUNCHES: f64 = 1.4;
 
 /// Seconds of computing, at given rates.

@@ -16,6 +16,8 @@ use crate::plan::{Budget, Groups, Place, Plan, Request, UpdateMode};
 const SIMULATED: usize = 3 << 18;
 /// Candidates that are simulated however many operations they have.
 const FEWEST: usize = 24;
+/// Candidates that are simulated beside the best one with a large group: those with that group, and as many layers kept.
+const NEAR: usize = 96;
 /// Numbers of slabs, from one, with which the best point is simulated too.
 const FEW_SLABS: u32 = 6;
 /// What must gain less than this is not simulated with a large group.
@@ -54,7 +56,14 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
         let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
         let all =
             space.with_large_groups(&points, seconds / if compare_large_groups { WORTH_UNEQUAL } else { ALIKE })?;
-        best = shortest(request, layouts, fitting_in_memory(request, &all), most(request.micro_batches) / 2, best)?;
+        let fitting = fitting_in_memory(request, &all);
+        best = shortest(request, layouts, fitting.clone(), most(request.micro_batches) / 2, best)?;
+        if let Some((_, _, Point { large: large @ 1.., keep, inputs, .. })) = best {
+            // How long the next forward waits for the first units' updates depends on slots and on whose state is on the
+            // device, which the least that a step can take does not show.
+            let near = |(point, _): &(Point, f64)| (point.large, point.keep, point.inputs) == (large, keep, inputs);
+            best = shortest(request, layouts, fitting.into_iter().filter(near).collect(), NEAR, best)?;
+        }
     }
     let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {

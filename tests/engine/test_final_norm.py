@@ -73,12 +73,17 @@ def test_a_norm_allocates_no_more_than_is_planned(kind: str, tile: int, monkeypa
     assert hidden < peaks[0] <= planned, (peaks, planned)
 
 
-def test_what_draws_random_numbers_or_mixes_tokens_after_the_last_layer_is_not_tiled() -> None:
+def test_what_draws_random_numbers_mixes_tokens_or_changes_the_width_after_the_last_layer_is_not_tiled() -> None:
     class Mixes(nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return hidden.cumsum(1)
 
-    for after, token_wise in ((nn.Identity(), True), (nn.Dropout(0.1), False), (Mixes(), False)):
+    for after, token_wise in (
+        (nn.Identity(), True),
+        (nn.Dropout(0.1), False),
+        (Mixes(), False),
+        (nn.Linear(64, 32), False),
+    ):
         decoder = engine(build("qwen3")).decoder
         decoder.base.norm = nn.Sequential(decoder.base.norm, after)
         assert decoder.tail_is_token_wise == token_wise

@@ -17,7 +17,7 @@ from megatrain.models.halves import HALVES, Split
 from megatrain.models.hf_config import check, load_config, text_config
 from megatrain.models.lm_head import HeadKind
 from megatrain.models.meta_init import build_without_storage
-from megatrain.models.modules import copy_without
+from megatrain.models.modules import copy_without, on_meta
 from megatrain.models.moe import Gates, RouterLoss
 from megatrain.models.packing import Packing
 from megatrain.models.recorder import Recorder
@@ -292,13 +292,16 @@ class Decoder:
 
     @functools.cached_property
     def tail_is_token_wise(self) -> bool:
-        """Whether what is between the last layer and the head (the final norm) computes each token by itself and draws
-        no random numbers, so that it can be computed in pieces, and again."""
+        """Whether what is between the last layer and the head (the final norm) computes each token by itself, keeps the
+        width, and draws no random numbers, so that it can be computed in pieces, and again."""
         tail = nn.Sequential(*(self.base.get_submodule(name) for name in self.probe.tail))
         if any(isinstance(module, nn.modules.dropout._DropoutNd) for module in tail.modules()):
             return False
         hidden = torch.randn(1, TOKENS, self.hidden_size, generator=torch.Generator().manual_seed(1)).to(self.dtype)
-        return why_not_token_wise(tail, (), {}, hidden) is None
+        if why_not_token_wise(tail, (), {}, hidden) is not None:
+            return False
+        with torch.no_grad():
+            return bool(on_meta(tail)(hidden.to("meta")).shape == hidden.shape)
 
     def is_tiled(self, unit: Unit) -> bool:
         """Whether a unit is an MLP that can be computed in tiles of tokens."""

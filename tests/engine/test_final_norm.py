@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatrain.engine import embed_head
-from support.peak import Peak
+from support.peak import peaks_of
 from support.reference import batches, build, engine
 
 ROWS, SEQ, VOCAB = 4, 24, 96
@@ -52,21 +52,12 @@ def test_evaluation_and_log_probabilities_do_not_change_with_the_tiles(monkeypat
 def test_a_norm_allocates_no_more_than_is_planned(kind: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed_head, "_TAIL_TOKENS", tile)
     ours = engine(build(kind), precision="bf16")
-    peaks: list[int] = []
 
     def plain(_: Any, normed: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros((), dtype=torch.float64), torch.ones_like(normed)
 
     monkeypatch.setattr(embed_head.HeadTemplate, "_plain", plain)
-    train = embed_head.HeadTemplate.train_step
-
-    def measured(*args: Any) -> Any:
-        with Peak() as peak:
-            result = train(*args)
-        peaks.append(peak.peak)
-        return result
-
-    monkeypatch.setattr(embed_head.HeadTemplate, "train_step", measured)
+    peaks = peaks_of(monkeypatch, embed_head.HeadTemplate, "train_step")
     ours.forward_backward(batches(1, rows=ROWS, seq=SEQ, vocab=VOCAB))
     hidden = ROWS * SEQ * ours.decoder.hidden_size * 2
     planned = embed_head.tail_bytes(ours.decoder, ROWS * SEQ) + 3 * hidden

@@ -10,7 +10,7 @@ from megatrain.engine import embed_head
 from megatrain.engine.profile import loss_fn_bytes
 from megatrain.engine.runtime import Runtime
 from megatrain.errors import ConfigError, DoesNotFit
-from support.peak import Peak
+from support.peak import peaks_of
 from support.reference import batches, build, engine
 
 SIZES = {"micro_batch": (4, 64), "micro_batches": 1}
@@ -32,15 +32,7 @@ def test_the_cross_entropy_of_all_logits_stays_within_what_is_planned(
     kind: str, tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = engine(build(kind, vocab_size=4096, tie_word_embeddings=tied), precision=precision, **SIZES)
-    peaks, custom = [], embed_head.HeadTemplate._custom
-
-    def measured(*args: Any) -> Any:
-        with Peak() as peak:
-            result = custom(*args)
-        peaks.append(peak.peak)
-        return result
-
-    monkeypatch.setattr(embed_head.HeadTemplate, "_custom", measured)
+    peaks = peaks_of(monkeypatch, embed_head.HeadTemplate, "_custom")
     ours.step(batches(1, vocab=4096, **BATCH), loss_fn=cross_entropy)
     planned = loss_fn_bytes(ours.decoder, 4 * 64)
     assert planned / 2 < peaks[0] <= planned, (peaks, planned)

@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,3 +27,18 @@ class Peak(TorchDispatchMode):
                 weakref.finalize(storage, self.alive.pop, storage._cdata, None)
         self.peak = max(self.peak, sum(self.alive.values()))
         return result
+
+
+def peaks_of(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int]:
+    """The peak of each call of a method from here on, in a list that grows."""
+    peaks: list[int] = []
+    method = getattr(owner, name)
+
+    def measured(*args: Any) -> Any:
+        with Peak() as peak:
+            result = method(*args)
+        peaks.append(peak.peak)
+        return result
+
+    monkeypatch.setattr(owner, name, measured)
+    return peaks

@@ -372,9 +372,11 @@ class HeadTemplate:
             assert grad is not None
             target.copy_(grad)
             for index, of_parameter in enumerate(found):
-                if of_parameter is not None:
-                    total = totals[index]
-                    totals[index] = of_parameter.float() if total is None else total.add_(of_parameter)
+                total = totals[index]
+                if total is not None:
+                    total += of_parameter
+                elif of_parameter is not None:
+                    totals[index] = of_parameter.float()
         return result, totals
 
     def _plain(

@@ -380,13 +380,13 @@ def plan_request(
 
 _FROM_HBM = 0.7
 """What of the bytes that a compiled layer's elementwise kernels move goes to the card's memory; its caches serve the
-rest. Of this and the next three: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch."""
+rest. Of this and the next two: a profile by kernel on an H100, Qwen2.5-3B's shapes, 8,192 tokens a micro-batch."""
 _MOVED_BY_KEPT = 1.1
 """Bytes that a layer's elementwise kernels move in forward for each byte that it keeps, where they are not counted."""
 _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
 _MOVES_OF_A_PASS = 3.4
-"""What forward and backward move together, in multiples of forward."""
+"""What forward and backward move together, in multiples of forward, as the core takes it (`BACKWARD_MOVES`)."""
 LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
 that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""
@@ -407,15 +407,21 @@ def _beside_matmuls(
     tokens = math.prod(micro_batch)
     if unit.role == "head":
         return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
-    moved = _MOVED_BY_KEPT * (work.kept_bytes + work.dropped_bytes)
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],
         "spared_flops": work.flops if tiles > 1 else _spared_flops(unit, work, tokens),
-        "moved_bytes": moved if work.moved_bytes is None else _FROM_HBM * work.moved_bytes,
+        "moved_bytes": _moved_bytes(work),
         "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
         "captures": tiles == 1,
     }
+
+
+def _moved_bytes(work: Measured) -> float:
+    """What forward's elementwise kernels move through the card's memory."""
+    if work.moved_bytes is not None:
+        return _FROM_HBM * work.moved_bytes
+    return _MOVED_BY_KEPT * (work.kept_bytes + work.dropped_bytes)
 
 
 def _spared_flops(unit: Unit, work: Measured, tokens: int) -> int:
@@ -552,9 +558,8 @@ def _workspace(
     weights = max(_weight_bytes(unit, decoder) for unit in decoder.units if unit.role == "layer")
     running = [_running_bytes(m, hidden, weights) for m in measured]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
-    tail = tail_bytes(decoder, tokens)
-    loss = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device) + 3 * hidden
-    loss = max(loss, tail + 3 * hidden)
+    chunks = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
+    loss = max(chunks, tail_bytes(decoder, tokens)) + 3 * hidden
     if loss_fn is not False:
         chunked = logprobs_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
         custom = max(loss_fn_bytes(decoder, tokens), chunked) if loss_fn is True else loss_fn + chunked

@@ -24,6 +24,16 @@ def main() -> None:
     given = parser.parse_args()
     models = {
         "qwen2.5-72b": SHAPES["qwen2.5-72b"].config() | {"num_hidden_layers": given.layers},
+        # the dense model of benches/machines.py
+        "dense-120b": {
+            "model_type": "llama",
+            "hidden_size": 10240,
+            "intermediate_size": 35840,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": given.layers,
+            "max_position_embeddings": 131072,
+        },
         # the class's own sizes are those of the model with 120 billion parameters
         "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": given.layers},
     }

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from megatrain.engine import compile_memory, profile
-from megatrain.engine.compile import keeping_least
+from megatrain.engine.compile import cut_for
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.models.decoder import Decoder
 from megatrain.models.modules import on_meta
@@ -20,7 +21,7 @@ from support.small_layers import SIZES, decoder, real_layer
 ROWS, SEQ = 2, 128
 
 
-def saved_by_the_compiler(model: Decoder) -> int:
+def saved_by_the_compiler(model: Decoder, *, least: bool) -> int:
     """Bytes that the compiled layer's graph holds between forward and backward, by storage."""
     layer = real_layer(model)
     record = model.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
@@ -38,8 +39,9 @@ def saved_by_the_compiler(model: Decoder) -> int:
             alive.append(tensor)
         return tensor
 
+    torch.compiler.reset()  # a graph that another cut has made would be used again
     compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
-    with keeping_least(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with cut_for(least), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = compiled(hidden, *record.args[0], **record.kwargs[0])
         output = output[0] if model.recorder.tuple_output else output
     output.float().sum().backward()
@@ -47,13 +49,42 @@ def saved_by_the_compiler(model: Decoder) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.parametrize("least", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
-def test_a_compiled_layer_keeps_what_the_partition_says(family: str) -> None:
+def test_a_compiled_layer_keeps_what_the_partition_says(family: str, least: bool) -> None:
     model = decoder(family)
-    said = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
-    real = saved_by_the_compiler(model)
+    said = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least)
+    real = saved_by_the_compiler(model, least=least)
     assert said.running_bytes is not None, "the layer was traced"
     assert said.kept_bytes == pytest.approx(real, rel=0.02), (said.kept_bytes, real)
+
+
+def test_what_torch_keeps_is_more_than_the_least() -> None:
+    model = decoder("llama")
+    least, usual = (
+        profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least) for least in (True, False)
+    )
+    assert least.kept_bytes < 0.8 * usual.kept_bytes
+    assert (least.remakes, usual.remakes) == (True, False)
+
+
+def test_a_layer_that_is_compiled_but_for_packed_rows_has_memory_for_either() -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, head_dim=8
+    )
+    config.update({"num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 96})
+    model = Decoder.from_config(config, precision="bf16").halves
+    attention = model.units[1]
+    assert attention.layer in model.mixing_layers
+    with_either = profile.measure(model, attention, ROWS, SEQ, "cuda", compiled=True)
+    eager = profile.measure(model, attention, ROWS, SEQ, "cuda")
+    compiled = profile._measure_compiled(model, attention, ROWS, SEQ, "cuda", True)
+    scores = ROWS * 8 * SEQ * SEQ * 2
+    assert compiled.running_bytes is not None
+    assert compiled.running_bytes > eager.kept_bytes + 2 * scores, "its backward has several matrices of scores"
+    assert with_either.running_bytes is not None
+    assert with_either.running_bytes >= compiled.running_bytes
+    assert with_either.kept_bytes >= max(eager.kept_bytes, compiled.kept_bytes)
 
 
 def test_less_is_kept_than_by_a_layer_that_is_not_compiled_and_in_proportion_to_the_rows() -> None:

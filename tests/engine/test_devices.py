@@ -139,10 +139,11 @@ def test_how_layers_are_cut_does_not_follow_what_other_programs_leave(monkeypatc
         monkeypatch.setattr(hardware, "SYSTEM_PROBE", Card(int(free * GIB)))
         return ours._first_that_fits((1, 32768), 1)[0].options
 
-    assert cut(23) == {"fragments": "whole"}
-    assert cut(4) == {"fragments": "whole"}, "and it fits, though a layer takes much of what is left"
+    assert cut(23) == {"fragments": "whole", "kept_tensors": "least"}
+    assert cut(4) == cut(23), "and it fits, though a layer takes much of what is left"
     with pytest.raises(
-        DoesNotFit, match=r"plan=\{'fragments': 'halves', 'mlp_tiles': \d+\}, which fits now"
+        DoesNotFit,
+        match=r"plan=\{'fragments': 'halves', 'mlp_tiles': \d+, 'kept_tensors': 'least'\}, which fits now",
     ) as refused:
         cut(1.5)
     assert refused.value.items

@@ -115,6 +115,23 @@ def test_a_run_that_goes_on_is_cut_as_before_unless_that_does_not_fit() -> None:
     assert cut(run_plan(gpu="2GiB", saved=key)[2])["mlp_tiles"] > 1
 
 
+def test_layers_keep_what_torch_chooses_where_everything_stays_on_the_card_then() -> None:
+    def kept(*args: Any, **options: Any) -> Any:
+        return run_plan(*args, seq=8192, **options)[2].options.get("kept_tensors")
+
+    assert kept(gpu="80GiB") == "usual"
+    assert kept(gpu="3GiB") == "least"
+    assert kept(gpu="80GiB", compile=False) == "least"
+    # what is asked for, and what leaves something to the host
+    assert kept(gpu="80GiB", kept_tensors="least") == "least"
+    assert kept(gpu="3GiB", kept_tensors="usual") == "usual"
+    assert kept(gpu="80GiB", state_on_device=0) == "least"
+    # a run that goes on rounds as before
+    key = {"device": "H100", "compiled": True, "micro_batch": [1, 8192]}
+    assert kept(key, gpu="80GiB") == "least"
+    assert kept(key | {"kept_tensors": "usual"}, gpu="80GiB") == "usual"
+
+
 @pytest.mark.parametrize(
     ("fragments", "tiles", "router", "advised"),
     [("whole", 1, False, False), ("halves", 1, False, True), ("halves", 1, True, False), ("halves", 64, False, False)],

@@ -17,13 +17,13 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a `conftest.py`: what a compiled layer keeps is measured once for all models that are alike."""
     measure = profile._measure_compiled
 
-    def once(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> profile.Measured:
+    def once(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, least: bool) -> profile.Measured:
         layer = decoder.module_of(unit)
         tensors = tuple((name, tuple(t.shape), t.requires_grad) for name, t in layer.named_parameters())
         config = decoder.text_config.to_json_string(use_diff=False)
-        key = (config, str(layer), tensors, decoder.dtype, decoder.matmul, unit.half, rows, seq, device)
+        key = (config, str(layer), tensors, decoder.dtype, decoder.matmul, unit.half, rows, seq, device, least)
         if key not in _FOUND:
-            _FOUND[key] = measure(decoder, unit, rows, seq, device)
+            _FOUND[key] = measure(decoder, unit, rows, seq, device, least)
         return _FOUND[key]
 
     monkeypatch.setattr(profile, "_measure_compiled", once)

@@ -488,6 +488,10 @@ class PlanConfig:
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.
     auto: 1, and as many as make a single row fit where it does not otherwise, or leave more room on a card."""
+    kept_tensors: Literal["auto", "least", "usual"] = "auto"
+    """What a compiled layer keeps for backward: `usual` is what torch chooses; `least` has pointwise operations made
+    again even where a matmul reads them, which takes two thirds of the memory and a little longer. May change rounding,
+    so a run that goes on keeps what it began with. auto: least, unless everything stays on the card in either way."""
     weights_on_disk: int | None = None
     """Of these units, how many have their weights there too, the first ones; they are read each time that they are sent
     to the device. null: none, unless host memory is too small with all optimizer state on disk."""

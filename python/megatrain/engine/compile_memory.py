@@ -1,9 +1,9 @@
 """What a compiled layer keeps for its backward and needs while it runs, found by tracing it; no card is needed.
 
-`torch.compile` traces a layer's forward and backward as one graph and cuts it in two where least has to be kept: what
-is pointwise is made again in backward. The same tracing and the same cut, on tensors without data, say how many bytes
-that is (min-cut rematerialization, as in torch's `_functorch/partitioners.py`). The fused attention kernels are one
-opaque operation here, which keeps what they keep.
+`torch.compile` traces a layer's forward and backward as one graph and cuts it in two where little has to be kept: what
+is pointwise is made again in backward, unless a matmul reads it and memory is not short. The same tracing and the same
+cut, on tensors without data, say how many bytes that is (min-cut rematerialization, as in torch's
+`_functorch/partitioners.py`). The fused attention kernels are one opaque operation here, which keeps what they keep.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.engine import float8
-from megatrain.engine.compile import keeping_least
+from megatrain.engine.compile import cut_for
 from megatrain.engine.last_matmul import only_for_outputs
 
 _TRACING = threading.Lock()
@@ -54,6 +54,7 @@ def cut(
     dtype: torch.dtype,
     tuple_output: bool,
     matmul: str = "bf16",  # in what its linear layers multiply, which are converted to that
+    least: bool = True,  # whether it keeps as little as it can, or what torch chooses
 ) -> Cut:
     """Traces and cuts a layer. Raises whatever tracing raises for a layer that cannot be traced without data."""
     from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -84,7 +85,7 @@ def cut(
             joint: Any = aot_export_joint_simple(
                 layer, (hidden, *weights, *shared), trace_joint=True, decompositions=select_decomp_table()
             )
-        with mode, keeping_least():
+        with mode, cut_for(least):
             forward, backward = min_cut_rematerialization_partition(
                 joint, None, num_fwd_outputs=1, static_lifetime_input_indices=list(range(1, 1 + len(names)))
             )
@@ -159,6 +160,9 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
     def reduces(node: fx.Node) -> bool:
         return getattr(node.target, "overloadpacket", None) in _reductions()
 
+    def fuses(node: fx.Node) -> bool:
+        return kinds.is_fusible(node) or getattr(node.target, "overloadpacket", None) in _pointwise()
+
     @functools.cache
     def is_read(node: fx.Node) -> bool:
         """Whether anything reads the value from memory, rather than within the kernel that makes it."""
@@ -166,7 +170,7 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
             return True
         # tracing puts an assertion before each conversion, which no compiled graph has
         users = [user for user in node.users if user.op == "call_function" and user.target is not asserts]
-        return any(is_read(u) if passes(u) else not (kinds.is_fusible(u) or reduces(u)) for u in users)
+        return any(is_read(u) if passes(u) else not (fuses(u) or reduces(u)) for u in users)
 
     # the memory that a node's value is read from
     reads = {node: {node} for node in graph.graph.nodes if node.op == "placeholder"}
@@ -174,7 +178,7 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
     last: dict[fx.Node, int] = {}
     for node in nodes:
         sources = set().union(*(reads.get(source, set()) for source in node.all_input_nodes))
-        fused = kinds.is_fusible(node) and not reduces(node) and not is_read(node)
+        fused = fuses(node) and not reduces(node) and not is_read(node)
         reads[node] = sources if fused or passes(node) else {node}
         read_by[node] = sources
         for source in sources:
@@ -186,7 +190,7 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
     now = most = largest = moved = 0
     for node in nodes:
         if reads[node] == {node}:
-            if kinds.is_fusible(node) or reduces(node):
+            if fuses(node) or reduces(node):
                 moved += _bytes(node.meta.get("val")) + sum(_bytes(source.meta.get("val")) for source in read_by[node])
             size = _bytes(node.meta.get("val"))
             now += size
@@ -203,6 +207,13 @@ def _reductions() -> frozenset[Any]:
     return frozenset(
         {aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.prod, aten.any, aten.all}
     )
+
+
+@functools.cache
+def _pointwise() -> frozenset[Any]:
+    """What the compiler computes within another kernel though the partition does not say so."""
+    aten, fma = torch.ops.aten, getattr(torch.ops.prims, "fma", None)
+    return frozenset({aten.slice_scatter, aten.select_scatter, aten.constant_pad_nd, fma} - {None})
 
 
 class _FusedAttention(TorchFunctionMode):

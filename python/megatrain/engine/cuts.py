@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatrain import _core
 from megatrain.errors import ConfigError, DoesNotFit
@@ -21,12 +21,23 @@ which then leave twice as much room. How much it allocates is known to about a t
 than plans leave free."""
 
 
+_ASIDE = ("keep", "large_keep", "activation", "inputs", "state_on_device", "state_on_disk", "weights_on_disk")
+"""What, if it is asked for, may leave something to the host."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
     """A model cut into units, and in how many tiles of tokens the MLP halves among them are computed."""
 
     decoder: Decoder
     tiles: int = 1
+    keeps: Literal["auto", "least", "usual"] = "auto"
+    """What compiled layers keep for backward: see `plan.kept_tensors`. auto until it is known what fits."""
+
+    @property
+    def least(self) -> bool:
+        """Whether compiled layers keep as little as they can."""
+        return self.keeps != "usual"
 
     @property
     def in_halves(self) -> bool:
@@ -36,7 +47,10 @@ class Cut:
     @property
     def options(self) -> dict[str, Any]:
         """What `plan` of an engine must ask for to get this cut."""
-        return {"fragments": "halves", "mlp_tiles": self.tiles} if self.in_halves else {"fragments": "whole"}
+        kept = {} if self.keeps == "auto" else {"kept_tensors": self.keeps}
+        if self.in_halves:
+            return {"fragments": "halves", "mlp_tiles": self.tiles, **kept}
+        return {"fragments": "whole", **kept}
 
     @property
     def tiled(self) -> dict[int, int]:
@@ -54,6 +68,7 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
     fragments: Any = requests.get("fragments", "auto")
     tiles: Any = requests.get("mlp_tiles", "auto")
     several = tiles not in ("auto", 1)
+    keeps: Any = requests.get("kept_tensors", "auto")
     halves = decoder.halves
     if halves is decoder:
         if fragments == "halves" or several:
@@ -62,21 +77,21 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
                 f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
                 f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
             )
-        return [Cut(decoder)]
+        return [Cut(decoder, keeps=keeps)]
     if several and not any(map(halves.is_tiled, halves.units)):
         raise ConfigError(
             f"plan.mlp_tiles is {tiles}, but no MLP of {type(decoder.model).__name__} can be tiled: "
             f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
         )
     if several:
-        return [Cut(halves, tiles)]
+        return [Cut(halves, tiles, keeps)]
     if fragments == "whole":
-        return [Cut(decoder)]
+        return [Cut(decoder, keeps=keeps)]
     counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
     return [
-        *([Cut(decoder)] if fragments == "auto" else []),
-        Cut(halves),
-        *(Cut(halves, count) for count in counts if any(map(halves.is_tiled, halves.units))),
+        *([Cut(decoder, keeps=keeps)] if fragments == "auto" else []),
+        Cut(halves, keeps=keeps),
+        *(Cut(halves, count, keeps) for count in counts if any(map(halves.is_tiled, halves.units))),
     ]
 
 
@@ -100,6 +115,34 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     if cut is None:  # the last resort, which waits for every load
         cut = _first(found, lambda cut: _fits(asked(cut), slots=1))
     return cut
+
+
+def keeping(cut: Cut | None, asked: Callable[[Cut], Request]) -> Cut | None:
+    """`cut`, with what its compiled layers keep: what torch chooses where all state and all activations fit on the card
+    then and nothing else is asked for, since that is faster; else the least."""
+    if cut is None or cut.keeps != "auto":
+        return cut
+    request = asked(cut)
+    if request["device"] == "cpu":
+        return cut
+    usual = dataclasses.replace(cut, keeps="usual")
+    if _fits_on_card(request) and _differs(more := asked(usual), request) and _fits_on_card(more):
+        return usual
+    return dataclasses.replace(cut, keeps="least")
+
+
+def _fits_on_card(request: Request) -> bool:
+    """Whether all state and all activations fit on the card, and nothing is asked for that leaves any to the host."""
+    asked = request["requests"]
+    if any(asked.get(key) is not None for key in _ASIDE):
+        return False
+    everything = {"keep": len(request["units"]) - 2, "state_on_device": len(request["units"])}
+    return _core.fits(json.dumps(request | {"requests": asked | everything}))
+
+
+def _differs(request: Request, other: Request) -> bool:
+    """Whether layers keep something else: those that run as they are do not."""
+    return bool(request["units"] != other["units"])
 
 
 def _most_work(whole: Request, found: Sequence[Cut], asked: Callable[[Cut], Request]) -> float:
@@ -145,12 +188,12 @@ def planned_when_idle(
     """As `planned`, for requests with the memory that is free `now`, with the cut that fits first when nothing else
     runs on the machine (`idle`): a cut may change rounding, which must not depend on what is free."""
     if len(found) == 1:
-        return planned(found, found[0], now)
-    cut = first_that_fits(found, idle)
+        return planned(found, keeping(found[0], idle), now)
+    cut = keeping(first_that_fits(found, idle), idle)
     try:
         return planned(found, cut, now)
     except DoesNotFit as error:
-        fits_now = first_that_fits(found, now) if cut is not None else None
+        fits_now = keeping(first_that_fits(found, now), now) if cut is not None else None
         if fits_now is None:
             raise
         refusal = DoesNotFit(

@@ -20,8 +20,7 @@ from megatrain.engine import float8
 
 _state = threading.local()
 _MADE_HERE = 2
-"""Number of what is replaced and of how layers are cut (`compile.keeping_least`), so that graphs that an earlier
-release has stored are not used: torch's own key of stored graphs does not tell two cuts apart."""
+"""Number of what is replaced, so that graphs that an earlier release has stored are not used."""
 
 
 @contextmanager
@@ -36,14 +35,15 @@ def outputs_unwanted() -> Iterator[None]:
         _state.unwanted = before
 
 
-def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor for `torch.compile`, but for the matmuls that only outputs depend on."""
+def backend(graph: fx.GraphModule, inputs: Sequence[Any], cut: str) -> Callable[..., Any]:
+    """Inductor for `torch.compile`, but for the matmuls that only outputs depend on. `cut` names how forward and
+    backward are cut apart within this call, which torch's own key of stored graphs does not tell."""
     from torch._inductor.compile_fx import compile_fx
 
     _operations()
     config: Any = torch.compiler.config
     # what torch has stored of the same layer has its usual matmuls
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} megatrain {_MADE_HERE}"):
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} megatrain {_MADE_HERE} {cut}"):
         compiled: Any = compile_fx(graph, inputs, inner_compile=_compile)
     return compiled  # type: ignore[no-any-return]
 

@@ -34,6 +34,7 @@ def key(
     deterministic: bool,
     halves: bool = False,  # whether layers are computed in halves
     mlp_tiles: int = 1,
+    least: bool = True,  # whether compiled layers keep as little as they can
 ) -> dict[str, Any]:
     """The key as JSON. `micro_batch` (rows, seq) and `micro_batches` are the nominal split of a step; None where the
     engine was made without: it is then the caller's, who gives each step's micro-batches."""
@@ -55,6 +56,8 @@ def key(
         "compiled": compiled,
         # a graph of a whole layer does not round what passes from one half to the other
         "fragments": "halves" if halves and compiled else None,
+        # what is made again within a kernel is not rounded on its way
+        "kept_tensors": "usual" if compiled and not least else None,
         "mlp_tiles": mlp_tiles if mlp_tiles > 1 else None,
         "deterministic": deterministic,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,

@@ -60,6 +60,8 @@ class Measured:
     """The largest tensor that it allocates; 0 where that is not known."""
     moved_bytes: int | None = None
     """What forward's kernels move beside matmuls and attention; None where that is not known."""
+    remakes: bool = True
+    """Whether its backward makes again what matmuls read of its forward (see `compile.keeping_least`)."""
     spared_flops: int | None = None
     """Those of `flops` that a recomputation leaves out; None where that is not known."""
 
@@ -116,17 +118,22 @@ class _Matmuls(FlopCounterMode):
         self.mod_tracker = _NoModules()  # type: ignore[assignment]
 
 
-def measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False) -> Measured:
+def measure(
+    decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False, least: bool = True
+) -> Measured:
     """Measures a layer, or half of one, with a micro-batch of `rows` by `seq` tokens on a kind of device."""
     first = unit.layer
     assert first is not None
-    if compiled and first in decoder.mixing_layers:
-        compiled = False  # with packed rows it runs as it is
     if compiled:
         known = _COMPILED.setdefault(decoder, {})
-        key = unit.structure, unit.half, rows, seq
+        key = unit.structure, unit.half, rows, seq, least
         if key not in known:
-            known[key] = _measure_compiled(decoder, unit, rows, seq, device)
+            found = _measure_compiled(decoder, unit, rows, seq, device, least)
+            if first in decoder.mixing_layers:
+                state = rows * seq * decoder.hidden_size * decoder.dtype.itemsize
+                eager = measure(decoder, unit, rows, seq, device)
+                found = _as_either(eager, found, state, _weight_bytes(unit, decoder))
+            known[key] = found
         return known[key]
     module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     float8.convert(module, decoder.matmul)
@@ -189,7 +196,7 @@ _COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int | str | None, ...],
 )
 
 
-def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> Measured:
+def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, least: bool) -> Measured:
     """As `measure`, with what a compiled layer keeps: less than one that runs as it is."""
     eager = measure(decoder, unit, rows, seq, device)
     first = unit.layer
@@ -204,6 +211,7 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
             decoder.dtype,
             decoder.recorder.tuple_output,
             decoder.matmul,
+            least,
         )
     except Exception as error:
         # whatever tracing may raise for a layer whose work depends on values, the count of the plain layer is an answer
@@ -221,16 +229,32 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         running_bytes=running,
         largest_bytes=found.largest,
         moved_bytes=found.moved,
+        remakes=least,
         spared_flops=found.spared_flops,
     )
 
 
-def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device: str, compiled: bool) -> Measured:
+def _as_either(eager: Measured, compiled: Measured, hidden: int, weights: int) -> Measured:
+    """`eager`, with memory for a layer that runs so with packed rows and compiled otherwise. `hidden` and `weights` are
+    bytes of a hidden state and of the layer's weights."""
+    if compiled.running_bytes is None:
+        return eager
+    return dataclasses.replace(
+        eager,
+        kept_bytes=max(eager.kept_bytes, compiled.kept_bytes),
+        running_bytes=max(_running_bytes(eager, hidden, weights) - 2 * hidden, compiled.running_bytes),
+        largest_bytes=compiled.largest_bytes,
+    )
+
+
+def _measure_tiled(
+    decoder: Decoder, unit: Unit, tokens: int, tiles: int, device: str, compiled: bool, least: bool
+) -> Measured:
     """As `measure`, for a unit that is computed in tiles of tokens: it keeps its input alone, and one tile runs at a
     time. What its backward computes again is counted as a third of its forward, since forward and backward are three
     times that."""
     length = tile_length(tokens, tiles)
-    tile = measure(decoder, unit, 1, length, device, compiled=compiled)
+    tile = measure(decoder, unit, 1, length, device, compiled=compiled, least=least)
     hidden = length * decoder.hidden_size * decoder.dtype.itemsize
     running = _running_bytes(tile, hidden, _weight_bytes(unit, decoder))
     times = tokens / length
@@ -243,6 +267,7 @@ def _measure_tiled(decoder: Decoder, unit: Unit, tokens: int, tiles: int, device
         running_bytes=running,
         largest_bytes=tile.largest_bytes,
         moved_bytes=None if tile.moved_bytes is None else round(tile.moved_bytes * times),
+        remakes=tile.remakes,
     )
 
 
@@ -275,6 +300,7 @@ def plan_request(
     decoder: Decoder,
     *,
     tiles: int = 1,  # of tokens, in which the MLP halves of layers are computed
+    least: bool = True,  # whether compiled layers keep as little as they can, or what torch chooses
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
     grad_precision: str,
@@ -303,9 +329,9 @@ def plan_request(
     compiled = bool((requests or {}).get("compile", device == "cuda"))
     kinds = {(unit.structure, unit.half): unit for unit in reversed(decoder.units) if unit.layer is not None}
     by_kind = {
-        kind: _measure_tiled(decoder, unit, rows * seq, tiles, device, compiled)
+        kind: _measure_tiled(decoder, unit, rows * seq, tiles, device, compiled, least)
         if tiles > 1 and decoder.is_tiled(unit)
-        else measure(decoder, unit, rows, seq, device, compiled=compiled)
+        else measure(decoder, unit, rows, seq, device, compiled=compiled, least=least)
         for kind, unit in kinds.items()
     }
     measured = list(by_kind.values())
@@ -414,6 +440,7 @@ def _beside_matmuls(
         "moved_bytes": _moved_bytes(work),
         "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
         "captures": tiles == 1,
+        "remakes": work.remakes,
     }
 
 

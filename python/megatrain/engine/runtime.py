@@ -54,7 +54,17 @@ _REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
 )
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
 PLAN_KEYS = frozenset(
-    {*REQUESTS, *_OPTIONS, "loss_chunk", "loss_workspace", "more_workspace", "compile", "fragments", "mlp_tiles"}
+    {
+        *REQUESTS,
+        *_OPTIONS,
+        "loss_chunk",
+        "loss_workspace",
+        "more_workspace",
+        "compile",
+        "fragments",
+        "mlp_tiles",
+        "kept_tensors",
+    }
 )
 """What `plan` of an engine may give."""
 _DEFAULT_SEQ = 4096
@@ -179,6 +189,7 @@ class Runtime:
         return plan_request(
             cut.decoder,
             tiles=cut.tiles,
+            least=cut.least,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             grad_precision=self.grad_precision,
@@ -554,7 +565,9 @@ class Runtime:
                 continue
             key = unit.structure, unit.half, layouts[number].slices
             if key not in made:
-                made[key] = LayerTemplate(self.decoder, number, layouts[number], weights, casts, self.compiled)
+                made[key] = LayerTemplate(
+                    self.decoder, number, layouts[number], weights, casts, self.compiled, self.cut.least
+                )
             templates[number] = made[key]
         return templates
 

@@ -222,6 +222,7 @@ class LayerTemplate:
         region: Region,
         casts: CastBuffer | None = None,
         compiled: bool = False,
+        least: bool = True,  # whether it keeps as little as it can, where it is compiled
     ) -> None:
         self._units = decoder.units
         unit = decoder.units[number]
@@ -246,10 +247,12 @@ class LayerTemplate:
         ]
         self._tuple = decoder.recorder.tuple_output
         name = f"{type(self.module).__name__} ({unit.name})"
-        self._run = OneGraph(self.module, name) if compiled else self.module
+        self._run = OneGraph(self.module, name, least=least) if compiled else self.module
         gates = decoder.gates_of(unit)
         self._routed = RoutedLayer(self.module, decoder.router, gates) if decoder.router is not None and gates else None
-        self._run_routed = OneGraph(self._routed, name) if compiled and self._routed is not None else self._routed
+        self._run_routed = (
+            OneGraph(self._routed, name, least=least) if compiled and self._routed is not None else self._routed
+        )
 
     def bind(self, image: int, number: int) -> int:
         """Makes this the `number`-th unit, whose image is at byte `image` of region `weights`. Returns the number of

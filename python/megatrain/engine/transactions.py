@@ -147,6 +147,7 @@ class Passes:
             deterministic=self._deterministic,
             halves=runtime.cut.in_halves,
             mlp_tiles=runtime.cut.tiles,
+            least=runtime.cut.least,
         )
 
     def train(

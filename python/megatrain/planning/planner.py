@@ -284,7 +284,7 @@ def _by_rule(
     nominal = SplitPlanner(config, decoder, device, idle, calibrate.nominal(machine, device), options)
     first = _first_split(config, device, rows, saved, nominal)
     options = (correction or {}) | options
-    if options.keys() & {"fragments", "mlp_tiles"}:
+    if options.keys() & {"fragments", "mlp_tiles", "kept_tensors"}:
         cut_before = {}
     for kept in (cut_before, {}) if cut_before else ({},):
         roomiest = SplitPlanner(config, decoder, device, idle, rates, kept | options)
@@ -298,9 +298,10 @@ def _by_rule(
 def _cut_of(saved: dict[str, Any]) -> dict[str, Any]:
     """Options for how the model was cut under a numerics key."""
     tiles = saved.get("mlp_tiles") or 1
+    kept = {"kept_tensors": saved.get("kept_tensors") or "least"} if saved.get("compiled") else {}
     if tiles > 1 or saved.get("fragments"):
-        return {"fragments": "halves", "mlp_tiles": tiles}
-    return {"fragments": "whole"} if saved.get("compiled") else {"mlp_tiles": 1}
+        return {"fragments": "halves", "mlp_tiles": tiles, **kept}
+    return {"fragments": "whole", **kept} if saved.get("compiled") else {"mlp_tiles": 1}
 
 
 def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int) -> dict[str, Any] | None:
@@ -576,17 +577,20 @@ class SplitPlanner:
         """The way of cutting the model that is planned with; None where none fits. Where the size of micro-batches is
         not asked for, several rows are not tiled, and their layers are halved only where those of a single row must be:
         a smaller micro-batch does as well."""
-        from megatrain.engine.cuts import first_that_fits
+        from megatrain.engine.cuts import first_that_fits, keeping
+
+        def asked(cut: "Cut") -> dict[str, Any]:
+            return self._request(cut, rows, micro_batches)
 
         found = self._cuts(rows)
         with _asked_for():
             if rows > 1 and self.config.plan.micro_batch is None and len(found) > 1:
-                if first_that_fits(found[:1], lambda cut: self._request(cut, rows, micro_batches)):
-                    return found[0]
+                if first_that_fits(found[:1], asked):
+                    return keeping(found[0], asked)
                 if first_that_fits(found[:1], lambda cut: self._request(cut, 1, rows * micro_batches)):
                     return None
                 found = [cut for cut in found if cut.tiles == found[0].tiles]
-            return first_that_fits(found, lambda cut: self._request(cut, rows, micro_batches))
+            return keeping(first_that_fits(found, asked), asked)
 
     def _cuts(self, rows: int) -> "list[Cut]":
         from megatrain.engine.cuts import cuts
@@ -609,6 +613,7 @@ class SplitPlanner:
         return plan_request(
             cut.decoder,
             tiles=cut.tiles,
+            least=cut.least,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,
             grad_precision=self.config.train.sent_in(self.decoder.precision),

@@ -344,6 +344,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         deterministic=config.train.deterministic,
         halves=run_plan.options["fragments"] == "halves",
         mlp_tiles=run_plan.options.get("mlp_tiles", 1),
+        least=run_plan.options.get("kept_tensors") != "usual",
     )
     if cuda:
         from megatrain.engine.loss import default_chunk

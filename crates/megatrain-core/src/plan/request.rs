@@ -120,6 +120,9 @@ pub struct UnitRequest {
     /// Whether its kernels may be captured once and replayed: those of a layer that is computed in tiles are not.
     #[serde(default = "yes")]
     pub captures: bool,
+    /// Whether its backward makes again what matmuls read of its forward, rather than finding it among what was kept.
+    #[serde(default = "yes")]
+    pub remakes: bool,
 }
 
 const fn yes() -> bool {
@@ -361,6 +364,7 @@ impl UnitRequest {
             moved_bytes: 0.0,
             launch_s: 0.0,
             captures: true,
+            remakes: true,
         }
     }
 }
@@ -376,9 +380,10 @@ const ATTENTION_BACKWARD: (f64, f64) = (0.66, 1100.0);
 const ATTENTION_ROW: u32 = 1024;
 /// Fused attention's backward computes five products where forward computes two (FlashAttention-2, arXiv 2307.08691).
 const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
-/// What elementwise kernels move in backward, and how long its launches take, as multiples of forward's. 1.9 where backward
-/// finds the inputs of its matmuls (a profile by kernel); layers make them again, which their graphs count as a quarter more.
-const BACKWARD_MOVES: f64 = 2.4;
+/// What elementwise kernels move in backward, as multiples of forward's: where it finds the inputs of its matmuls (a
+/// profile by kernel), and where it makes them again, which layers' graphs count as a quarter more.
+const BACKWARD_MOVES: (f64, f64) = (1.9, 2.4);
+/// How long backward's launches take, as a multiple of forward's.
 const BACKWARD_LAUNCHES: f64 = 1.4;
 
 /// Seconds of computing, at given rates.
@@ -402,7 +407,8 @@ impl UnitRequest {
         }
         let attention =
             matmul_s(ATTENTION_BACKWARD_FLOPS * self.attention_flops) / self.attention_share(ATTENTION_BACKWARD);
-        let moved = BACKWARD_MOVES * self.moved_bytes / (rates.hbm_gbs * 1e9);
+        let moves = if self.remakes { BACKWARD_MOVES.1 } else { BACKWARD_MOVES.0 };
+        let moved = moves * self.moved_bytes / (rates.hbm_gbs * 1e9);
         let matmuls = matmul_s(2.0 * (self.flops - self.attention_flops));
         (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s)
     }

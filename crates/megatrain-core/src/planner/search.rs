@@ -18,8 +18,10 @@ const SIMULATED: usize = 3 << 18;
 const FEWEST: usize = 24;
 /// Candidates that are simulated beside the best one with a large group: those with that group, and as many layers kept.
 const NEAR: usize = 96;
-/// Numbers of slabs, from one, with which the best point is simulated too.
-const FEW_SLABS: u32 = 6;
+/// Up to here every number of slabs is tried with the best point; beyond, each half as many again.
+const EACH_SLAB: u32 = 6;
+/// Fewer slabs, and so less host memory, are taken where the step is longer by no more than this.
+const AS_FAST: f64 = 1.005;
 /// What must gain less than this is not simulated with a large group.
 const WORTH_UNEQUAL: f64 = 1.005;
 /// Step times that differ by less are alike: what cannot be shorter by more is not simulated.
@@ -65,7 +67,7 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
             best = shortest(request, layouts, fitting.into_iter().filter(near).collect(), NEAR, best)?;
         }
     }
-    let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
+    let (mut best, seconds, point) = best.expect("at least one candidate fits and is simulated");
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {
         // Fewer slabs delay gradients and leave the link to loads, which is faster at times, most of all where every weight
         // has a slot; without this a host with less memory would get the better plan.
@@ -73,17 +75,29 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
         // (In shared memory slots take room from slabs: with more of those, no more slabs than fitted beside them.)
         let most = points.iter().filter(alike).map(|other| (other.slots, other.slabs)).max();
         let more_slots = most.filter(|most| most.0 > point.slots);
+        let mut tried = vec![(best, seconds)];
         for (slots, most) in std::iter::once((point.slots, point.slabs)).chain(more_slots) {
-            for slabs in 1..most.min(FEW_SLABS + 1) {
+            let mut slabs = 1;
+            while slabs < most {
                 let (plan, _) = Point { slots, slabs, ..point }.plan(request, layouts)?;
                 let found = expected_step_s(request, layouts, &plan)?;
-                if found < seconds {
-                    (best, seconds) = (plan, found);
-                }
+                tried.push((plan, found));
+                slabs += if slabs < EACH_SLAB { 1 } else { slabs / 2 };
             }
         }
+        best = with_few_slabs(tried);
     }
     Ok(best)
+}
+
+/// Of plans that differ in their slabs, with their seconds: the one with the fewest that is as fast as the fastest. With
+/// very few the host waits whenever the link lags, which is not simulated, so these have to be faster than all others.
+fn with_few_slabs(tried: Vec<(Plan, f64)>) -> Plan {
+    let (few, many): (Vec<_>, Vec<_>) = tried.into_iter().partition(|(plan, _)| plan.slabs < EACH_SLAB);
+    let least = many.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+    let faster = few.into_iter().filter(|(_, seconds)| *seconds < least).min_by(|a, b| a.1.total_cmp(&b.1));
+    let as_fast = many.into_iter().filter(|(_, seconds)| *seconds <= least * AS_FAST);
+    faster.or_else(|| as_fast.min_by_key(|(plan, _)| plan.slabs)).expect("a plan").0
 }
 
 /// The point with the shortest simulated step, of as many as `most` that may have it, or `best`: its plan, seconds and itself.

@@ -396,7 +396,7 @@ impl Clock {
                 // The host works on one thing at a time; streams take work ahead of time.
                 while lane.on_device() || self.free[lane as usize] <= self.now {
                     let Some(id) = self.progress.take(lane) else { break };
-                    let awaited = self.progress.awaited(id).into_iter().map(|a| a.token);
+                    let awaited = self.progress.awaited_tokens(id).copied();
                     let start = awaited.fold(self.free[lane as usize].max(self.now), f64::max);
                     let end = start + self.seconds[id.op as usize];
                     self.free[lane as usize] = end;

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use self::check::check;
+use self::hazards::Tracker;
 pub use self::inputs::ScheduleInputs;
 use crate::error::Result;
 
@@ -349,7 +350,8 @@ impl Schedule {
     /// # Errors
     /// [`crate::Error`] when the shape has no micro-batch or more than the plan, or only writes and has some.
     pub fn new(inputs: &ScheduleInputs, shape: Shape, previous: Option<&Self>, resident: &[Resident]) -> Result<Self> {
-        build::build(inputs, shape, previous, resident)
+        let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(inputs, p.shape, &p.ops));
+        Ok(build::build(inputs, shape, tracker, resident)?.0)
     }
 
     /// Steady state: two passes of the same shape that follow one of that shape, the second made to follow the first.
@@ -358,9 +360,9 @@ impl Schedule {
     /// # Errors
     /// As for [`Schedule::new`].
     pub fn steady(inputs: &ScheduleInputs, shape: Shape) -> Result<(Arc<Self>, Arc<Self>)> {
-        let start = Self::new(inputs, shape, None, &[])?;
-        let first = Self::new(inputs, shape, Some(&start), &start.leaves(inputs))?;
-        let second = Self::new(inputs, shape, Some(&first), &first.leaves(inputs))?;
+        let (start, tracker) = build::build(inputs, shape, Tracker::default(), &[])?;
+        let (first, tracker) = build::build(inputs, shape, tracker.into_after(), &start.leaves(inputs))?;
+        let (second, _) = build::build(inputs, shape, tracker.into_after(), &first.leaves(inputs))?;
         Ok((Arc::new(first), Arc::new(second)))
     }
 

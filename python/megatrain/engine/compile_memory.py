@@ -150,6 +150,7 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
     from torch._functorch.partitioners import get_default_op_list
 
     kinds, results = get_default_op_list(), set(results)
+    fma = getattr(torch.ops.prims, "fma", ...)  # of which the partition does not say that it is pointwise
     asserts = torch.ops.aten._assert_tensor_metadata.default
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not asserts]
     time = {node: at for at, node in enumerate(nodes)}
@@ -161,7 +162,7 @@ def _memory(graph: fx.GraphModule, results: Iterable[fx.Node]) -> _Memory:
         return getattr(node.target, "overloadpacket", None) in _reductions()
 
     def fuses(node: fx.Node) -> bool:
-        return kinds.is_fusible(node) or getattr(node.target, "overloadpacket", None) in _pointwise()
+        return kinds.is_fusible(node) or getattr(node.target, "overloadpacket", None) is fma
 
     @functools.cache
     def is_read(node: fx.Node) -> bool:
@@ -207,13 +208,6 @@ def _reductions() -> frozenset[Any]:
     return frozenset(
         {aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.prod, aten.any, aten.all}
     )
-
-
-@functools.cache
-def _pointwise() -> frozenset[Any]:
-    """What the compiler computes within another kernel though the partition does not say so."""
-    aten, fma = torch.ops.aten, getattr(torch.ops.prims, "fma", None)
-    return frozenset({aten.slice_scatter, aten.select_scatter, aten.constant_pad_nd, fma} - {None})
 
 
 class _FusedAttention(TorchFunctionMode):

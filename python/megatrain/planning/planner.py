@@ -492,7 +492,7 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     """Rows of a micro-batch by the fixed rule: what is asked for, else what the run had, else the even parts of a step
     that `nominal`, which knows neither measured rates nor what is free now, expects to be fastest. Of those alike, the
     ones that leave nothing to the host, if there are any; of these, unless one is faster still, what launches layers at
-    once, then the largest."""
+    once, then what makes nothing again (`cuts.keeping`), then the largest."""
     asked = config.plan.micro_batch
     before = (saved or {}).get("micro_batch")
     if asked is not None:
@@ -504,17 +504,17 @@ def _first_split(config: Config, device: str, rows: int, saved: dict[str, Any] |
     sizes = list(dict.fromkeys(_even_parts(rows, t, config.data.seq_len) for t in MICRO_BATCH_TOKENS[device]))
     if len(sizes) == 1:
         return sizes[0]
-    plans = {size: nominal.plan(size, -(-rows // size)) for size in sizes}
-    found = {size: plan for size, plan in plans.items() if plan is not None}
+    fitted = {size: nominal.fitted(size, -(-rows // size)) for size in sizes}
+    found = {size: fit for size, fit in fitted.items() if fit is not None}
     if not found:
         return sizes[0]
-    seconds = {size: float(plan["estimate"]["expected_step_s"]) for size, plan in found.items()}
-    on_device = {size: all(unit["state"] == "device" for unit in plan["units"]) for size, plan in found.items()}
+    seconds = {size: float(fit.plan["estimate"]["expected_step_s"]) for size, fit in found.items()}
+    on_device = {size: all(unit["state"] == "device" for unit in fit.plan["units"]) for size, fit in found.items()}
     alike = [size for size in found if seconds[size] <= min(seconds.values()) * _ALIKE]
     alike = [size for size in alike if on_device[size]] or alike
     fastest = min(seconds[size] for size in alike)
     alike = [size for size in alike if seconds[size] <= fastest * _ALIKE_IN_KIND]
-    return max(alike, key=lambda size: (found[size]["graphs"], size))
+    return max(alike, key=lambda size: (found[size].plan["graphs"], not found[size].cut.least, size))
 
 
 class Fitted(NamedTuple):
@@ -551,8 +551,13 @@ class SplitPlanner:
 
     def plan(self, rows: int, micro_batches: int) -> dict[str, Any] | None:
         """The plan; None where there is none that fits."""
+        fitted = self.fitted(rows, micro_batches)
+        return None if fitted is None else fitted.plan
+
+    def fitted(self, rows: int, micro_batches: int) -> Fitted | None:
+        """As `fit`; None where there is no plan that fits."""
         cut = self.cut(rows, micro_batches)
-        return self._planned(cut, rows, micro_batches).plan if cut is not None else None
+        return self._planned(cut, rows, micro_batches) if cut is not None else None
 
     def fits(self, rows: int, micro_batches: int) -> bool:
         """Whether `fit` finds a plan: far sooner known than the plan itself."""

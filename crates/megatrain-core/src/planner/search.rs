@@ -2,7 +2,9 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::thread::Builder;
 
 use super::on_disk::{InputsOnDisk, OnDisk};
 use super::point::{Point, disk_order};
@@ -22,6 +24,8 @@ const NEAR: usize = 96;
 const EACH_SLAB: u32 = 6;
 /// Fewer slabs, and so less host memory, are taken where the step is longer by no more than this.
 const AS_FAST: f64 = 1.005;
+/// Candidates that are simulated at a time.
+const MOST_WORKERS: usize = 8;
 /// What must gain less than this is not simulated with a large group.
 const WORTH_UNEQUAL: f64 = 1.005;
 /// Step times that differ by less are alike: what cannot be shorter by more is not simulated.
@@ -58,13 +62,16 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
         let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.1);
         let all =
             space.with_large_groups(&points, seconds / if compare_large_groups { WORTH_UNEQUAL } else { ALIKE })?;
-        let fitting = fitting_in_memory(request, &all);
-        best = shortest(request, layouts, fitting.clone(), most(request.micro_batches) / 2, best)?;
+        let mut fitting = fitting_in_memory(request, &all);
+        let first = most(request.micro_batches) / 2;
+        best = shortest(request, layouts, fitting.clone(), first, best)?;
         if let Some((_, _, Point { large: large @ 1.., keep, inputs, .. })) = best {
             // How long the next forward waits for the first units' updates depends on slots and on whose state is on the
             // device, which the least that a step can take does not show.
+            in_order(&mut fitting);
             let near = |(point, _): &(Point, f64)| (point.large, point.keep, point.inputs) == (large, keep, inputs);
-            best = shortest(request, layouts, fitting.into_iter().filter(near).collect(), NEAR, best)?;
+            let near: Vec<_> = fitting.into_iter().skip(first).filter(near).collect();
+            best = shortest(request, layouts, near, NEAR, best)?;
         }
     }
     let (mut best, seconds, point) = best.expect("at least one candidate fits and is simulated");
@@ -100,6 +107,14 @@ fn with_few_slabs(tried: Vec<(Plan, f64)>) -> Plan {
     faster.or_else(|| as_fast.min_by_key(|(plan, _)| plan.slabs)).expect("a plan").0
 }
 
+/// Sorts points by the least that a step of them can take; among those that take as long, the one comes first that asks
+/// least of the host and the link.
+fn in_order(points: &mut [(Point, f64)]) {
+    let ease =
+        |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
+    points.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
+}
+
 /// The point with the shortest simulated step, of as many as `most` that may have it, or `best`: its plan, seconds and itself.
 fn shortest(
     request: &Request,
@@ -108,21 +123,47 @@ fn shortest(
     most: usize,
     mut best: Option<(Plan, f64, Point)>,
 ) -> Result<Option<(Plan, f64, Point)>> {
-    // Among those that take as long, the one that asks least of the host and the link.
-    let ease =
-        |p: &Point| (p.device_updates, p.inputs == Place::Host, Reverse(p.state), Reverse(p.slots), Reverse(p.keep));
-    fitting.sort_by(|(a, a_s), (b, b_s)| a_s.total_cmp(b_s).then_with(|| ease(a).cmp(&ease(b))));
-    for (point, least_s) in fitting.into_iter().take(most) {
-        if best.as_ref().is_some_and(|(_, seconds, _)| least_s * ALIKE >= *seconds) {
-            break;
-        }
+    in_order(&mut fitting);
+    fitting.truncate(most);
+    let simulated = |&(point, least_s): &(Point, f64)| -> Result<(Point, f64, Plan, f64)> {
         let (plan, _) = point.plan(request, layouts)?;
         let seconds = expected_step_s(request, layouts, &plan)?;
-        if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
-            best = Some((plan, seconds, point));
+        Ok((point, least_s, plan, seconds))
+    };
+    // Some are simulated side by side, and looked at one after the other: how many there are at a time does not matter.
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
+    for some in fitting.chunks(workers) {
+        let hopeless = |least_s: f64, best: &Option<(Plan, f64, Point)>| {
+            best.as_ref().is_some_and(|(_, seconds, _)| least_s * ALIKE >= *seconds)
+        };
+        if hopeless(some[0].1, &best) {
+            break;
+        }
+        for one in side_by_side(some, simulated) {
+            let (point, least_s, plan, seconds) = one?;
+            if hopeless(least_s, &best) {
+                return Ok(best);
+            }
+            if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
+                best = Some((plan, seconds, point));
+            }
         }
     }
     Ok(best)
+}
+
+/// What `work` returns for each item, in their order: on a thread for each, as far as there are threads to be had.
+fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Copy + Send) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let spawn = |item| (item, Builder::new().spawn_scoped(scope, move || work(item)));
+        let others: Vec<_> = items.iter().skip(1).map(spawn).collect();
+        let first = items.first().map(work);
+        let others = others.into_iter().map(|(item, thread)| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|cause| resume_unwind(cause)),
+            Err(_) => work(item),
+        });
+        first.into_iter().chain(others).collect()
+    })
 }
 
 /// Whether any candidate fits.

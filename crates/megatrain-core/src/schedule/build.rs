@@ -1,5 +1,5 @@
 //! Writes a pass down in program order.
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 use super::hazards::Tracker;
 use super::inputs::UnitInputs;
@@ -33,12 +33,13 @@ struct Builder<'a> {
     inputs_moved: u32,
 }
 
+/// The order of a pass whose operations follow what `tracker` has seen, and the tracker that has seen it too.
 pub(super) fn build(
     inputs: &ScheduleInputs,
     shape: Shape,
-    previous: Option<&Schedule>,
+    tracker: Tracker,
     resident: &[Resident],
-) -> Result<Schedule> {
+) -> Result<(Schedule, Tracker)> {
     let fits = match shape.pass {
         Pass::Write => shape.micro_batches == 0,
         Pass::Train | Pass::Eval => (1..=inputs.micro_batches).contains(&shape.micro_batches),
@@ -46,7 +47,6 @@ pub(super) fn build(
     if !fits {
         return Err(Error::PassSize { asked: shape.micro_batches, most: inputs.micro_batches });
     }
-    let tracker = previous.map_or_else(Tracker::default, |p| Tracker::after(inputs, p.shape, &p.ops));
     let ops = Vec::new();
     let mut builder = Builder {
         inputs,
@@ -64,7 +64,7 @@ pub(super) fn build(
         inputs_moved: 0,
     };
     builder.pass();
-    Ok(Schedule { shape, resident: resident.to_vec(), ops: builder.ops })
+    Ok((Schedule { shape, resident: resident.to_vec(), ops: builder.ops }, builder.tracker))
 }
 
 impl Builder<'_> {
@@ -389,8 +389,8 @@ impl Builder<'_> {
     /// offload: otherwise the gradient that was offloaded first would wait longest, and hold up every offload after it.
     fn reuse_slabs_first(&mut self) {
         let landings = || self.ops.iter().filter(|op| op.kind == Kind::OffloadGrad && !op.early);
-        let slabs: HashMap<u32, u32> = landings().filter_map(|op| Some((op.unit, op.slab?))).collect();
-        let last: HashMap<u32, u32> = landings().filter_map(|op| Some((op.slab?, op.id))).collect();
+        let slabs: FxHashMap<u32, u32> = landings().filter_map(|op| Some((op.unit, op.slab?))).collect();
+        let last: FxHashMap<u32, u32> = landings().filter_map(|op| Some((op.slab?, op.id))).collect();
         for op in self.ops.iter_mut().filter(|op| !op.early) {
             let again = slabs.get(&op.unit).is_some_and(|slab| last[slab] > op.id);
             let updates = matches!(

@@ -1,5 +1,5 @@
 //! What each operation reads and writes, and the dependencies that follow from it.
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 use super::{Dep, Edge, Kind, Lane, Op, Pass, ScheduleInputs, Shape};
 
@@ -69,9 +69,16 @@ const fn buffer_content(part: u32, updated: bool) -> u32 {
 
 /// Everything that an operation touches.
 pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(Resource, Access)> {
+    let mut list = Vec::new();
+    list_accesses(inputs, shape, op, &mut list);
+    list
+}
+
+/// As [`accesses`], in place of what is in `list`.
+fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<(Resource, Access)>) {
     let (unit, mb) = (op.unit, op.micro_batch);
     let parts = |u: u32| 0..inputs.unit(u).parts;
-    let mut list = Vec::with_capacity(4);
+    list.clear();
     let reads_weights = |list: &mut Vec<_>, u: u32| match op.slot {
         Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(u, 0))),
         _ => list.extend(parts(u).map(|part| (Resource::Own(u, part), Access::Read(u, 0)))),
@@ -107,22 +114,22 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             let place = op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot);
             list.push((place, Access::Write(unit, 0)));
         }
-        Kind::Embed => reads_weights(&mut list, unit),
+        Kind::Embed => reads_weights(list, unit),
         Kind::Forward => {
-            reads_weights(&mut list, unit);
+            reads_weights(list, unit);
             if let (Pass::Train, Some(stage)) = (shape.pass, op.stage) {
                 list.push((Resource::Stage(stage), Access::Write(unit, mb)));
             }
         }
         Kind::Loss => {
-            reads_weights(&mut list, unit);
+            reads_weights(list, unit);
             if inputs.tied {
-                reads_weights(&mut list, 0);
+                reads_weights(list, 0);
             }
             if shape.pass == Pass::Train {
-                sum(&mut list, unit, op.grad, true);
+                sum(list, unit, op.grad, true);
                 if inputs.tied && inputs.unit(0).trains && (!inputs.unit(0).sums_apart || inputs.early) {
-                    sum(&mut list, 0, inputs.unit(0).own_grad, true);
+                    sum(list, 0, inputs.unit(0).own_grad, true);
                 }
                 if inputs.early && !inputs.tied {
                     list.push((Resource::Loss, Access::Write(unit, mb)));
@@ -130,16 +137,16 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             }
         }
         Kind::Backward => {
-            reads_weights(&mut list, unit);
+            reads_weights(list, unit);
             if let Some(stage) = op.stage {
                 list.push((Resource::Stage(stage), Access::Read(unit, mb)));
             }
-            sum(&mut list, unit, op.grad, true);
+            sum(list, unit, op.grad, true);
         }
         Kind::EmbedBackward => {
-            reads_weights(&mut list, unit);
+            reads_weights(list, unit);
             // A tied embedding's sum was begun by the loss.
-            sum(&mut list, unit, op.grad, !inputs.tied);
+            sum(list, unit, op.grad, !inputs.tied);
         }
         Kind::OffloadActivation => {
             list.push((Resource::Stage(op.stage.unwrap_or(0)), Access::Read(unit, mb)));
@@ -285,7 +292,6 @@ pub(super) fn accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<(R
             list.push((Resource::Files, Access::Write(unit, 0)));
         }
     }
-    list
 }
 
 const fn disk_buffer(op: &Op) -> Resource {
@@ -355,8 +361,11 @@ struct Track {
 /// Follows every resource through a pass and derives dependencies.
 #[derive(Default)]
 pub(super) struct Tracker {
-    tracks: HashMap<Resource, Track>,
+    tracks: FxHashMap<Resource, Track>,
     last_compute: Option<Touch>,
+    /// What one operation touches, and the operations before it that touched the same.
+    list: Vec<(Resource, Access)>,
+    before: Vec<Touch>,
 }
 
 impl Tracker {
@@ -364,19 +373,33 @@ impl Tracker {
     pub(super) fn after(inputs: &ScheduleInputs, shape: Shape, ops: &[Op]) -> Self {
         let mut tracker = Self::default();
         for op in ops {
-            tracker.touch(op, &accesses(inputs, shape, op), true);
+            list_accesses(inputs, shape, op, &mut tracker.list);
+            tracker.touch(op, true);
         }
         tracker
     }
 
+    /// As [`Tracker::after`], of the pass that this one has followed.
+    pub(super) fn into_after(mut self) -> Self {
+        let as_prior = |touch: &mut Touch| !std::mem::replace(&mut touch.prior, true);
+        let of_this_pass = |mut touch: Touch| as_prior(&mut touch).then_some(touch);
+        for track in self.tracks.values_mut() {
+            track.writer = track.writer.and_then(of_this_pass);
+            track.readers.retain_mut(as_prior);
+        }
+        self.last_compute = self.last_compute.and_then(of_this_pass);
+        self
+    }
+
     /// The dependencies of `op`, which is next in program order; it is then part of what later ones depend on.
     pub(super) fn depend(&mut self, inputs: &ScheduleInputs, shape: Shape, op: &Op) -> Vec<Dep> {
-        let list = accesses(inputs, shape, op);
-        let mut before: Vec<Touch> = Vec::new();
+        list_accesses(inputs, shape, op, &mut self.list);
+        let before = &mut self.before;
+        before.clear();
         if op.lane == Lane::Compute {
             before.extend(self.last_compute);
         }
-        for (resource, access) in &list {
+        for (resource, access) in &self.list {
             let Some(track) = self.tracks.get(resource) else { continue };
             // A chain of compute operations orders what its earlier links waited for.
             let seen = op.lane == Lane::Compute && track.readers.iter().any(|t| t.lane == Lane::Compute);
@@ -386,23 +409,24 @@ impl Tracker {
                 Access::Write(..) | Access::Add(..) => before.extend(&track.readers),
             }
         }
-        let mut deps: Vec<Dep> = Vec::new();
+        let mut deps: Vec<Dep> = Vec::with_capacity(before.len());
         let last = before.iter().filter(|t| t.lane == Lane::Compute).max_by_key(|t| (!t.prior, t.op)).copied();
         for touch in before {
             let dep = Dep { op: touch.op, edge: edge(touch.lane, op.lane), prior: touch.prior };
-            let implied = touch.lane == Lane::Compute && last != Some(touch);
+            let implied = touch.lane == Lane::Compute && last != Some(*touch);
             if !implied && !deps.contains(&dep) {
                 deps.push(dep);
             }
         }
         deps.sort_by_key(|d| (!d.prior, d.op));
-        self.touch(op, &list, false);
+        self.touch(op, false);
         deps
     }
 
-    fn touch(&mut self, op: &Op, list: &[(Resource, Access)], prior: bool) {
+    /// `op` touches what is in the list.
+    fn touch(&mut self, op: &Op, prior: bool) {
         let touch = Touch { op: op.id, prior, lane: op.lane };
-        for (resource, access) in list {
+        for (resource, access) in &self.list {
             let track = self.tracks.entry(*resource).or_default();
             match access {
                 Access::Read(..) => {
@@ -411,7 +435,10 @@ impl Tracker {
                     }
                     track.readers.push(touch);
                 }
-                Access::Write(..) | Access::Add(..) => *track = Track { writer: Some(touch), readers: Vec::new() },
+                Access::Write(..) | Access::Add(..) => {
+                    track.writer = Some(touch);
+                    track.readers.clear();
+                }
             }
         }
         if op.lane == Lane::Compute {

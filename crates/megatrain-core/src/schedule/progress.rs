@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use crate::schedule::{Edge, Lane, NEXT_PASS, Op, Schedule};
+use crate::schedule::{Dep, Edge, Lane, NEXT_PASS, Op, Schedule};
 
 /// An operation of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,15 +30,52 @@ enum Status {
 struct PassProgress<T> {
     number: u64,
     schedule: Arc<Schedule>,
-    /// Who waits: (later operation, edge), and the same into the next pass.
-    followers: Vec<Vec<(u32, Edge)>>,
-    next_followers: Vec<Vec<(u32, Edge)>>,
+    /// Who waits, and the same into the next pass.
+    followers: Followers,
+    next_followers: Followers,
     unmet: Vec<u32>,
     status: Vec<Status>,
     tokens: Vec<Option<T>>,
     open: usize,
     under_way: usize,
     halted: bool,
+}
+
+/// The operations that wait for each operation of a pass, and by which edge.
+#[derive(Default)]
+struct Followers {
+    /// Where those of an operation begin, and where the last one's end.
+    begin: Vec<usize>,
+    list: Vec<(u32, Edge)>,
+}
+
+impl Followers {
+    /// Which of `later`, operations of the same pass or of the next one, wait for each of `len`; `waited_for` says by which
+    /// dependencies.
+    fn new(len: usize, later: &[Op], waited_for: impl Fn(&Dep) -> bool) -> Self {
+        let mut begin = vec![0; len + 1];
+        let waiting =
+            || later.iter().flat_map(|op| op.deps.iter().filter(|dep| waited_for(dep)).map(|dep| (op.id, *dep)));
+        for (_, dep) in waiting() {
+            begin[dep.op as usize + 1] += 1;
+        }
+        for op in 0..len {
+            begin[op + 1] += begin[op];
+        }
+        let mut next = begin.clone();
+        let mut list = vec![(0, Edge::Issued); begin[len]];
+        for (op, dep) in waiting() {
+            let place = &mut next[dep.op as usize];
+            list[*place] = (op, dep.edge);
+            *place += 1;
+        }
+        Self { begin, list }
+    }
+
+    fn of(&self, op: u32) -> std::ops::Range<usize> {
+        let op = op as usize;
+        if op + 1 < self.begin.len() { self.begin[op]..self.begin[op + 1] } else { 0..0 }
+    }
 }
 
 /// The state of up to two passes.
@@ -106,11 +143,20 @@ impl<T: Clone> Progress<T> {
         let number = self.next_number;
         self.next_number += 1;
         let len = schedule.ops.len();
+        let mut unmet = vec![0; len];
+        let followers = Followers::new(len, &schedule.ops, |dep| !dep.prior);
+        if let Some(previous) = self.passes.back_mut() {
+            let waited_for = |dep: &Dep| dep.prior && !previous.meets(dep.op, dep.edge);
+            let next = Followers::new(previous.status.len(), &schedule.ops, waited_for);
+            previous.next_followers = next;
+            previous.next_followers.list.iter().for_each(|&(op, _)| unmet[op as usize] += 1);
+        }
+        followers.list.iter().for_each(|&(op, _)| unmet[op as usize] += 1);
         let mut pass = PassProgress {
             number,
-            followers: vec![Vec::new(); len],
-            next_followers: vec![Vec::new(); len],
-            unmet: vec![0; len],
+            followers,
+            next_followers: Followers::default(),
+            unmet,
             status: vec![Status::Waiting; len],
             tokens: (0..len).map(|_| None).collect(),
             open: len,
@@ -118,22 +164,7 @@ impl<T: Clone> Progress<T> {
             halted: false,
             schedule,
         };
-        for op in &Arc::clone(&pass.schedule).ops {
-            for dep in &op.deps {
-                if dep.prior {
-                    if let Some(previous) = self.passes.back_mut()
-                        && !previous.meets(dep.op, dep.edge)
-                    {
-                        previous.next_followers[dep.op as usize].push((op.id, dep.edge));
-                        pass.unmet[op.id as usize] += 1;
-                    }
-                } else {
-                    pass.followers[dep.op as usize].push((op.id, dep.edge));
-                    pass.unmet[op.id as usize] += 1;
-                }
-            }
-        }
-        for op in &Arc::clone(&pass.schedule).ops {
+        for op in &pass.schedule.ops {
             if pass.unmet[op.id as usize] == 0 {
                 pass.status[op.id as usize] = Status::Ready;
                 self.ready[op.lane as usize].insert(Rank::of(number, op));
@@ -205,30 +236,32 @@ impl<T: Clone> Progress<T> {
                 lane.retain(|rank| rank.pass != pass.number);
             }
             if let Some(previous) = self.passes.back_mut() {
-                previous.next_followers.iter_mut().for_each(Vec::clear);
+                previous.next_followers = Followers::default();
             }
         }
     }
 
     /// What the operation's stream must wait for: every dependency by event that leads to it.
     pub(crate) fn awaited(&self, id: Id) -> Vec<Awaited<T>> {
+        let awaited = |(token, pass, op): (&T, &PassProgress<T>, usize)| Awaited {
+            lane: pass.schedule.ops[op].lane,
+            token: token.clone(),
+            complete: pass.status[op] == Status::Complete,
+        };
+        self.awaited_in(id).map(awaited).collect()
+    }
+
+    /// As [`Progress::awaited`]: the tokens alone.
+    pub(crate) fn awaited_tokens(&self, id: Id) -> impl Iterator<Item = &T> {
+        self.awaited_in(id).map(|(token, ..)| token)
+    }
+
+    fn awaited_in(&self, id: Id) -> impl Iterator<Item = (&T, &PassProgress<T>, usize)> {
         let index = self.index(id.pass);
-        let op = &self.passes[index].schedule.ops[id.op as usize];
-        let mut list = Vec::new();
-        for dep in &op.deps {
-            let pass =
-                if dep.prior { index.checked_sub(1).and_then(|i| self.passes.get(i)) } else { self.passes.get(index) };
-            let Some(pass) = pass else { continue };
-            let earlier = dep.op as usize;
-            if let Some(token) = &pass.tokens[earlier] {
-                list.push(Awaited {
-                    lane: pass.schedule.ops[earlier].lane,
-                    token: token.clone(),
-                    complete: pass.status[earlier] == Status::Complete,
-                });
-            }
-        }
-        list
+        self.passes[index].schedule.ops[id.op as usize].deps.iter().filter_map(move |dep| {
+            let pass = self.passes.get(if dep.prior { index.checked_sub(1)? } else { index })?;
+            Some((pass.tokens[dep.op as usize].as_ref()?, pass, dep.op as usize))
+        })
     }
 
     /// The operation has been queued; `token` says when it is over.
@@ -260,18 +293,21 @@ impl<T: Clone> Progress<T> {
     fn release(&mut self, id: Id, edge: Edge) {
         let index = self.index(id.pass);
         for next in 0..2 {
-            let Some(pass) = self.passes.get(index) else { return };
-            let list = if next == 0 { &pass.followers } else { &pass.next_followers };
-            let later: Vec<u32> = list[id.op as usize].iter().filter(|&&(_, e)| e == edge).map(|&(op, _)| op).collect();
-            if let Some(target) = self.passes.get_mut(index + next) {
-                for op in later {
-                    target.unmet[op as usize] -= 1;
-                    let written = target.schedule.ops[op as usize].lane == Lane::Disk;
-                    if target.unmet[op as usize] == 0 && (!target.halted || written) {
-                        target.status[op as usize] = Status::Ready;
-                        let op = &target.schedule.ops[op as usize];
-                        self.ready[op.lane as usize].insert(Rank::of(target.number, op));
-                    }
+            let pass = &self.passes[index];
+            let followers = if next == 0 { &pass.followers } else { &pass.next_followers };
+            for place in followers.of(id.op) {
+                let pass = &self.passes[index];
+                let (op, of) = if next == 0 { &pass.followers } else { &pass.next_followers }.list[place];
+                if of != edge {
+                    continue;
+                }
+                let target = &mut self.passes[index + next];
+                target.unmet[op as usize] -= 1;
+                let written = target.schedule.ops[op as usize].lane == Lane::Disk;
+                if target.unmet[op as usize] == 0 && (!target.halted || written) {
+                    target.status[op as usize] = Status::Ready;
+                    let op = &target.schedule.ops[op as usize];
+                    self.ready[op.lane as usize].insert(Rank::of(target.number, op));
                 }
             }
         }
@@ -383,7 +419,7 @@ impl<T> PassProgress<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{Dep, Kind, Pass, Shape};
+    use crate::schedule::{Kind, Pass, Shape};
 
     /// Lane, priority number, and what it depends on: an operation, an edge, and whether of the pass before.
     type Outline<'a> = (Lane, u32, &'a [(u32, Edge, bool)]);

@@ -213,6 +213,7 @@ def test_an_engine_whose_layers_do_not_fit_whole_is_cut_into_halves_and_tiles(
         ({"slabs": 2}, "plan.slabs is 2, and with update: just_in_time every gradient waits in a slab of its own"),
         ({"mlp_tiles": 2, "fragments": "whole"}, "plan.mlp_tiles is 2, which tiles the MLP halves"),
         ({"fragments": "thirds"}, "plan.fragments must be auto, whole or halves, not 'thirds'"),
+        ({"kept_tensors": "most"}, "plan.kept_tensors must be auto, least or usual, not 'most'"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_at_once(plan: dict[str, Any], message: str) -> None:

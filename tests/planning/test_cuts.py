@@ -130,6 +130,9 @@ def test_layers_keep_what_torch_chooses_where_everything_stays_on_the_card_then(
     key = {"device": "H100", "compiled": True, "micro_batch": [1, 8192]}
     assert kept(key, gpu="80GiB") == "least"
     assert kept(key | {"kept_tensors": "usual"}, gpu="80GiB") == "usual"
+    assert kept(key, gpu="80GiB", fragments="halves") == "least"
+    halves = run_plan(key | {"fragments": "halves"}, seq=8192, gpu="80GiB", kept_tensors="usual")[2]
+    assert halves.options["fragments"] == "halves", "and is cut as before"
 
 
 @pytest.mark.parametrize(

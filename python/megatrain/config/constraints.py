@@ -81,6 +81,9 @@ def refuse_float8(
 FRAGMENTS = ("auto", "whole", "halves")
 """Whether layers are units, or halves of them."""
 
+KEPT_TENSORS = ("auto", "least", "usual")
+"""What compiled layers keep for backward."""
+
 _LEAST = {
     "micro_batch": 1,
     "slots": 1,
@@ -118,6 +121,9 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     fragments, tiles = plan.get("fragments") or "auto", plan.get("mlp_tiles")
     if fragments not in FRAGMENTS:
         raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
+    kept = plan.get("kept_tensors") or "auto"
+    if kept not in KEPT_TENSORS:
+        raise ConfigError(f"plan.kept_tensors must be auto, least or usual, not {kept!r}")
     if fragments == "whole" and tiles not in (None, "auto", 1):
         raise ConfigError(
             f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole; leave one "

@@ -284,8 +284,8 @@ def _by_rule(
     nominal = SplitPlanner(config, decoder, device, idle, calibrate.nominal(machine, device), options)
     first = _first_split(config, device, rows, saved, nominal)
     options = (correction or {}) | options
-    if options.keys() & {"fragments", "mlp_tiles", "kept_tensors"}:
-        cut_before = {}
+    if options.keys() & {"fragments", "mlp_tiles"}:
+        cut_before = {key: value for key, value in cut_before.items() if key == "kept_tensors"}
     for kept in (cut_before, {}) if cut_before else ({},):
         roomiest = SplitPlanner(config, decoder, device, idle, rates, kept | options)
         size = first if config.plan.micro_batch is not None else _largest_that_fits(roomiest, first, rows)

@@ -3,6 +3,7 @@
 import contextlib
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,69 @@ def _model(**changes: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     return AutoModelForCausalLM.from_config(LlamaConfig(**llama() | changes))  # type: ignore[no-any-return]
+
+
+CARD = types.SimpleNamespace(total_bytes=24 * GIB)
+EACH = {
+    "slots": 2,
+    "slabs": 2,
+    "group": 1,
+    "large_group": 2,
+    "large_keep": 0,
+    "keep": 1,
+    "activation": "recompute",
+    "inputs": "host",
+    "inputs_on_disk": 1,
+    "state_on_device": "auto",
+    "updates_on_device": 1,
+    "state_on_disk": 1,
+    "weights_on_disk": 1,
+    "stage_buffers": 2,
+    "parts": 2,
+    "accumulate": True,
+    "graphs": False,
+}
+"""A value for each number that may be asked for of a plan."""
+
+
+def _on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> runtime.Runtime:
+    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Card(23 * GIB))
+    config = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "max_position_embeddings": 32768}
+    disk = {"nvme": {"path": str(tmp_path), "size": GIB}} if any("disk" in key for key in plan) else {}
+    return runtime.Runtime(
+        megatrain.Decoder(_model(**config), precision="bf16"),
+        megatrain.AdamW(),
+        CARD,  # type: ignore[arg-type]
+        torch.device("cuda", 0),
+        update="immediate" if "slabs" in plan else "just_in_time",
+        grad_precision="bf16",
+        memory={"host": 8 * GIB, **disk},
+        plan=plan,
+        micro_batch=None,
+        micro_batches=None,
+        load=None,
+        rates=None,
+        seed=0,
+        state_format=StateFormat(),
+    )
+
+
+@pytest.mark.parametrize("key", sorted(EACH))
+def test_whatever_is_asked_for_what_layers_keep_is_decided_without_an_error(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EACH.keys() == set(runtime.REQUESTS)
+    ours = _on_a_card(tmp_path, monkeypatch, {key: EACH[key]})
+    cut, _, _ = ours._first_that_fits((1, 8192), 2)
+    placed = key in ("large_keep", "keep", "activation", "inputs", "accumulate", "updates_on_device") or "disk" in key
+    assert cut.keeps == ("least" if placed else "usual")
+
+
+def test_an_engine_that_is_planned_again_keeps_what_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = _on_a_card(tmp_path, monkeypatch, {})
+    cut, _, _ = ours._first_that_fits((1, 8192), 1)
+    assert cut.keeps == "usual"
+    assert ours._first_that_fits((24, 32768), 1)[0].keeps == "least"
+    ours._core, ours.cut = object(), cut  # type: ignore[assignment]
+    assert ours._first_that_fits((24, 32768), 1)[0].keeps == "usual"
+    ours._core = None

@@ -491,7 +491,9 @@ class PlanConfig:
     kept_tensors: Literal["auto", "least", "usual"] = "auto"
     """What a compiled layer keeps for backward: `usual` is what torch chooses; `least` has pointwise operations made
     again even where a matmul reads them, which takes two thirds of the memory and a little longer. May change rounding,
-    so a run that goes on keeps what it began with. auto: least, unless everything stays on the card in either way."""
+    so a run that goes on keeps what it began with. Layers that are not compiled keep what their operations save.
+    auto: least, unless all state and all activations fit on the card with `usual`, and no key here says where any of
+    them are."""
     weights_on_disk: int | None = None
     """Of these units, how many have their weights there too, the first ones; they are read each time that they are sent
     to the device. null: none, unless host memory is too small with all optimizer state on disk."""

@@ -21,7 +21,17 @@ which then leave twice as much room. How much it allocates is known to about a t
 than plans leave free."""
 
 
-_ASIDE = ("keep", "large_keep", "activation", "inputs", "state_on_device", "state_on_disk", "weights_on_disk")
+_ASIDE = (
+    "keep",
+    "large_keep",
+    "activation",
+    "inputs",
+    "inputs_on_disk",
+    "state_on_device",
+    "updates_on_device",
+    "state_on_disk",
+    "weights_on_disk",
+)
 """What, if it is asked for, may leave something to the host."""
 
 
@@ -134,8 +144,8 @@ def keeping(cut: Cut | None, asked: Callable[[Cut], Request]) -> Cut | None:
 def _fits_on_card(request: Request) -> bool:
     """Whether all state and all activations fit on the card, and nothing is asked for that leaves any to the host."""
     asked = request["requests"]
-    if any(asked.get(key) is not None for key in _ASIDE):
-        return False
+    if asked.get("accumulate") or any(asked.get(key) not in (None, "auto") for key in _ASIDE):
+        return False  # sums of several passes are on the host
     everything = {"keep": len(request["units"]) - 2, "state_on_device": len(request["units"])}
     return _core.fits(json.dumps(request | {"requests": asked | everything}))
 

@@ -60,7 +60,7 @@ class Measured:
     """The largest tensor that it allocates; 0 where that is not known."""
     moved_bytes: int | None = None
     """What forward's kernels move beside matmuls and attention; None where that is not known."""
-    remakes: bool = True
+    remakes: bool = False
     """Whether its backward makes again what matmuls read of its forward (see `compile.keeping_least`)."""
     spared_flops: int | None = None
     """Those of `flops` that a recomputation leaves out; None where that is not known."""
@@ -128,12 +128,7 @@ def measure(
         known = _COMPILED.setdefault(decoder, {})
         key = unit.structure, unit.half, rows, seq, least
         if key not in known:
-            found = _measure_compiled(decoder, unit, rows, seq, device, least)
-            if first in decoder.mixing_layers:
-                state = rows * seq * decoder.hidden_size * decoder.dtype.itemsize
-                eager = measure(decoder, unit, rows, seq, device)
-                found = _as_either(eager, found, state, _weight_bytes(unit, decoder))
-            known[key] = found
+            known[key] = _measure_compiled(decoder, unit, rows, seq, device, least)
         return known[key]
     module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     float8.convert(module, decoder.matmul)
@@ -221,7 +216,7 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         return eager
     router = decoder.router.kept_bytes(rows * seq) if decoder.router is not None and decoder.gates_of(unit) else 0
     running = max(found.forward, found.kept + found.backward)
-    return Measured(
+    compiled = Measured(
         kept_bytes=found.kept + router,
         flops=eager.flops,
         attention_flops=eager.attention_flops,
@@ -232,17 +227,20 @@ def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device:
         remakes=least,
         spared_flops=found.spared_flops,
     )
+    if first not in decoder.mixing_layers:
+        return compiled
+    state = rows * seq * decoder.hidden_size * decoder.dtype.itemsize
+    return _as_either(eager, compiled, state, _weight_bytes(unit, decoder))
 
 
 def _as_either(eager: Measured, compiled: Measured, hidden: int, weights: int) -> Measured:
     """`eager`, with memory for a layer that runs so with packed rows and compiled otherwise. `hidden` and `weights` are
     bytes of a hidden state and of the layer's weights."""
-    if compiled.running_bytes is None:
-        return eager
+    running = compiled.running_bytes or 0
     return dataclasses.replace(
         eager,
         kept_bytes=max(eager.kept_bytes, compiled.kept_bytes),
-        running_bytes=max(_running_bytes(eager, hidden, weights) - 2 * hidden, compiled.running_bytes),
+        running_bytes=max(_running_bytes(eager, hidden, weights) - 2 * hidden, running),
         largest_bytes=compiled.largest_bytes,
     )
 
@@ -412,7 +410,8 @@ _MOVED_BY_KEPT = 1.1
 _MOVED_BY_LOSS = 14
 """Bytes that the loss moves for each logit, beside its three matmuls."""
 _MOVES_OF_A_PASS = 3.4
-"""What forward and backward move together, in multiples of forward, as the core takes it (`BACKWARD_MOVES`)."""
+"""What forward and backward move together, in multiples of forward, as the core takes it of a unit whose backward
+remakes something (`BACKWARD_MOVES`), which is what it takes the head for."""
 LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
 that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""

@@ -372,16 +372,23 @@ class Runtime:
     def _first_that_fits(
         self, micro_batch: tuple[int, int], micro_batches: int, on_disk: int = 0
     ) -> tuple[Cut, dict[str, Any], str]:
-        """How the model is cut, the request and the plan."""
-        found = cuts(self._whole, self.settings, math.prod(micro_batch))
+        """How the model is cut, the request and the plan. What layers keep stays as it is, as far as that fits."""
         machine = self._machine()
         idle = machine.idle()
-        try:
+        present = {"kept_tensors": self.cut.keeps} if self._core is not None and self.cut.keeps != "auto" else {}
+
+        def first(settings: dict[str, Any]) -> tuple[Cut, dict[str, Any], str]:
             return planned_when_idle(
-                found,
+                cuts(self._whole, settings, math.prod(micro_batch)),
                 lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, idle),
                 lambda cut: self.request(cut, micro_batch, micro_batches, on_disk, machine),
             )
+
+        try:
+            if present:
+                with contextlib.suppress(DoesNotFit):
+                    return first({**self.settings, **present})
+            return first(self.settings)
         except DoesNotFit as error:
             if not machine.host_reserved:
                 raise

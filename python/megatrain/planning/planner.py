@@ -401,9 +401,10 @@ def engine_plan(config: Config, device: str, machine: Machine) -> dict[str, Any]
 
 def largest_micro_batch(config: Config, decoder: "Decoder", run_plan: RunPlan) -> int:
     """The most rows that could be computed at a time, by trying."""
-    options = {
-        key: value for key, value in run_plan.options.items() if key not in ("group", "large_group")
-    }  # of several
+    other = ["group", "large_group"]  # of several micro-batches
+    if config.plan.kept_tensors == "auto":
+        other.append("kept_tensors")
+    options = {key: value for key, value in run_plan.options.items() if key not in other}
     planner = SplitPlanner(config, decoder, run_plan.device, run_plan.machine, run_plan.rates, options)
 
     def fits(rows: int) -> bool:

@@ -20,10 +20,8 @@ const SIMULATED: usize = 3 << 18;
 const FEWEST: usize = 24;
 /// Candidates that are simulated beside the best one with a large group: those with that group, and as many layers kept.
 const NEAR: usize = 96;
-/// Up to here every number of slabs is tried with the best point; beyond, each half as many again.
-const EACH_SLAB: u32 = 6;
-/// Fewer slabs, and so less host memory, are taken where the step is longer by no more than this.
-const AS_FAST: f64 = 1.005;
+/// Numbers of slabs, from one, with which the best point is simulated too.
+const FEW_SLABS: u32 = 6;
 /// Candidates that are simulated at a time.
 const MOST_WORKERS: usize = 8;
 /// What must gain less than this is not simulated with a large group.
@@ -74,7 +72,7 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
             best = shortest(request, layouts, near, NEAR, best)?;
         }
     }
-    let (mut best, seconds, point) = best.expect("at least one candidate fits and is simulated");
+    let (mut best, mut seconds, point) = best.expect("at least one candidate fits and is simulated");
     if request.update == UpdateMode::Immediate && request.requests.slabs.is_none() {
         // Fewer slabs delay gradients and leave the link to loads, which is faster at times, most of all where every weight
         // has a slot; without this a host with less memory would get the better plan.
@@ -82,29 +80,17 @@ pub(super) fn fastest(request: &Request, layouts: &Arc<[UnitLayout]>, compare_la
         // (In shared memory slots take room from slabs: with more of those, no more slabs than fitted beside them.)
         let most = points.iter().filter(alike).map(|other| (other.slots, other.slabs)).max();
         let more_slots = most.filter(|most| most.0 > point.slots);
-        let mut tried = vec![(best, seconds)];
         for (slots, most) in std::iter::once((point.slots, point.slabs)).chain(more_slots) {
-            let mut slabs = 1;
-            while slabs < most {
+            for slabs in 1..most.min(FEW_SLABS + 1) {
                 let (plan, _) = Point { slots, slabs, ..point }.plan(request, layouts)?;
                 let found = expected_step_s(request, layouts, &plan)?;
-                tried.push((plan, found));
-                slabs += if slabs < EACH_SLAB { 1 } else { slabs / 2 };
+                if found < seconds {
+                    (best, seconds) = (plan, found);
+                }
             }
         }
-        best = with_few_slabs(tried);
     }
     Ok(best)
-}
-
-/// Of plans that differ in their slabs, with their seconds: the one with the fewest that is as fast as the fastest. With
-/// very few the host waits whenever the link lags, which is not simulated, so these have to be faster than all others.
-fn with_few_slabs(tried: Vec<(Plan, f64)>) -> Plan {
-    let (few, many): (Vec<_>, Vec<_>) = tried.into_iter().partition(|(plan, _)| plan.slabs < EACH_SLAB);
-    let least = many.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
-    let faster = few.into_iter().filter(|(_, seconds)| *seconds < least).min_by(|a, b| a.1.total_cmp(&b.1));
-    let as_fast = many.into_iter().filter(|(_, seconds)| *seconds <= least * AS_FAST);
-    faster.or_else(|| as_fast.min_by_key(|(plan, _)| plan.slabs)).expect("a plan").0
 }
 
 /// Sorts points by the least that a step of them can take; among those that take as long, the one comes first that asks
@@ -125,11 +111,12 @@ fn shortest(
 ) -> Result<Option<(Plan, f64, Point)>> {
     in_order(&mut fitting);
     fitting.truncate(most);
-    let simulated = |&(point, least_s): &(Point, f64)| -> Result<(Point, f64, Plan, f64)> {
+    let plan_of = |point: Point| -> Result<(Plan, f64)> {
         let (plan, _) = point.plan(request, layouts)?;
         let seconds = expected_step_s(request, layouts, &plan)?;
-        Ok((point, least_s, plan, seconds))
+        Ok((plan, seconds))
     };
+    let simulated = |&(point, least_s): &(Point, f64)| (point, least_s, plan_of(point));
     // Some are simulated side by side, and looked at one after the other: how many there are at a time does not matter.
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
     for some in fitting.chunks(workers) {
@@ -140,10 +127,11 @@ fn shortest(
             break;
         }
         for one in side_by_side(some, simulated) {
-            let (point, least_s, plan, seconds) = one?;
+            let (point, least_s, found) = one;
             if hopeless(least_s, &best) {
                 return Ok(best);
             }
+            let (plan, seconds) = found?;
             if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
                 best = Some((plan, seconds, point));
             }

@@ -16,6 +16,9 @@ use crate::plan::{
     UnitRequest, UpdateMode, largest_torch_lines, torch_lines,
 };
 
+/// Landing places that layers share by default under immediate updates: enough that the host's optimizer always finds
+/// the next gradient while the link lags or leads by a few layers.
+const SLABS: u32 = 6;
 /// One slot computes, one loads, and one is full already when the link is late.
 const SLOTS: u32 = 3;
 /// One staging buffer is filled, one is emptied, and one absorbs the difference.
@@ -61,10 +64,8 @@ pub(super) struct Space<'a> {
     first_layers: Vec<FirstLayers>,
     /// By the number of layers that are kept: bytes that the last ones keep of a micro-batch.
     kept: Vec<u64>,
-    /// Landing places under immediate updates: one for each unit, or as many as fit. What waits when backward ends is what
-    /// the host has to do during the next forward; with fewer, the first layers' gradients wait on the device for those of
-    /// the last ones, though the next forward needs them first. (The best plan is tried with fewer too.)
-    slabs: u32,
+    /// Landing places under immediate updates: see [`waiting_slabs`].
+    waiting_slabs: u32,
 }
 
 /// Sums over the first layers of a model, which are those that are not kept.
@@ -145,8 +146,8 @@ impl<'a> Space<'a> {
         for count in 1..=layers {
             kept.push(request.units[layers + 1 - count].kept_bytes.saturating_add(kept[count - 1]));
         }
-        let slabs = request.requests.slabs.unwrap_or(request.units.len() as u32);
-        Self { request, layouts, rates, group, first_layers, kept, slabs }
+        let waiting_slabs = waiting_slabs(request, &rates, group);
+        Self { request, layouts, rates, group, first_layers, kept, waiting_slabs }
     }
 
     /// Every point that is compared.
@@ -315,7 +316,7 @@ impl<'a> Space<'a> {
                         large_keep: self.asked_large_keep(keep),
                         inputs,
                         slots,
-                        slabs: self.slabs,
+                        slabs: r.slabs.unwrap_or(self.waiting_slabs),
                         grad_buffers,
                         stage_buffers: r.stage_buffers.unwrap_or(LEAST_STAGE_BUFFERS),
                         on_disk: 0,
@@ -349,7 +350,7 @@ impl<'a> Space<'a> {
             large_keep: 0,
             inputs: Place::Device,
             slots: 0,
-            slabs: self.slabs,
+            slabs: r.slabs.unwrap_or(self.waiting_slabs),
             grad_buffers: GRAD_BUFFERS,
             stage_buffers: r.stage_buffers.unwrap_or(STAGE_BUFFERS),
             on_disk: 0,
@@ -562,6 +563,27 @@ impl<'a> Space<'a> {
             written,
         })
     }
+}
+
+/// Under immediate updates the gradients that wait when backward ends are all that the host has to do until the
+/// next backward: as many as a forward takes, or the host idles meanwhile.
+fn waiting_slabs(request: &Request, rates: &Rates, group: u32) -> u32 {
+    let layers = &request.units[1..=request.num_layers()];
+    let (mut forward, mut backward, mut update) = (0.0, 0.0, 0.0);
+    for unit in layers {
+        let (ahead, back) = (unit.forward_s(rates), unit.backward_s(rates));
+        let numel = unit.tensors.iter().map(|t| t.numel()).sum::<u64>() as f64;
+        let load = numel * request.precision.dtype().size() as f64 / (rates.h2d_gbs * 1e9);
+        forward += load.max(f64::from(group) * ahead);
+        backward += load.max(f64::from(group) * back);
+        update += numel / (rates.adamw_gparams * 1e9);
+    }
+    if update <= backward {
+        return SLABS;
+    }
+    // Of those that wait, the host consumes some while backward fills them; beside them, a few circulate.
+    let waiting = (forward / update * layers.len() as f64) / (1.0 - backward / update);
+    waiting.ceil().min(layers.len() as f64) as u32 + SLABS
 }
 
 /// Bytes fetched to the device, and written back, for updates there of units whose state lives on the host.

@@ -3,6 +3,7 @@ scratch, of which nothing is left."""
 
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,20 @@ def input_file(folder: Path) -> Path:
     return held[0]
 
 
+def wait_for_data(file: Path) -> None:
+    """Until something has been written to a file of zeros."""
+    end = time.monotonic() + 60
+    while not any(file.read_bytes()):
+        assert time.monotonic() < end, "no input was written"
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_input_that_cannot_be_read_again_costs_its_step_and_nothing_else(
     tmp_path: Path, tier: str, mode: str
 ) -> None:
-    # Both micro-batches pass all layers before the first loss, so some inputs have been written by then.
+    # Both micro-batches pass all layers before the first loss, so inputs are being written by then.
     plan = TIERS[tier] | {"inputs_on_disk": LAYERS, "activation": "recompute", "group": 2}
     options = on_disk(tmp_path, plan)
     plain, engine = (started("bf16", False, accumulation=2, **MODES[mode], **more) for more in ({}, options))
@@ -88,12 +97,18 @@ def test_an_input_that_cannot_be_read_again_costs_its_step_and_nothing_else(
 
     def loss(hidden: Tensor, head: Any, _: dict[str, Tensor]) -> Tensor:
         if cut:
+            if file.stat().st_size > 0:
+                wait_for_data(file)
             os.truncate(file, 0)
         return head(hidden).float().square().sum()
 
     for one in (plain, engine):
         one.step(batches(0, 2), loss_fn=loss)
     before, file, cut = state(engine), input_file(tmp_path), True
+    assert any(file.read_bytes()), "inputs were there"
+    size = file.stat().st_size
+    for length in (0, size):  # what the step before has written is gone
+        os.truncate(file, length)
     failed = r"_input of unit layers\.\d failed.* of unit layers\.\d \(micro-batch \d\).*(shortened|damaged)"
     with pytest.raises(StorageError, match=failed):
         engine.step(batches(1, 2), loss_fn=loss)

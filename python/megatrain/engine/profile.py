@@ -464,7 +464,7 @@ def staged_bytes(request: dict[str, Any], plan: dict[str, Any]) -> list[int]:
     least what was asked for. It has no more than a unit's own, however large a staging buffer is."""
     return [
         (asked["kept_bytes"] if "offload" in (planned["activation"], planned.get("large_activation")) else 0)
-        + (asked["input_bytes"] if planned["input"] == "host" else 0)
+        + (asked["input_bytes"] if planned["input"] != "device" else 0)
         for asked, planned in zip(request["units"], plan["units"], strict=True)
     ]
 

@@ -118,23 +118,7 @@ class Card(SystemProbe):
 
 
 def test_how_layers_are_cut_does_not_follow_what_other_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model(hidden_size=512, intermediate_size=4096, num_attention_heads=8, max_position_embeddings=32768)
-    ours = runtime.Runtime(
-        megatrain.Decoder(model, precision="bf16"),
-        megatrain.AdamW(),
-        types.SimpleNamespace(total_bytes=24 * GIB),  # type: ignore[arg-type]
-        torch.device("cuda", 0),
-        update="just_in_time",
-        grad_precision="bf16",
-        memory={"host": 8 * GIB},
-        plan={"activation": "recompute", "inputs": "host"},
-        micro_batch=None,
-        micro_batches=None,
-        load=None,
-        rates=None,
-        seed=0,
-        state_format=StateFormat(),
-    )
+    ours = _on_a_card(monkeypatch, {"activation": "recompute", "inputs": "host"}, intermediate_size=4096)
 
     def cut(free: float) -> dict[str, Any]:
         monkeypatch.setattr(hardware, "SYSTEM_PROBE", Card(int(free * GIB)))
@@ -170,7 +154,6 @@ def _model(**changes: Any) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(LlamaConfig(**llama() | changes))  # type: ignore[no-any-return]
 
 
-CARD = types.SimpleNamespace(total_bytes=24 * GIB)
 EACH = {
     "slots": 2,
     "slabs": 2,
@@ -193,18 +176,20 @@ EACH = {
 """A value for each number that may be asked for of a plan."""
 
 
-def _on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> runtime.Runtime:
+def _on_a_card(
+    monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], disk: Path | None = None, intermediate_size: int = 2048
+) -> runtime.Runtime:
+    """What an engine on an idle card of 24 GiB plans with."""
     monkeypatch.setattr(hardware, "SYSTEM_PROBE", Card(23 * GIB))
-    config = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "max_position_embeddings": 32768}
-    disk = {"nvme": {"path": str(tmp_path), "size": GIB}} if any("disk" in key for key in plan) else {}
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 32768}
     return runtime.Runtime(
-        megatrain.Decoder(_model(**config), precision="bf16"),
+        megatrain.Decoder(_model(**sizes, intermediate_size=intermediate_size), precision="bf16"),
         megatrain.AdamW(),
-        CARD,  # type: ignore[arg-type]
+        types.SimpleNamespace(total_bytes=24 * GIB),  # type: ignore[arg-type]
         torch.device("cuda", 0),
         update="immediate" if "slabs" in plan else "just_in_time",
         grad_precision="bf16",
-        memory={"host": 8 * GIB, **disk},
+        memory={"host": 8 * GIB} | ({} if disk is None else {"nvme": {"path": str(disk), "size": GIB}}),
         plan=plan,
         micro_batch=None,
         micro_batches=None,
@@ -220,14 +205,15 @@ def test_whatever_is_asked_for_what_layers_keep_is_decided_without_an_error(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EACH.keys() == set(runtime.REQUESTS)
-    ours = _on_a_card(tmp_path, monkeypatch, {key: EACH[key]})
+    ours = _on_a_card(monkeypatch, {key: EACH[key]}, tmp_path if "disk" in key else None)
     cut, _, _ = ours._first_that_fits((1, 8192), 2)
     placed = key in ("large_keep", "keep", "activation", "inputs", "accumulate", "updates_on_device") or "disk" in key
     assert cut.keeps == ("least" if placed else "usual")
 
 
-def test_an_engine_that_is_planned_again_keeps_what_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = _on_a_card(tmp_path, monkeypatch, {})
+def test_an_engine_that_is_planned_again_keeps_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = dict.fromkeys(("kept_tensors", "fragments", "mlp_tiles"))  # as good as left out
+    ours = _on_a_card(monkeypatch, unset)
     cut, _, _ = ours._first_that_fits((1, 8192), 1)
     assert cut.keeps == "usual"
     assert ours._first_that_fits((24, 32768), 1)[0].keeps == "least"

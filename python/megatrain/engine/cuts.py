@@ -75,10 +75,10 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
     """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
     else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
     ConfigError for halves or tiles of layers that have none; `constraints.check_plan` has refused everything else."""
-    fragments: Any = requests.get("fragments", "auto")
-    tiles: Any = requests.get("mlp_tiles", "auto")
+    fragments: Any = requests.get("fragments") or "auto"
+    tiles: Any = requests.get("mlp_tiles") or "auto"
     several = tiles not in ("auto", 1)
-    keeps: Any = requests.get("kept_tensors", "auto")
+    keeps: Any = requests.get("kept_tensors") or "auto"
     halves = decoder.halves
     if halves is decoder:
         if fragments == "halves" or several:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from megatrain.engine import compile_memory, profile
+from megatrain.engine import compile_memory, layer_cost
 from megatrain.engine.compile import cut_for
 from megatrain.engine.saved_tensors import CheckpointedCall
 from megatrain.models.decoder import Decoder
@@ -53,7 +53,7 @@ def saved_by_the_compiler(model: Decoder, *, least: bool) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_a_compiled_layer_keeps_what_the_partition_says(family: str, least: bool) -> None:
     model = decoder(family)
-    said = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least)
+    said = layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least)
     real = saved_by_the_compiler(model, least=least)
     assert said.running_bytes is not None, "the layer was traced"
     assert said.kept_bytes == pytest.approx(real, rel=0.02), (said.kept_bytes, real)
@@ -62,7 +62,8 @@ def test_a_compiled_layer_keeps_what_the_partition_says(family: str, least: bool
 def test_what_torch_keeps_is_more_than_the_least() -> None:
     model = decoder("llama")
     least, usual = (
-        profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least) for least in (True, False)
+        layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True, least=least)
+        for least in (True, False)
     )
     assert least.kept_bytes < 0.8 * usual.kept_bytes
     assert (least.remakes, usual.remakes) == (True, False)
@@ -76,8 +77,8 @@ def test_a_layer_that_is_compiled_but_for_packed_rows_has_memory_for_either() ->
     model = Decoder.from_config(config, precision="bf16").halves
     attention = model.units[1]
     assert attention.layer in model.mixing_layers
-    with_either = profile.measure(model, attention, ROWS, SEQ, "cuda", compiled=True)
-    eager = profile.measure(model, attention, ROWS, SEQ, "cuda")
+    with_either = layer_cost.measure(model, attention, ROWS, SEQ, "cuda", compiled=True)
+    eager = layer_cost.measure(model, attention, ROWS, SEQ, "cuda")
     record = model.recorder.record(torch.zeros((ROWS, SEQ), dtype=torch.int64))
     shape = (ROWS, SEQ, model.hidden_size)
     module = on_meta(model.module_of(attention))
@@ -92,9 +93,9 @@ def test_a_layer_that_is_compiled_but_for_packed_rows_has_memory_for_either() ->
 
 def test_less_is_kept_than_by_a_layer_that_is_not_compiled_and_in_proportion_to_the_rows() -> None:
     model = decoder("qwen2")
-    two, four = (profile.measure(model, model.units[1], rows, SEQ, "cuda", compiled=True) for rows in (2, 4))
+    two, four = (layer_cost.measure(model, model.units[1], rows, SEQ, "cuda", compiled=True) for rows in (2, 4))
     assert four.kept_bytes == pytest.approx(2 * two.kept_bytes, rel=0.02)
-    assert two.kept_bytes < 0.8 * profile.measure(model, model.units[1], 2, SEQ, "cuda").kept_bytes
+    assert two.kept_bytes < 0.8 * layer_cost.measure(model, model.units[1], 2, SEQ, "cuda").kept_bytes
     assert two.running_bytes is not None
     assert two.running_bytes > two.kept_bytes
 
@@ -140,9 +141,9 @@ def test_a_layer_that_cannot_be_traced_is_planned_as_if_it_were_not_compiled(
     model = decoder("qwen2")
     monkeypatch.setattr(compile_memory, "cut", fails)
     with caplog.at_level(logging.INFO, "megatrain"):
-        found = profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
-        assert found == profile.measure(model, model.units[1], ROWS, SEQ, "cuda")
-        profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
+        found = layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
+        assert found == layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda")
+        layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
     assert [r.message for r in caplog.records].count("Qwen2DecoderLayer is planned as if it were not compiled: no") == 1
 
 
@@ -166,7 +167,7 @@ def test_two_threads_that_plan_at_once_measure_what_one_does() -> None:
 def test_measuring_leaves_modules_of_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of all modules, as torch's own counter of operations registers, run wherever a module does."""
     model = decoder("llama")
-    wanted = profile.measure(model, model.units[1], ROWS, SEQ, "cpu")
+    wanted = layer_cost.measure(model, model.units[1], ROWS, SEQ, "cpu")
     forward, hooks = CheckpointedCall.forward, []
 
     def looked_at(*args: Any, **kwargs: Any) -> Any:
@@ -175,10 +176,10 @@ def test_measuring_leaves_modules_of_other_threads_alone(monkeypatch: pytest.Mon
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(CheckpointedCall, "forward", looked_at)
-    assert profile.measure(model, model.units[1], ROWS, SEQ, "cpu") == wanted
+    assert layer_cost.measure(model, model.units[1], ROWS, SEQ, "cpu") == wanted
     assert wanted.flops > 0
     assert hooks == []
 
 
-def measured(model: Decoder) -> profile.Measured:
-    return profile.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)
+def measured(model: Decoder) -> layer_cost.Measured:
+    return layer_cost.measure(model, model.units[1], ROWS, SEQ, "cuda", compiled=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain import Engine
 from megatrain.config import constraints
-from megatrain.engine import float8, profile
+from megatrain.engine import float8, layer_cost, profile
 from megatrain.engine.device_memory import Region
 from megatrain.engine.float8 import Float8Linear, quantize
 from megatrain.engine.template import LayerTemplate
@@ -203,12 +203,12 @@ def test_the_planner_counts_less_time_and_about_as_much_memory() -> None:
     plain, converted = (
         Decoder.from_config(config("llama", **sizes), precision="bf16", matmul=kind) for kind in ("bf16", "fp8")
     )
-    bf16, fp8 = (profile.measure(d, d.units[1], 2, 64, "cuda", compiled=True) for d in (plain, converted))
+    bf16, fp8 = (layer_cost.measure(d, d.units[1], 2, 64, "cuda", compiled=True) for d in (plain, converted))
     assert fp8.flops == bf16.flops
     assert fp8.float8_flops == fp8.flops - fp8.attention_flops
     assert bf16.float8_flops == 0
     assert bf16.kept_bytes < fp8.kept_bytes < 1.1 * bf16.kept_bytes
-    eager = profile.measure(converted, converted.units[1], 2, 64, "cuda")
+    eager = layer_cost.measure(converted, converted.units[1], 2, 64, "cuda")
     assert eager.converting_bytes == 12 * (128 * 512 + 256 * 512)
     assert profile.float8_share({"matmul_tflops": 600, "float8_tflops": 1200}, "cuda") == pytest.approx(2 / 3)
     assert profile.float8_share({}, "cuda") == pytest.approx(2 / 3)

@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import megatrain
 from megatrain.config.default_length import max_positions
-from megatrain.engine.profile import measure, plan_request
+from megatrain.engine.layer_cost import measure
+from megatrain.engine.profile import plan_request
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.hf_config import load_config
@@ -168,6 +169,18 @@ def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: d
             r"model\.config\.text_config\.hiden_size is not a key of llama",
         ),
         ({"model_type": "llama", "colour": "red"}, r"model\.config\.colour is not a key of llama; remove it"),
+        (
+            {"model_type": "llama", "colour": "red", "transformers_version": "99.1.0"},
+            r"colour is not a key of llama \(transformers 99\.1\.0 has written it, and [\d.]+ is installed: upgrade",
+        ),
+        (
+            {"model_type": "llama5", "transformers_version": "99.1.0"},
+            r"'llama5', which the installed transformers does not know \(transformers 99\.1\.0 has written it",
+        ),
+        (
+            {"model_type": "llama", "colour": "red", "transformers_version": "4.0"},
+            "colour is not a key of llama; remove",
+        ),
         ({"model_type": "lama"}, "'lama', which the installed transformers does not know; did you mean llama"),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, r"model\.config: .*\(30\).*heads \(4\)"),
         ({"model_type": "llama", "hidden_size": "many"}, r"model\.config: .*'hidden_size' expected int"),

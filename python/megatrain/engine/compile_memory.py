@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatrain.engine import float8
+from megatrain.engine import expert_grads, float8
 from megatrain.engine.compile import cut_for
 from megatrain.engine.last_matmul import only_for_outputs
 
@@ -63,6 +63,7 @@ def cut(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     float8.convert(module, matmul)
+    expert_grads.convert(module)
     flat, spec = tree_flatten((args, kwargs))
     places = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
     state = dict(module.named_parameters()) | dict(module.named_buffers())

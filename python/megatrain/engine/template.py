@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatrain.engine import float8
+from megatrain.engine import expert_grads, float8
 from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
@@ -237,6 +237,7 @@ class LayerTemplate:
         """Whether it draws random numbers in training; None before its first call."""
         self.parameters: list[Tensor] = self.bound.trainable
         self.weight_grads: WeightGradients = WeightGradients(self.module, self.parameters)
+        expert_grads.convert(self.module, self.weight_grads)
         move_shared_buffers(self.module, region.device)
         self.tried: bool = unit.layer not in decoder.untried
         """Whether it is known that the forward changes no state of the module."""

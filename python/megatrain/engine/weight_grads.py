@@ -12,7 +12,7 @@ runs, since a compiled layer serves all layers of its structure and each has its
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,7 +39,8 @@ class WeightGradients:
         as their weight is one of `parameters`. Layers with a forward of their own and subclasses, but for those of
         `SummedLinear`, stay as they are."""
         number = next(_NUMBERS)
-        self._handle = torch.tensor([number])
+        self.handle: Tensor = torch.tensor([number])
+        """What an operation of a backward finds it by."""
         self._targets: Sequence[Tensor] = ()
         self._in_fp32 = False
         self._first = False
@@ -47,7 +48,7 @@ class WeightGradients:
         """Gradients that are returned in the weight's dtype, by index of the parameter."""
         self._written: set[int] = set()
         _OPEN[number] = self
-        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._index = index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self.indices: set[int] = set()
         """Of the parameters whose gradient a matmul adds to its sum."""
         for child in module.modules():
@@ -58,10 +59,17 @@ class WeightGradients:
                 if plain:
                     child.__class__ = SummedLinear
                 linear = cast("SummedLinear", child)
-                linear.sum_index, linear.sum_handle = index[id(child.weight)], self._handle
+                linear.sum_index, linear.sum_handle = index[id(child.weight)], self.handle
                 self.indices.add(index[id(child.weight)])
         if self.indices:
             _operation()
+
+    def take_over(self, weight: Tensor | None) -> int | None:
+        """The index of a parameter whose gradient will come by `add_parts`; None where it is none of them."""
+        index = self._index.get(id(weight))
+        if index is not None:
+            self.indices.add(index)
+        return index
 
     def begin(self, targets: Sequence[Tensor], *, first: bool, in_fp32: bool) -> None:
         """Before a backward. `targets`, per parameter, are where gradients are summed; `first` starts the sums. With
@@ -80,6 +88,16 @@ class WeightGradients:
             return
         value = grad.t() @ rows
         self._values[index] = self._values[index] + value if index in self._values else value
+
+    def add_parts(self, index: int, parts: Iterable[tuple[slice, Tensor]]) -> None:
+        """The gradient of one use of a weight, by slices of its last dimension, in the weight's dtype."""
+        target, first = self._targets[index], self._first and index not in self._written
+        for columns, part in parts:
+            if first:
+                target[..., columns].copy_(part)
+            else:
+                target[..., columns].add_(part)
+        self._written.add(index)
 
     def finish(self, grads: Sequence[Tensor | None]) -> set[int]:
         """After a backward. `grads`, per parameter, are what autograd returned: None where a matmul has already added
@@ -116,6 +134,11 @@ class WeightGradients:
 def add_gradient(handle: Tensor, index: int, grad: Tensor, rows: Tensor) -> None:
     """`WeightGradients.add` of the one that made the handle."""
     _OPEN[int(handle)].add(index, grad, rows)
+
+
+def add_parts(handle: Tensor, index: int, parts: Iterable[tuple[slice, Tensor]]) -> None:
+    """`WeightGradients.add_parts` of the one that made the handle."""
+    _OPEN[int(handle)].add_parts(index, parts)
 
 
 class SummedLinear(nn.Linear):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.compat import numbers
 from megatrain.errors import ConfigError
 from megatrain.models import config_overrides
 from megatrain.names import nearest
@@ -39,12 +40,13 @@ def load_config(
         kind = keys.pop("model_type", None)
         if kind is None:
             raise ConfigError("model.config names no model_type, such as llama")
-        _check_kind(kind)
+        of_newer = _of_newer(keys.get("transformers_version"))
+        _check_kind(kind, of_newer)
         try:
             config = AutoConfig.for_model(kind, **keys)
         except Exception as error:  # a configuration class may raise anything for a value it refuses
             raise ConfigError(f"model.config: {kind}: {_reason(error)}") from error
-        _refuse_unknown(config, source, "model.config.")
+        _refuse_unknown(config, source, "model.config.", of_newer)
         return config
     if isinstance(source, (str, Path)):
         try:
@@ -53,10 +55,11 @@ def load_config(
             raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
         if extra := _unknown(config, vars(config)):
             log.info(
-                "%s: its configuration has keys that %s does not know: %s; they have no effect",
+                "%s: its configuration has keys that %s does not know: %s; they have no effect%s",
                 source,
                 config.model_type,
                 extra,
+                _of_newer(getattr(config, "transformers_version", None)),
             )
         if overrides:
             config = _overridden(config, source, overrides, arguments)
@@ -137,7 +140,17 @@ def _has_class(config: Any) -> bool:
     return type(config) in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
-def _check_kind(kind: Any) -> None:
+def _of_newer(version: Any) -> str:
+    """What is added to messages about a `config.json` that a newer transformers than the installed one has written;
+    empty for any other."""
+    from transformers import __version__ as installed
+
+    if numbers(str(version)) <= numbers(installed):
+        return ""
+    return f" (transformers {version} has written it, and {installed} is installed: upgrade that)"
+
+
+def _check_kind(kind: Any, of_newer: str) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
@@ -145,12 +158,13 @@ def _check_kind(kind: Any) -> None:
         return
     message = f"model.config.model_type is {kind!r}, which the installed transformers does not know"
     close = nearest(kind, DECODERS) or nearest(kind, CONFIG_MAPPING.keys())
-    raise ConfigError(f"{message}; did you mean {close}?" if close else f"{message}; write one such as llama")
+    hint = f"did you mean {close}?" if close else "write one such as llama"
+    raise ConfigError(f"{message}{of_newer}; {hint}")
 
 
-def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
+def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str, of_newer: str = "") -> None:
     """Raises ConfigError for the first key of `given`, nested parts included, that neither the configuration's class
-    nor the model's code reads."""
+    nor the model's code reads. `of_newer`: see `_of_newer`."""
     from transformers import PretrainedConfig
 
     for name in _unknown(config, given):
@@ -159,11 +173,11 @@ def _refuse_unknown(config: Any, given: Mapping[str, Any], prefix: str) -> None:
             known |= {"rope_theta", "rope_scaling"}  # its parts in older files
         close = nearest(name, sorted(known))
         hint = f"did you mean {prefix}{close}?" if close else "remove it"
-        raise ConfigError(f"{prefix}{name} is not a key of {config.model_type}; {hint}")
+        raise ConfigError(f"{prefix}{name} is not a key of {config.model_type}{of_newer}; {hint}")
     for name, value in given.items():
         part = vars(config).get(name)
         if isinstance(value, Mapping) and isinstance(part, PretrainedConfig):
-            _refuse_unknown(part, value, f"{prefix}{name}.")
+            _refuse_unknown(part, value, f"{prefix}{name}.", of_newer)
 
 
 def _unknown(config: Any, given: Mapping[str, Any]) -> list[str]:

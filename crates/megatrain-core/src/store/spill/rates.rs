@@ -1,7 +1,7 @@
 //! How fast disks take state: measured with the transfers that a step makes.
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{BLOCK_BYTES, BlockFiles, Direction, Failed, Piece, StateFiles, StateIo};
 use crate::disk::{Disk, RealDisk};
@@ -12,13 +12,15 @@ use crate::store::arena::{Arena, ArenaOptions};
 /// Blocks of one transfer: about those of a part of a large unit.
 const BLOCKS: usize = 64;
 const TRANSFER_BYTES: usize = BLOCKS * BLOCK_BYTES;
+/// How long both directions are measured at least: drives take the first moments into memory of their own.
+const LEAST: Duration = Duration::from_secs(2);
 
 /// What disks can do as places for state.
 #[derive(Clone, Copy, Debug)]
 pub struct StateRates {
-    /// Bytes read in a second.
+    /// Bytes read in a second, while others are written.
     pub read: f64,
-    /// Bytes written in a second, while as many were read.
+    /// Bytes written in a second, over others that were there before, while those are read.
     pub written: f64,
     /// By what they were read and written: [`BlockFiles::means`].
     pub means: &'static str,
@@ -53,20 +55,30 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<StateRates> {
         });
     }
     files.register(&buffers);
-    // What has never been written may be read without the drive.
-    run(&files, Direction::Write, 0..half, &buffers[0])?;
+    // What has never been written may be read without the drive, and takes longer to write than what a step writes over.
+    run(&files, Direction::Write, 0..2 * half, &buffers[0], Duration::ZERO)?;
     let (read, written) = std::thread::scope(|scope| {
-        let reader = scope.spawn(|| run(&files, Direction::Read, 0..half, &buffers[0]));
-        let written = run(&files, Direction::Write, half..2 * half, &buffers[1]);
+        let reader = scope.spawn(|| run(&files, Direction::Read, 0..half, &buffers[0], LEAST));
+        let written = run(&files, Direction::Write, half..2 * half, &buffers[1], LEAST);
         (reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), written)
     });
     Ok(StateRates { read: read?, written: written?, means: files.means() })
 }
 
-/// Bytes a second of transfers of these blocks, checksums included.
-fn run(files: &BlockFiles, direction: Direction, blocks: std::ops::Range<usize>, buffer: &HostSpan) -> Result<f64> {
-    let (begun, count, bytes) = (Instant::now(), files.count(), blocks.len() * BLOCK_BYTES);
-    for first in blocks.step_by(BLOCKS) {
+/// Bytes a second of transfers of these blocks, checksums included: of each once, and again until `least` is over.
+fn run(
+    files: &BlockFiles,
+    direction: Direction,
+    blocks: std::ops::Range<usize>,
+    buffer: &HostSpan,
+    least: Duration,
+) -> Result<f64> {
+    let (begun, count, transfers) = (Instant::now(), files.count(), blocks.len() / BLOCKS);
+    let mut done = 0;
+    for first in blocks.step_by(BLOCKS).cycle() {
+        if done >= transfers && begun.elapsed() >= least {
+            break;
+        }
         let pieces: Vec<Piece> = (0..BLOCKS)
             .map(|i| Piece {
                 file: (first + i) % count,
@@ -90,6 +102,7 @@ fn run(files: &BlockFiles, direction: Direction, blocks: std::ops::Range<usize>,
             };
             Error::StateFolder { path: files.path(pieces[index].file), what, source }
         })?;
+        done += 1;
     }
-    Ok(bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9))
+    Ok((done * TRANSFER_BYTES) as f64 / begun.elapsed().as_secs_f64().max(1e-9))
 }

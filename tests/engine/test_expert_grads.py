@@ -1,6 +1,9 @@
 """Gradients of routed experts that are added to their sums in parts: the numbers of autograd, and less memory."""
 
-from collections.abc import Callable
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +17,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from megatrain.engine import expert_grads, layer_cost
 from megatrain.engine.weight_grads import WeightGradients
 from megatrain.models.decoder import Decoder
-from support.families import build
+from megatrain.models.modules import on_meta
+from support.families import FAMILIES, build
 from support.reference import batches, engine
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.11", reason="CPUs have had grouped matmuls only since")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="grouped matmuls of CPUs and cards are alike only since"
+)
 
 BF16 = torch.bfloat16
 KINDS = {"gpt_oss": GptOssExperts, "mixtral": MixtralExperts, "qwen3_moe": Qwen3MoeExperts}
@@ -113,6 +119,55 @@ def test_compiled_they_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.experts])
+def test_experts_of_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their gates are, and however their weights lie."""
+    monkeypatch.setattr(expert_grads, "PART_BYTES", 1)
+    ours, stock = (next(expert_grads.grouped_experts(build(name, "grouped_mm").to(BF16))) for _ in range(2))
+    first = ours.get_parameter("gate_up_proj" if ours.has_gate else "up_proj")
+    number, width = first.shape[0], first.shape[1 if ours.is_transposed else 2]
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(number - 1, generator=generator)[:2] for _ in range(TOKENS)])
+    rows, grad = (torch.randn(TOKENS, width, generator=generator).to(BF16) for _ in range(2))
+    step = rows, chosen, torch.rand(TOKENS, 2, generator=generator).to(BF16), grad
+    trained = list(ours.parameters())
+    collector = WeightGradients(ours, trained)
+    expert_grads.convert(ours, collector)
+    assert isinstance(ours, expert_grads.SummedExperts)
+    sums = [torch.full_like(p, torch.nan) for p in trained]
+    collector.begin(sums, first=True, in_fp32=False)
+    output, grads = backward(ours, trained, step)
+    collector.finish(grads[2:])
+    same, wanted = backward(stock, list(stock.parameters()), step)
+    for a, b in zip([output, *grads[:2], *sums], [same, *wanted], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_part_exists_at_a_time() -> None:
+    weight = nn.Parameter(torch.zeros(2, 3, 8, dtype=BF16))
+    module = nn.Module()
+    module.weight = weight
+    collector, total = WeightGradients(module, [weight]), torch.zeros(2, 3, 8)
+    refs: list[Any] = []
+    alive: list[int] = []
+
+    def part() -> Tensor:
+        alive.append(sum(ref() is not None for ref in refs))
+        made = torch.ones(2, 3, 2, dtype=BF16)
+        refs.append(weakref.ref(made))
+        return made
+
+    def parts() -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, 8, 2):
+            yield slice(start, start + 2), part()
+
+    collector.begin([total], first=True, in_fp32=True)
+    collector.add_parts(0, parts())
+    assert not collector.finish([None])
+    assert alive == [0, 0, 0, 0]
+    assert torch.equal(total, torch.ones(2, 3, 8))
+
+
 def test_torch_returns_no_gradient_of_their_weights() -> None:
     module = experts("gpt_oss")
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -147,6 +202,56 @@ def test_others_stay_as_they_are(implementation: str, dtype: torch.dtype) -> Non
     assert expert_grads.spared_bytes(module) == expert_grads.part_bytes(module) == 0
 
 
+def _of_a_subclass() -> nn.Module:
+    class Scaled(MixtralExperts):
+        def forward(self, *args: Tensor) -> Tensor:
+            return 2 * super().forward(*args)
+
+    module = experts("mixtral")
+    module.__class__ = Scaled
+    return module
+
+
+def _of_an_instance() -> nn.Module:
+    module = experts("mixtral")
+    before = module.forward
+    module.forward = lambda *args: 2 * before(*args)
+    return module
+
+
+def _of_the_class(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    before = MixtralExperts.forward
+    monkeypatch.setattr(MixtralExperts, "forward", lambda *args: 2 * before(*args))
+    return experts("mixtral")
+
+
+def _of_the_registry(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    from transformers.integrations import moe
+
+    own = {
+        **moe.ALL_EXPERTS_FUNCTIONS._global_mapping,
+        "grouped_mm": lambda *args: 2 * moe.batched_mm_experts_forward(*args),
+    }
+    monkeypatch.setattr(type(moe.ALL_EXPERTS_FUNCTIONS), "_global_mapping", own)
+    return experts("mixtral")
+
+
+@pytest.mark.parametrize("where", ["subclass", "instance", "class", "registry"])
+def test_a_forward_of_somebody_elses_is_kept(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And planned as what it is."""
+    made = {
+        "subclass": _of_a_subclass,
+        "instance": _of_an_instance,
+        "class": lambda: _of_the_class(monkeypatch),
+        "registry": lambda: _of_the_registry(monkeypatch),
+    }
+    module = made[where]()
+    kind = type(module)
+    expert_grads.convert(module, WeightGradients(module, list(module.parameters())))
+    assert type(module) is kind
+    assert expert_grads.spared_bytes(module) == 0
+
+
 def test_neither_groups_nor_halves_show() -> None:
     """Steps of an engine with experts in bf16, whole layers and halves, in parts of one width and another."""
 
@@ -178,3 +283,55 @@ def test_plans_count_one_part(compiled: bool, monkeypatch: pytest.MonkeyPatch) -
     assert 0 < part < weights
     monkeypatch.setattr(expert_grads, "expert_weights", lambda _: iter(()))
     assert running() - summed >= 0.8 * (weights - part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "chosen"),
+    [("qwen3_moe", 16, 8), ("qwen3_moe", 128, 8), ("qwen3_moe", 128, 2), ("gpt_oss", 16, 4)],
+)
+def test_a_plain_layers_backward_needs_no_more_than_is_planned(
+    kind: str, number: int, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the profiler's record of what is allocated and freed: the experts' half of a layer, 1,024 tokens."""
+    monkeypatch.setattr(expert_grads, "PART_BYTES", 1)
+    width, inner, seq = 256, 256 if kind == "gpt_oss" else 96, 1024
+    sizes = {"hidden_size": width, "intermediate_size": inner, "moe_intermediate_size": inner, "head_dim": width // 4}
+    sizes |= {"num_experts": number, "num_local_experts": number, "num_experts_per_tok": chosen, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **sizes, **heads, max_position_embeddings=seq)
+    config._experts_implementation = "grouped_mm"
+    decoder = Decoder.from_config(config, precision="bf16").halves
+    unit = next(unit for unit in decoder.units if unit.half == "mlp")
+    hidden = seq * width * 2
+    measured = layer_cost.measure(decoder, unit, 1, seq, "cuda")
+    planned = layer_cost.running_bytes(measured, hidden, layer_cost.gradient_bytes(unit, decoder))
+
+    module = on_meta(decoder.module_of(unit)).to_empty(device="cpu").train()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    trained = list(module.parameters())
+    collector = WeightGradients(module, trained)
+    expert_grads.convert(module, collector)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
+    record = decoder.recorder.record(torch.zeros((1, seq), dtype=torch.int64))
+    rows, grad = torch.randn(1, seq, width).to(BF16).requires_grad_(), torch.randn(1, seq, width).to(BF16)
+
+    def step() -> None:
+        collector.begin(sums, first=True, in_fp32=True)
+        output = module(rows, *record.args[0], **record.kwargs[0])
+        output = output[0] if isinstance(output, tuple) else output
+        _, *grads = torch.autograd.grad(output, (rows, *trained), grad, allow_unused=True)
+        del output
+        collector.finish(grads)
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    now = most = 0
+    for event in events:
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
+            now += event["args"]["Bytes"]
+            most = max(most, now)
+    assert 0.3 * planned < most <= planned

@@ -181,6 +181,7 @@ def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: d
             {"model_type": "llama", "colour": "red", "transformers_version": "4.0"},
             "colour is not a key of llama; remove",
         ),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\], not the name of a kind of model"),
         ({"model_type": "lama"}, "'lama', which the installed transformers does not know; did you mean llama"),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, r"model\.config: .*\(30\).*heads \(4\)"),
         ({"model_type": "llama", "hidden_size": "many"}, r"model\.config: .*'hidden_size' expected int"),
@@ -221,6 +222,13 @@ def test_keys_of_a_vendor_in_a_folder_are_told_in_the_log(tmp_path: Path, caplog
     path.write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": 30}))
     with pytest.raises(ConfigError, match=r"no configuration of a model in .*hidden size \(30\)"):
         Decoder.from_config(tmp_path)
+
+
+def test_a_folder_of_a_newer_transformers_says_so(tmp_path: Path) -> None:
+    keys = {"model_type": "llama9", "architectures": ["Llama9"], "transformers_version": "99.1.0"}
+    (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no configuration of a model in .*transformers 99\.1\.0 has written it"):
+        load_config(tmp_path)
 
 
 TOWER = [f"model.tower.layers.{i}.{name}.weight" for i in range(24) for name in ("attn.q", "attn.k", "mlp.up", "norm")]

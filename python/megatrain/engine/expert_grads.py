@@ -26,15 +26,26 @@ _COLUMNS = 64
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-def expert_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Experts of transformers within `module` whose gradients can be added in parts, with the names of their weights
-    (E, …): those in bf16 that run as grouped matmuls."""
-    if not hasattr(F, "grouped_mm"):
+def grouped_experts(module: nn.Module) -> Iterator[nn.Module]:
+    """Experts within `module` whose forward is the grouped matmuls of transformers, and nobody else's."""
+    from transformers.integrations import moe
+
+    if moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is not moe.grouped_mm_experts_forward:
         return
     for child in module.modules():
-        grouped = getattr(getattr(child, "config", None), "_experts_implementation", None) == "grouped_mm"
-        if not grouped or getattr(child, "is_transposed", None) is None or getattr(child, "has_gate", None) is None:
+        if getattr(getattr(child, "config", None), "_experts_implementation", None) != "grouped_mm":
             continue
+        decorated = getattr(type(child).forward, "__globals__", {}).get("__name__") == moe.__name__
+        if isinstance(child, SummedExperts) or (decorated and "forward" not in child.__dict__):
+            yield child
+
+
+def expert_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Experts within `module` whose gradients can be added in parts, with the names of their weights (E, …): those in
+    bf16 that run as grouped matmuls."""
+    if torch.__version__ < "2.11":  # CPUs and cards run the same grouped matmuls only since
+        return
+    for child in grouped_experts(module):
         if getattr(child, "_is_expert_parallel", False) or getattr(child, "has_post_expert_norm", False):
             continue
         for name in _WEIGHTS:
@@ -44,10 +55,8 @@ def expert_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _runs_on(device: torch.device) -> bool:
-    """Whether transformers would use torch's grouped matmul there."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type != "cpu" or torch.__version__ >= "2.11"
+    """Whether transformers uses torch's grouped matmul there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def convert(module: nn.Module, grads: WeightGradients | None = None) -> None:
@@ -145,7 +154,7 @@ class SummedExperts(nn.Module):
         else:
             output = F.grouped_mm(rows, weight if self.is_transposed else weight.transpose(-2, -1), offs=ends)
         if self.has_bias:
-            output = output + getattr(self, f"{name}_bias")[experts]
+            output.add_(getattr(self, f"{name}_bias")[experts])
         return output
 
 

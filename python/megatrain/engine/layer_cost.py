@@ -44,6 +44,8 @@ class Measured:
     """Those of `flops` that are multiplied in float8."""
     converting_bytes: int = 0
     """Most that is allocated to convert the operands of one product, where the layer is not compiled."""
+    routed_bytes: int = 0
+    """Hidden states of all tokens beside each of their experts, where the layer has experts and is not compiled."""
     dropped_bytes: int = 0
     """What it would keep beside `kept_bytes` if it were not computed in tiles."""
     running_bytes: int | None = None
@@ -158,7 +160,20 @@ def measure(
         if str(operation) == float8.PRODUCT
     )
     flops = matmuls.get_total_flops() + attention.flops
-    return Measured(kept, flops, attention.flops, in_float8, float8.converting_bytes(module, rows * seq))
+    return Measured(
+        kept,
+        flops,
+        attention.flops,
+        in_float8,
+        float8.converting_bytes(module, rows * seq),
+        _routed_bytes(decoder, module, hidden.nbytes),
+    )
+
+
+def _routed_bytes(decoder: Decoder, module: nn.Module, hidden: int) -> int:
+    names = ("num_experts_per_tok", "moe_top_k")
+    chosen = next((n for name in names if isinstance(n := getattr(decoder.text_config, name, None), int)), 1)
+    return chosen * hidden if any(expert_grads.grouped_experts(module)) else 0
 
 
 _RECORDED: weakref.WeakKeyDictionary[Recorder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
@@ -263,10 +278,11 @@ def measure_tiled(
 
 def running_bytes(work: Measured, hidden: int, gradients: int) -> int:
     """Upper bound of what torch allocates while a layer is recomputed and its backward runs: its activations, the
-    `gradients` bytes of its weights', and a few tensors of its widest part, beside `hidden` bytes a hidden state."""
+    `gradients` bytes of its weights', and a few tensors of its widest part, beside `hidden` bytes a hidden state.
+    Backward begins with what experts return, before there is any gradient of a weight."""
     if work.running_bytes is not None:
         return work.running_bytes + 2 * hidden
-    return work.kept_bytes * 5 // 4 + gradients + 4 * hidden
+    return work.kept_bytes * 5 // 4 + max(gradients + 4 * hidden, 4 * work.routed_bytes)
 
 
 def gradient_bytes(unit: Unit, decoder: Decoder) -> int:

@@ -97,6 +97,7 @@ class WeightGradients:
                 target[..., columns].copy_(part)
             else:
                 target[..., columns].add_(part)
+            del part  # before the next one is made
         self._written.add(index)
 
     def finish(self, grads: Sequence[Tensor | None]) -> set[int]:

@@ -40,6 +40,8 @@ def load_config(
         kind = keys.pop("model_type", None)
         if kind is None:
             raise ConfigError("model.config names no model_type, such as llama")
+        if not isinstance(kind, str):
+            raise ConfigError(f"model.config.model_type is {kind!r}, not the name of a kind of model such as llama")
         of_newer = _of_newer(keys.get("transformers_version"))
         _check_kind(kind, of_newer)
         try:
@@ -52,7 +54,8 @@ def load_config(
         try:
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **arguments)
         except Exception as error:  # the same, and whatever remote code raises
-            raise ConfigError(f"model.path: no configuration of a model in {source}: {_reason(error)}") from error
+            reason = f"{_reason(error)}{_of_newer(_writer(source, arguments))}"
+            raise ConfigError(f"model.path: no configuration of a model in {source}: {reason}") from error
         if extra := _unknown(config, vars(config)):
             log.info(
                 "%s: its configuration has keys that %s does not know: %s; they have no effect%s",
@@ -138,6 +141,16 @@ def _has_class(config: Any) -> bool:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return type(config) in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def _writer(source: str | Path, arguments: Mapping[str, Any]) -> Any:
+    """The release of transformers that has written a `config.json`; None where that cannot be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(str(source), **arguments)[0].get("transformers_version")
+    except Exception:  # of whatever is not there, or is no configuration
+        return None
 
 
 def _of_newer(version: Any) -> str:

@@ -1,6 +1,7 @@
 //! How fast disks take state: measured with the transfers that a step makes.
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{BLOCK_BYTES, BlockFiles, Direction, Failed, Piece, StateFiles, StateIo};
@@ -56,53 +57,85 @@ pub fn measure(paths: Vec<PathBuf>, bytes: u64) -> Result<StateRates> {
     }
     files.register(&buffers);
     // What has never been written may be read without the drive, and takes longer to write than what a step writes over.
-    run(&files, Direction::Write, 0..2 * half, &buffers[0], Duration::ZERO)?;
+    run(&files, Direction::Write, 0..2 * half, &buffers[0], Duration::ZERO, &AtomicUsize::new(1))?;
+    let waiting = AtomicUsize::new(2);
     let (read, written) = std::thread::scope(|scope| {
-        let reader = scope.spawn(|| run(&files, Direction::Read, 0..half, &buffers[0], LEAST));
-        let written = run(&files, Direction::Write, half..2 * half, &buffers[1], LEAST);
+        let reader = scope.spawn(|| run(&files, Direction::Read, 0..half, &buffers[0], LEAST, &waiting));
+        let written = run(&files, Direction::Write, half..2 * half, &buffers[1], LEAST, &waiting);
         (reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), written)
     });
     Ok(StateRates { read: read?, written: written?, means: files.means() })
 }
 
-/// Bytes a second of transfers of these blocks, checksums included: of each once, and again until `least` is over.
+/// Bytes a second of transfers of these blocks, checksums included: of each once, and again until `least` is over, and then
+/// until all that are counted by `waiting` are done with that, so that none has the drive to itself.
 fn run(
     files: &BlockFiles,
     direction: Direction,
     blocks: std::ops::Range<usize>,
     buffer: &HostSpan,
     least: Duration,
+    waiting: &AtomicUsize,
 ) -> Result<f64> {
-    let (begun, count, transfers) = (Instant::now(), files.count(), blocks.len() / BLOCKS);
+    let (begun, transfers) = (Instant::now(), blocks.len() / BLOCKS);
     let mut done = 0;
+    let mut enough = Enough { waiting, counted: true };
     for first in blocks.step_by(BLOCKS).cycle() {
-        if done >= transfers && begun.elapsed() >= least {
+        if done >= transfers && begun.elapsed() >= least && enough.for_all() {
             break;
         }
-        let pieces: Vec<Piece> = (0..BLOCKS)
-            .map(|i| Piece {
-                file: (first + i) % count,
-                offset: ((first + i) / count * BLOCK_BYTES) as u64,
-                span: buffer.slice(i * BLOCK_BYTES, BLOCK_BYTES),
-            })
-            .collect();
-        let each = |index: usize| {
-            std::hint::black_box(crc32fast::hash(&pieces[index].span.elements::<u8>(0, BLOCK_BYTES as u64)));
-            Ok(())
-        };
-        files.transfer(direction, &pieces, &each).map_err(|failed| {
-            let (index, source) = match failed {
-                Failed::System(index, source) => (index, source),
-                Failed::Short(index, _) => (index, std::io::ErrorKind::UnexpectedEof.into()),
-                Failed::Piece(error) => return error,
-            };
-            let what = match direction {
-                Direction::Read => "cannot be read",
-                Direction::Write => "cannot be written",
-            };
-            Error::StateFolder { path: files.path(pieces[index].file), what, source }
-        })?;
+        transfer(files, direction, first, buffer)?;
         done += 1;
     }
     Ok((done * TRANSFER_BYTES) as f64 / begun.elapsed().as_secs_f64().max(1e-9))
+}
+
+/// One of several that run until all have done enough. One that fails has done enough.
+struct Enough<'a> {
+    waiting: &'a AtomicUsize,
+    counted: bool,
+}
+
+impl Enough<'_> {
+    /// Called when this one has: whether all have.
+    fn for_all(&mut self) -> bool {
+        if std::mem::take(&mut self.counted) {
+            self.waiting.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.waiting.load(Ordering::Acquire) == 0
+    }
+}
+
+impl Drop for Enough<'_> {
+    fn drop(&mut self) {
+        self.for_all();
+    }
+}
+
+/// Transfers the blocks from number `first` on.
+fn transfer(files: &BlockFiles, direction: Direction, first: usize, buffer: &HostSpan) -> Result<()> {
+    let count = files.count();
+    let pieces: Vec<Piece> = (0..BLOCKS)
+        .map(|i| Piece {
+            file: (first + i) % count,
+            offset: ((first + i) / count * BLOCK_BYTES) as u64,
+            span: buffer.slice(i * BLOCK_BYTES, BLOCK_BYTES),
+        })
+        .collect();
+    let each = |index: usize| {
+        std::hint::black_box(crc32fast::hash(&pieces[index].span.elements::<u8>(0, BLOCK_BYTES as u64)));
+        Ok(())
+    };
+    files.transfer(direction, &pieces, &each).map_err(|failed| {
+        let (index, source) = match failed {
+            Failed::System(index, source) => (index, source),
+            Failed::Short(index, _) => (index, std::io::ErrorKind::UnexpectedEof.into()),
+            Failed::Piece(error) => return error,
+        };
+        let what = match direction {
+            Direction::Read => "cannot be read",
+            Direction::Write => "cannot be written",
+        };
+        Error::StateFolder { path: files.path(pieces[index].file), what, source }
+    })
 }

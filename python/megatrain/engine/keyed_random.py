@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.models.random_draws import argument_names, draws
+
 _aten = torch.ops.aten
 
 _WITH_GENERATOR = {
@@ -54,7 +56,7 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         self.drew = True
         if kwargs.get("generator") is not None:
@@ -62,27 +64,13 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = self._generators[_place(args, kwargs).type]
         if func is _aten.native_dropout.default:
             return _dropout(*args, generator=generator)
-        if "generator" not in _arguments(func):
+        if "generator" not in argument_names(func):
             other = getattr(func.overloadpacket, _WITH_GENERATOR.get(func._overloadname, ""), None)
             if other is None:
                 self._seed_default(int(torch.randint(1 << 62, (), generator=self._generators["cpu"])))
                 return func(*args, **kwargs)
             func = other
         return func(*args, **{**kwargs, "generator": generator})
-
-
-def _arguments(func: Any) -> list[str]:
-    return [argument.name for argument in func._schema.arguments]
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may draw does: attention with a dropout of 0 does not."""
-    if func.overloadpacket is _aten._fused_sdp_choice:
-        return False
-    given = dict(zip(_arguments(func), args, strict=False)) | kwargs
-    if "dropout_p" in _arguments(func):
-        return bool(given.get("dropout_p", 0.0) > 0)
-    return func is not _aten.native_dropout.default or (given["p"] > 0 and given["train"] is not False)
 
 
 def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatrain.models.layer_check import of_zeros
 from megatrain.models.modules import copy_without, on_meta, to_meta
+from megatrain.models.random_draws import draws
 from megatrain.models.recorder import Record, Recorder
 from megatrain.models.structure import content
 from megatrain.models.support import ModelParts
@@ -325,7 +326,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(leaf, Tensor) and id(leaf) in self._nothing for leaf in leaves):
             self._of_nothing(func, args, leaves, output)
             return output
-        self.draws = self.draws or _draws(func, args, kwargs)
+        self.draws = self.draws or draws(func, args, kwargs)
         operands = tuple(self.label(leaf) if isinstance(leaf, Tensor) else content(leaf) for leaf in leaves)
         number = len(self.operations)
         made = [tensor for tensor in tree_flatten(output)[0] if isinstance(tensor, Tensor)]
@@ -352,13 +353,3 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._labels[id(output)] = self.label(left)
                 return
         raise _Refused(f"{func} of nothing")
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Dropout and attention do where their chance to drop is not 0."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    chance = next((name for name in ("p", "dropout_p") if name in names), None)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return chance is None or bool(given.get(chance, 0.0))

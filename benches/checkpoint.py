@@ -33,7 +33,7 @@ from megatrain.cli import parser as cli
 from megatrain.cli.commands import bench_request
 from megatrain.engine.inputs import StepInputs
 from megatrain.errors import MegatrainError
-from megatrain.planning import planner
+from megatrain.planning import disk_space
 
 CHUNK = 16 << 20
 MOST_STEPS = 64
@@ -121,7 +121,7 @@ def save(running: bench.Bench, folder: Path, prepared: Iterator[StepInputs], num
 def measure(running: bench.Bench, folder: Path) -> dict[str, Any]:
     """All of it, in the order in which it is printed; returns the last line."""
     decoder = running.model_setup.decoder
-    size = planner.disk_needed(running.config, decoder, decoder.precision)["checkpoint"]
+    size = disk_space.disk_needed(running.config, decoder, decoder.precision)["checkpoint"]
     free = shutil.disk_usage(folder).free
     if size * 1.02 > free:
         sys.exit(

@@ -8,7 +8,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.presets import SHAPES
-from megatrain.planning import planner
+from megatrain.planning import optimizer_groups, planner
 from megatrain.system import descriptions
 from megatrain.system.hardware import GIB
 from megatrain.training.setup import prepare_model
@@ -141,9 +141,9 @@ def test_a_group_whose_parameters_are_all_of_earlier_groups_is_refused(
     config = Config.of({"model": {"config": SHAPES["tiny"].config()}, "train": {"groups": listed}})
     if message is not None:
         with pytest.raises(ConfigError, match=message):
-            planner.optimizer_for(config, names)
+            optimizer_groups.optimizer_for(config, names)
         return
-    optimizer = planner.optimizer_for(config, names)
+    optimizer = optimizer_groups.optimizer_for(config, names)
     rates = [group[0] for group in optimizer.core_groups()]
     found = {name: rates[index] for name, index in optimizer.assign(names).items()}
     assert found["model.norm.weight"] == 1e-3

@@ -323,7 +323,7 @@ def test_two_trainers_cannot_share_a_folder(tmp_path: Path) -> None:
 
 def test_groups_and_no_decay_become_the_optimizers_groups(tmp_path: Path) -> None:
     from megatrain.config import Config
-    from megatrain.planning.planner import optimizer_for
+    from megatrain.planning.optimizer_groups import optimizer_for
 
     write_rows(tmp_path / "rows.jsonl")
     config = Config.of(

@@ -17,17 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatrain.config import Config, NvmeConfig, TrainConfig, constraints
+from megatrain.config import Config, NvmeConfig, constraints
 from megatrain.config.paths import check_state_folder
-from megatrain.errors import ConfigError, DoesNotFit, StorageError
-from megatrain.names import match
+from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.planning import calibrate, remedies
+from megatrain.planning.optimizer_groups import optimizer_for
 from megatrain.system import hardware as facts
-from megatrain.system.hardware import Machine, format_bytes
+from megatrain.system.hardware import Machine
 
 if TYPE_CHECKING:
     from megatrain.engine.cuts import Cut
-    from megatrain.engine.optimizer import AdamW
     from megatrain.models.decoder import Decoder
 
 log: logging.Logger = logging.getLogger("megatrain")
@@ -135,74 +134,6 @@ def _state_disk(config: Config, machine: Machine) -> NvmeConfig | None:
     if config.memory.nvme is None and machine.state_drives:
         return NvmeConfig(path=tuple(f"drive {number}" for number in range(machine.state_drives)))
     return config.memory.nvme
-
-
-def optimizer_for(config: Config, names: list[str]) -> "AdamW":
-    """AdamW with one group for each setting that occurs among the trainable parameters `names`. Raises ConfigError for
-    a pattern that matches none, and for a group of which every parameter is another's."""
-    from megatrain.engine.optimizer import AdamW
-
-    train = config.train
-    patterns = [(f"train.no_decay: {p!r}", p) for p in train.no_decay]
-    patterns += [(f"train.groups.{i}.params: {p!r}", p) for i, group in enumerate(train.groups) for p in group.params]
-    for where, pattern in patterns:
-        if not any(match(pattern, name) for name in names):
-            raise ConfigError(f"{where} matches no trained parameter; names look like {names[0]}")
-    owners = [_group_of(train, name) for name in names]
-    _refuse_empty_groups(train, names, owners)
-    default = (train.lr, train.betas, train.eps, train.weight_decay)
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, owner in zip(names, owners, strict=True):
-        lr, betas, eps, decay = default
-        if any(match(pattern, name) for pattern in train.no_decay):
-            decay = 0.0
-        if owner is not None:
-            own = train.groups[owner]
-            lr = own.lr if own.lr is not None else lr
-            betas = own.betas if own.betas is not None else betas
-            eps = own.eps if own.eps is not None else eps
-            decay = own.weight_decay if own.weight_decay is not None else decay
-        groups.setdefault((lr, betas, eps, decay), []).append(name)
-    return AdamW(
-        lr=train.lr,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        groups=[
-            {
-                "params": [_literal(name) for name in members],
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": decay,
-            }
-            for (lr, betas, eps, decay), members in groups.items()
-            if (lr, betas, eps, decay) != default
-        ],
-    )
-
-
-def _group_of(train: TrainConfig, name: str) -> int | None:
-    """Index into `train.groups` of the one that has a parameter; None: the settings of `train` hold for it."""
-    return next((i for i, group in enumerate(train.groups) if any(match(p, name) for p in group.params)), None)
-
-
-def _refuse_empty_groups(train: TrainConfig, names: list[str], owners: list[int | None]) -> None:
-    """Raises ConfigError for a group whose settings would have no effect. `owners`: the group of each name."""
-    for index, group in enumerate(train.groups):
-        if index not in owners:
-            matched = (o for name, o in zip(names, owners, strict=True) if any(match(p, name) for p in group.params))
-            earlier = " and ".join(f"train.groups.{other}" for other in sorted({o for o in matched if o is not None}))
-            raise ConfigError(
-                f"train.groups.{index} ({', '.join(group.params)}) has no effect: the first group that matches a "
-                f"parameter has it, and all that this one matches are in {earlier}; write it before that, or remove it"
-            )
-
-
-def _literal(name: str) -> str:
-    import glob
-
-    return glob.escape(name)
 
 
 def plan_run(
@@ -425,65 +356,6 @@ def nominal_rows(config: Config) -> int:
     return config.train.batch_size or max(1, (config.train.batch_tokens or 1) // config.data.seq_len)
 
 
-def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str, int]:
-    """Bytes on disk: one checkpoint, all that exist at one time (a new one is written before an old one goes), and the
-    export's weights."""
-    from megatrain.checkpoint import export
-    from megatrain.weights.state_format import StateFormat
-
-    form = StateFormat(config.train.moments, config.train.master)
-    tensors = decoder.tensors.values()
-    weights = sum(_numel(t.shape) * t.dtype.itemsize for t in tensors)
-    checkpoint = weights + sum(form.bytes(t.shape, precision) for t in tensors if t.role == "trainable")
-    kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
-    wanted = config.output.export
-    exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
-    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
-
-
-def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: RunPlan) -> None:
-    """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside what the plan
-    keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
-    checkpoints that are there already."""
-    free = facts.SYSTEM_PROBE.disk_free(folder)
-    kind = facts.SYSTEM_PROBE.file_system(folder)
-    total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
-    beside = _state_beside(folder, run_plan)
-    if free is not None and total <= free < total + beside:
-        raise StorageError(
-            f"output.dir {folder} needs {format_bytes(total)} for checkpoints and the export, and memory.nvme.path "
-            f"is on the same disk and takes {format_bytes(beside)}; it has {format_bytes(free)} free; free some, "
-            "lower output.keep, or name another folder for one of the two"
-        )
-    if free is not None and total > free:
-        raise StorageError(
-            f"output.dir {folder} needs {format_bytes(total)} for {config.output.keep + 1} checkpoints of "
-            f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
-            f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
-        )
-    if kind not in facts.IN_MEMORY:
-        return
-    tiers = ("device", "host") if run_plan.device == "cpu" else ("host",)
-    planned, available = sum(run_plan.plan["totals"][tier] for tier in tiers), run_plan.machine.memory_available
-    if planned + total > available:
-        raise StorageError(
-            f"output.dir {folder} is in host memory ({kind}), and its checkpoints and export of {format_bytes(total)} "
-            f"do not fit there beside the {format_bytes(planned)} of the plan ({format_bytes(available)} are "
-            "available); name a folder on a disk"
-        )
-    log.warning("output.dir %s is in host memory (%s): what it holds is lost when the machine stops", folder, kind)
-
-
-def _state_beside(folder: Path, run_plan: RunPlan) -> int:
-    """Bytes that the plan keeps on the disk of `folder`: optimizer state, weights, layer inputs."""
-    if run_plan.disk is None:
-        return 0
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    disk, paths = facts.SYSTEM_PROBE.disk(there)[0], run_plan.disk.paths
-    on_it = sum(facts.SYSTEM_PROBE.disk(Path(path))[0] == disk for path in paths)
-    return int(run_plan.plan["totals"]["disk"]) * on_it // len(paths)
-
-
 def _even_parts(rows: int, tokens: int, seq_len: int) -> int:
     """Rows of a micro-batch of at most `tokens` tokens, in even parts of a step."""
     return -(-rows // -(-rows // max(1, tokens // seq_len)))
@@ -648,10 +520,3 @@ def items_by_tier(plan: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, An
     """(tier, items, total) of a plan; disk only where it has state there."""
     for tier in ("device", "host", "disk") if plan["totals"]["disk"] else ("device", "host"):
         yield tier, [item for item in plan["items"] if item["tier"] == tier], plan["totals"][tier]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

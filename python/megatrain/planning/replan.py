@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.planning.alternatives import decisions
-from megatrain.planning.planner import RunPlan, SplitPlanner, disk_needed
+from megatrain.planning.disk_space import disk_needed
+from megatrain.planning.planner import RunPlan, SplitPlanner
 
 if TYPE_CHECKING:
     from megatrain.models.decoder import Decoder

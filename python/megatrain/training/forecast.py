@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, Duration
 from megatrain.config.data_size import BYTES_PER_TOKEN, data_bytes
-from megatrain.planning import alternatives, calibrate, planner
+from megatrain.planning import alternatives, calibrate, disk_space, planner
 from megatrain.planning.alternatives import Alternative
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
@@ -255,7 +255,7 @@ def forecast(
         if config.plan.micro_batch is None:
             saved = {**(saved or {}), "micro_batch": run_plan.micro_batch}
         timed = planner.plan_run(config, decoder, device=run_plan.device, machine=machine, rows=rows, saved=saved)
-    needed = planner.disk_needed(config, decoder, run_plan.precision)
+    needed = disk_space.disk_needed(config, decoder, run_plan.precision)
     place, free = config.output.dir, machine.disk_free
     if place is not None and not machine.described:
         free = facts.SYSTEM_PROBE.disk_free(Path(place))

@@ -30,7 +30,8 @@ from megatrain.models.config_overrides import check_shapes
 from megatrain.models.decoder import Decoder
 from megatrain.models.flops import ModelCount, count_model
 from megatrain.models.hf_config import check, load_config, text_config
-from megatrain.planning import planner
+from megatrain.planning import disk_space, planner
+from megatrain.planning.optimizer_groups import optimizer_for
 from megatrain.planning.planner import RunPlan
 from megatrain.system import hardware as facts
 from megatrain.system.hardware import Machine
@@ -245,8 +246,8 @@ def prepare_run(
 
     run_plan = plan_run(nominal)
     if folder is not None:
-        needed = planner.disk_needed(config, decoder, decoder.precision)
-        planner.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
+        needed = disk_space.disk_needed(config, decoder, decoder.precision)
+        disk_space.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
     train, held_out = prepare(
         config,
         tokenizer,
@@ -358,7 +359,7 @@ def build_engine(
 
     engine = Engine(
         decoder,
-        optimizer=planner.optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
+        optimizer=optimizer_for(config, [t.name for t in decoder.tensors.values() if t.role == "trainable"]),
         max_grad_norm=train.max_grad_norm,
         grad_precision=train.sent_in(decoder.precision),
         moments=train.moments,

@@ -139,3 +139,22 @@ fn transfer(files: &BlockFiles, direction: Direction, first: usize, buffer: &Hos
         Error::StateFolder { path: files.path(pieces[index].file), what, source }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_run_until_the_last_has_done_enough_or_failed() {
+        let waiting = AtomicUsize::new(3);
+        let [mut first, mut second, failed] = [(); 3].map(|()| Enough { waiting: &waiting, counted: true });
+        assert!(!first.for_all());
+        assert!(!first.for_all(), "each is counted once");
+        drop(failed);
+        assert!(!first.for_all());
+        assert!(second.for_all());
+        assert!(first.for_all());
+        drop(first);
+        assert!(second.for_all());
+    }
+}

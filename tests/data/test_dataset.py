@@ -270,6 +270,7 @@ def test_a_slow_tokenizer_is_refused():
 
 
 def test_threads_and_chunks_do_not_show(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     monkeypatch.setattr("megatrain.data.tokenization._CHUNK_ROWS", 7)
     path = write(tmp_path / "a.jsonl", *({"text": f"hello {n} there" * (n % 5)} for n in range(100)))
     one, _ = make(tmp_path / "1", {"train": str(path), "workers": 1})

@@ -122,7 +122,7 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     cut = _first(found, roomy)
     if cut is None and most < float("inf"):
         cut = _first(found, lambda cut: _fits(asked(cut)))
-    if cut is None and whole["requests"].get("slots") is None:  # the last resort, which waits for every load
+    if cut is None:  # the last resort, which waits for every load
         cut = _first(found, lambda cut: _fits(asked(cut), slots=1))
     return cut
 

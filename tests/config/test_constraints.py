@@ -11,7 +11,7 @@ import megatrain
 from megatrain import _core
 from megatrain.config import Config
 from megatrain.config.constraints import choose_precision, smallest_eps
-from megatrain.engine import runtime
+from megatrain.engine import devices
 from megatrain.errors import ConfigError
 from megatrain.planning import planner
 
@@ -38,7 +38,7 @@ def test_engine_and_configuration_choose_the_same_precision_and_refuse_the_same(
     gpu = None if kind == "cpu" else type("Gpu", (), {"capability": CARDS[device], "name": "Card"})()
     machine = type("Described", (), {"gpu": gpu})()
     ways: list[Any] = [
-        lambda: runtime.choose_precision(asked, torch.device(kind)),
+        lambda: devices.choose_precision(asked, torch.device(kind)),
         lambda: planner.choose_precision(config(tmp_path, precision=asked), kind, machine),
     ]
     if device == "older" and asked != "fp32":

@@ -11,7 +11,7 @@ import torch
 from tests.support.fake_core import llama
 
 import megatrain
-from megatrain.engine import runtime
+from megatrain.engine import devices, runtime
 from megatrain.errors import DoesNotFit
 from megatrain.system import hardware
 from megatrain.system.hardware import GIB, MIB, Machine, SystemProbe
@@ -41,7 +41,7 @@ class Torch:
         core = types.SimpleNamespace(Device=Device)
         Device.cuda = staticmethod(lambda n: Device(n, self.current))  # type: ignore[attr-defined]
         Device.cpu = staticmethod(lambda: Device(None))  # type: ignore[attr-defined]
-        monkeypatch.setattr(runtime, "_core", core)
+        monkeypatch.setattr(devices, "_core", core)
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -63,7 +63,7 @@ def test_cuda_is_torchs_current_device_and_the_callers_stays_current(
 ) -> None:
     cards = Torch(monkeypatch, current)
     for name in (asked, torch.device(asked)):
-        core, device = runtime.open_device(name)
+        core, device = devices.open_device(name)
         assert (core.ordinal, device, core.opened_under) == (number, torch.device("cuda", number), number)
         assert cards.current == current
 
@@ -71,9 +71,9 @@ def test_cuda_is_torchs_current_device_and_the_callers_stays_current(
 def test_a_device_of_the_core_and_torchs_are_the_same_card(monkeypatch: pytest.MonkeyPatch) -> None:
     Torch(monkeypatch, 0)
     given: Any = Device(1)
-    assert runtime.open_device(given) == (given, torch.device("cuda", 1))
+    assert devices.open_device(given) == (given, torch.device("cuda", 1))
     cpu: Any = Device(None)
-    assert runtime.open_device(cpu)[1] == torch.device("cpu")
+    assert devices.open_device(cpu)[1] == torch.device("cpu")
 
 
 class TwoCards(SystemProbe):

@@ -63,7 +63,7 @@ def cut(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     float8.convert(module, matmul)
-    expert_grads.convert(module)
+    expert_grads.convert_to_measure(module)
     flat, spec = tree_flatten((args, kwargs))
     places = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
     state = dict(module.named_parameters()) | dict(module.named_buffers())

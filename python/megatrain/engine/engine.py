@@ -22,12 +22,13 @@ from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.checkpoints import Checkpoints
 from megatrain.engine.default_device import on_cpu
+from megatrain.engine.devices import choose_matmul, choose_precision, open_device
 from megatrain.engine.embed_head import LossFn
 from megatrain.engine.evaluation import Evaluation
 from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.optimizer import AdamW, check_adamw
 from megatrain.engine.pretrained import ProgressFn, open_pretrained
-from megatrain.engine.runtime import Load, Runtime, choose_matmul, choose_precision, open_device
+from megatrain.engine.runtime import Load, Runtime
 from megatrain.engine.state_dict import StateDict, Stats
 from megatrain.engine.transactions import EvalOutput, Passes, StepOutput
 from megatrain.errors import ConfigError

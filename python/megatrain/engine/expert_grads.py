@@ -59,19 +59,29 @@ def _runs_on(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def convert(module: nn.Module, grads: WeightGradients | None = None) -> None:
+def convert(module: nn.Module, grads: WeightGradients) -> None:
     """Makes the experts within `module`, which has no child in common with another one, add the gradients of the
-    weights that are trained to the sums of `grads`. None: to measure what they need, without running backward."""
+    weights that are trained to the sums of `grads`."""
     for child, name in list(expert_weights(module)):
-        number = -1 if grads is None else grads.take_over(child.get_parameter(name))
-        if number is None:
-            continue
-        experts = cast("SummedExperts", child)
-        if not isinstance(child, SummedExperts):
-            child.__class__ = _summed(cast("Any", type(child)))
-            experts.sums = {}
-        experts.sums[name], experts.sum_handle = number, None if grads is None else grads.handle
-        _define_operation()
+        index = grads.take_over(child.get_parameter(name))
+        if index is not None:
+            _sum(child, name, index, grads.handle)
+
+
+def convert_to_measure(module: nn.Module) -> None:
+    """As `convert`, for a module of which only forward and the shapes of backward are wanted: it has no sums."""
+    for child, name in list(expert_weights(module)):
+        _sum(child, name, -1, None)
+
+
+def _sum(child: nn.Module, name: str, index: int, handle: Tensor | None) -> None:
+    _define_operation()
+    experts = cast("SummedExperts", child)
+    if not isinstance(child, SummedExperts):
+        child.__class__ = _summed(cast("Any", type(child)))
+        experts.sums = {}
+    experts.sums[name] = index
+    experts.sum_handle = handle
 
 
 def spared_bytes(module: nn.Module) -> int:

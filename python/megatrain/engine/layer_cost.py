@@ -21,6 +21,7 @@ from megatrain.engine.tiles import tile_length
 from megatrain.errors import ConfigError, first_line
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
+from megatrain.models.flops import experts_per_token
 from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
 from megatrain.models.moe import RoutedLayer
@@ -160,20 +161,15 @@ def measure(
         if str(operation) == float8.PRODUCT
     )
     flops = matmuls.get_total_flops() + attention.flops
+    met = experts_per_token(decoder.text_config) if any(expert_grads.grouped_experts(module)) else 0
     return Measured(
-        kept,
-        flops,
-        attention.flops,
-        in_float8,
-        float8.converting_bytes(module, rows * seq),
-        _routed_bytes(decoder, module, hidden.nbytes),
+        kept_bytes=kept,
+        flops=flops,
+        attention_flops=attention.flops,
+        float8_flops=in_float8,
+        converting_bytes=float8.converting_bytes(module, rows * seq),
+        routed_bytes=met * hidden.nbytes,
     )
-
-
-def _routed_bytes(decoder: Decoder, module: nn.Module, hidden: int) -> int:
-    names = ("num_experts_per_tok", "moe_top_k")
-    chosen = next((n for name in names if isinstance(n := getattr(decoder.text_config, name, None), int)), 1)
-    return chosen * hidden if any(expert_grads.grouped_experts(module)) else 0
 
 
 _RECORDED: weakref.WeakKeyDictionary[Recorder, dict[tuple[int, int], list[tuple[Any, Any]]]] = (
@@ -295,7 +291,7 @@ def _estimate(decoder: Decoder, module: nn.Module, rows: int, seq: int) -> Measu
     """For layers whose work depends on values (routing in a loop): as if every expert chosen were a dense layer."""
     tokens = rows * seq
     config = decoder.text_config
-    chosen = getattr(config, "num_experts_per_tok", 1)
+    chosen = experts_per_token(config)
     inner = getattr(config, "moe_intermediate_size", getattr(config, "intermediate_size", 0))
     kept = tokens * decoder.dtype.itemsize * (10 * decoder.hidden_size + 4 * chosen * (inner + decoder.hidden_size))
     if decoder.router is not None:

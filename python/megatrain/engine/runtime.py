@@ -14,10 +14,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core
-from megatrain.config import constraints
 from megatrain.engine import options as arguments
 from megatrain.engine.cuts import Cut, cuts, planned, planned_when_idle
 from megatrain.engine.device_memory import CastBuffer, Region
+from megatrain.engine.devices import current
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
@@ -323,7 +323,7 @@ class Runtime:
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
         """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
-        with _current(self.device):
+        with current(self.device):
             return self._start_there(micro_batch, micro_batches, fill)
 
     def _start_there(
@@ -475,7 +475,7 @@ class Runtime:
                 raise
             del core, templates
             gc.collect()  # arrays over what is to be freed may be in cycles
-            with _current(self.device):
+            with current(self.device):
                 try:
                     self._make(made, base, lambda _: None, kept)
                 except BaseException as error:
@@ -604,55 +604,3 @@ def _memory_bytes(plan: Mapping[str, Any]) -> int:
     """Bytes of device and host memory in a plan, without its state files on disk."""
     totals = plan["totals"]
     return int(totals["device"] + totals["host"])
-
-
-def choose_precision(precision: str, device: torch.device) -> str:
-    """The precision of compute on a device, by the rule that the configuration has too."""
-    card = device.type == "cuda"
-    return constraints.choose_precision(
-        precision,
-        device.type,
-        native_bf16=card and torch.cuda.get_device_capability(device) >= (8, 0),
-        card=torch.cuda.get_device_name(device) if card else "",
-        key="precision",
-    )
-
-
-def choose_matmul(matmul: Any, precision: str, device: torch.device) -> str:
-    """In what linear layers multiply on a device, by the rules that the configuration has too."""
-    constraints.check_matmul(matmul, precision)
-    if matmul == "fp8" and device.type == "cuda":
-        constraints.refuse_float8(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
-    return str(matmul)
-
-
-def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":
-    """The core's device and torch's; `cuda` without a number is torch's current device, which stays the current one.
-    Raises ConfigError for a device that is not there, or is of another kind."""
-    if isinstance(device, _core.Device):
-        return device, torch.device("cpu") if device.ordinal is None else torch.device("cuda", device.ordinal)
-    kind, colon, ordinal = str(device).partition(":")
-    numbered = not colon or (kind != "auto" and ordinal.isdecimal())
-    if type(device) not in (str, torch.device) or kind not in ("auto", "cuda", "cpu") or not numbered:
-        raise ConfigError(f"device must be auto, cuda, cuda:N or cpu, as a string or a torch.device, not {device!r}")
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        if int(ordinal or 0):
-            raise ConfigError(f"device is {str(device)!r}, and the host is one device: write cpu")
-        return _core.Device.cpu(), torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(hardware.no_card(hardware.read().gpu_reason or "torch finds none"))
-    cards = torch.cuda.device_count()
-    number = int(ordinal) if ordinal else torch.cuda.current_device()
-    if number >= cards:
-        there = "the only card is cuda:0" if cards == 1 else f"cards are cuda:0 to cuda:{cards - 1}"
-        raise ConfigError(f"device is {str(device)!r}, and there is no such card; {there}")
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(number):
-        return _core.Device.cuda(number), torch.device("cuda", number)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within, a card is torch's current device, on which kernels of Triton and generators without a device run."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -64,8 +64,9 @@ class WeightGradients:
         if self.indices:
             _operation()
 
-    def take_over(self, weight: Tensor | None) -> int | None:
-        """The index of a parameter whose gradient will come by `add_parts`; None where it is none of them."""
+    def take_over(self, weight: Tensor) -> int | None:
+        """Says that the gradient of `weight` will come by `add_parts`. Returns the index of that parameter, or None for
+        a weight that is not trained."""
         index = self._index.get(id(weight))
         if index is not None:
             self.indices.add(index)

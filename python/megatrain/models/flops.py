@@ -38,7 +38,7 @@ def count_model(config: Any, tensors: Iterable[tuple[str, int, tuple[int, ...]]]
     text = text_config(config)
     params = float(int(text.vocab_size) * int(text.hidden_size))
     experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
-    routed = (_first(text, "num_experts_per_tok", "moe_top_k") or 1) / experts if experts else 1.0
+    routed = experts_per_token(text) / experts if experts else 1.0
     for name, unit, shape in tensors:
         if 1 <= unit <= layers and len(shape) >= 2:
             params += math.prod(shape) * (routed if "experts" in name and "shared" not in name else 1.0)
@@ -46,6 +46,11 @@ def count_model(config: Any, tensors: Iterable[tuple[str, int, tuple[int, ...]]]
     width = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
     windows = _windows(text, layers)
     return ModelCount(matmul_params=round(params), attention_width=heads * width, windows=tuple(windows))
+
+
+def experts_per_token(text: Any) -> int:
+    """Of the routed experts, how many a token meets, by the configuration of the language part; 1 without experts."""
+    return _first(text, "num_experts_per_tok", "moe_top_k") or 1
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -5,6 +5,7 @@ name. Nothing is built here, and torch is not imported.
 import dataclasses
 import functools
 import importlib.util
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def load_config(
         try:
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **arguments)
         except Exception as error:  # the same, and whatever remote code raises
-            reason = f"{_reason(error)}{_of_newer(_writer(source, arguments))}"
+            reason = f"{_reason(error)}{_of_newer(_writer(Path(source)))}"
             raise ConfigError(f"model.path: no configuration of a model in {source}: {reason}") from error
         if extra := _unknown(config, vars(config)):
             log.info(
@@ -143,13 +144,11 @@ def _has_class(config: Any) -> bool:
     return type(config) in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
-def _writer(source: str | Path, arguments: Mapping[str, Any]) -> Any:
-    """The release of transformers that has written a `config.json`; None where that cannot be read."""
-    from transformers import PretrainedConfig
-
+def _writer(folder: Path) -> Any:
+    """The release of transformers that has written the `config.json` of a folder; None where that does not say."""
     try:
-        return PretrainedConfig.get_config_dict(str(source), **arguments)[0].get("transformers_version")
-    except Exception:  # of whatever is not there, or is no configuration
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["transformers_version"]
+    except (OSError, ValueError, KeyError, TypeError):  # of whatever is not there, or is no configuration
         return None
 
 

@@ -143,6 +143,9 @@ remakes something (`BACKWARD_MOVES`), which is what it takes the head for."""
 LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
 that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""
+_RAMP_OF_LAUNCH = 1 / 30
+"""What a kernel takes to begin and end on the card, of what its launch takes: 1.3 microseconds each. It is fitted with
+what passes between steps (`BETWEEN_STEPS_S` of the core), to which it adds up where kernels are small."""
 
 
 def _beside_matmuls(
@@ -159,13 +162,18 @@ def _beside_matmuls(
         return {}
     tokens = math.prod(micro_batch)
     if unit.role == "head":
-        return {"moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS}
+        return {
+            "moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS,
+            "ramp_s": _RAMP_OF_LAUNCH * launch_s,
+        }
+    launch_s *= 1 if unit.half is None else tiles / 2
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],
         "spared_flops": work.flops if tiles > 1 else _spared_flops(unit, work, tokens),
         "moved_bytes": _moved_bytes(work),
-        "launch_s": launch_s if unit.half is None else launch_s / 2 * tiles,
+        "launch_s": launch_s,
+        "ramp_s": _RAMP_OF_LAUNCH * launch_s,
         "captures": tiles == 1,
         "remakes": work.remakes,
     }

@@ -117,6 +117,10 @@ pub struct UnitRequest {
     /// tensors.
     #[serde(default)]
     pub launch_s: f64,
+    /// Seconds in which the forward's kernels begin and end on the device, beside what they compute and move, whoever
+    /// launches them. Backward has twice as many.
+    #[serde(default)]
+    pub ramp_s: f64,
     /// Whether its kernels may be captured once and replayed: those of a layer that is computed in tiles are not.
     #[serde(default = "yes")]
     pub captures: bool,
@@ -363,6 +367,7 @@ impl UnitRequest {
             spared_flops: 0.0,
             moved_bytes: 0.0,
             launch_s: 0.0,
+            ramp_s: 0.0,
             captures: true,
             remakes: true,
         }
@@ -385,6 +390,8 @@ const ATTENTION_BACKWARD_FLOPS: f64 = 2.5;
 const BACKWARD_MOVES: (f64, f64) = (1.9, 2.4);
 /// How long backward's launches take, as a multiple of forward's.
 const BACKWARD_LAUNCHES: f64 = 1.4;
+/// How many kernels backward has for each of forward's.
+const BACKWARD_RAMPS: f64 = 2.0;
 
 /// Seconds of computing, at given rates.
 impl UnitRequest {
@@ -396,7 +403,7 @@ impl UnitRequest {
         }
         let attention = matmul_s(self.attention_flops) / self.attention_share(ATTENTION_FORWARD);
         let moved = self.moved_bytes / (rates.hbm_gbs * 1e9);
-        (matmul_s(self.flops - self.attention_flops) + attention + moved).max(self.launch_s)
+        (matmul_s(self.flops - self.attention_flops) + attention + moved).max(self.launch_s) + self.ramp_s
     }
 
     /// Backward with one micro-batch, whose activations were kept or brought back.
@@ -410,7 +417,7 @@ impl UnitRequest {
         let moves = if self.remakes { BACKWARD_MOVES.1 } else { BACKWARD_MOVES.0 };
         let moved = moves * self.moved_bytes / (rates.hbm_gbs * 1e9);
         let matmuls = matmul_s(2.0 * (self.flops - self.attention_flops));
-        (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s)
+        (matmuls + attention + moved).max(BACKWARD_LAUNCHES * self.launch_s) + BACKWARD_RAMPS * self.ramp_s
     }
 
     /// What attention over this unit's rows reaches of the rate of large matmuls.
@@ -512,6 +519,7 @@ impl Request {
                 ("spared_flops", unit.spared_flops),
                 ("moved_bytes", unit.moved_bytes),
                 ("launch_s", unit.launch_s),
+                ("ramp_s", unit.ramp_s),
             ];
             if let Some((name, value)) = numbers.into_iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
                 let what = format!("unit {}: {name}", unit.name);

@@ -228,6 +228,15 @@ fn computing_takes_the_time_of_attention_of_elementwise_kernels_and_of_launches_
         (unit.moved_bytes, unit.launch_s) = (1.0, 0.5);
     }
     assert!(plan(&request).unwrap().estimate.expected_step_s > 4.0 * 0.5 * 2.4 * 0.99);
+    for unit in &mut request.units[1..=4] {
+        (unit.launch_s, unit.ramp_s) = (0.0, 0.1);
+    }
+    let keep = Requests { activation: Some(Activation::Keep), ..Requests::default() };
+    let kept = plan(&Request { requests: keep, ..request.clone() }).unwrap().estimate;
+    let (ramps, between) = (4.0 * 0.1 * 3.0, 2.2e-3);
+    let without = (plain.expected_step_s, plain.step_s);
+    assert!((kept.expected_step_s - without.0 - ramps - between).abs() < 0.01 * ramps, "{kept:?} {without:?}");
+    assert!((kept.step_s - without.1).abs() < 1e-9, "a bound counts the floating-point operations alone");
     request.units[1].spared_flops = f64::NAN;
     assert!(plan(&request).is_err());
 }

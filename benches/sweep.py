@@ -270,7 +270,8 @@ class Sweep:
         """Measures in order while there is time, then the best one and the automatic plan again."""
         automatic = found[0]
         for one in found:
-            if one is automatic or self.time_for(one, 2 * self.needs(automatic)):
+            again = 0.0 if fastest(found) in (None, automatic) else 2 * self.needs(automatic)
+            if one is automatic or self.time_for(one, again):
                 self.measure(one)
         # one lucky measurement is not the best plan: it is the best when it was so twice
         while (best := fastest(found)) is not None and automatic.measured:

@@ -64,6 +64,30 @@ def test_a_norm_allocates_no_more_than_is_planned(kind: str, tile: int, monkeypa
     assert hidden < peaks[0] <= planned, (peaks, planned)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "olmo2", "phi3", "gpt_neox", "cohere"])
+@pytest.mark.parametrize("tile", [ROWS * SEQ, 16])
+def test_what_a_norm_keeps_is_planned_beside_the_loss(kind: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed_head, "_TAIL_TOKENS", tile)
+    ours = engine(build(kind), precision="bf16")
+    hidden = ROWS * SEQ * ours.decoder.hidden_size * 2
+    in_loss = 100 * hidden
+
+    def loss(_: Any, normed: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        del normed, _others
+        torch.empty(in_loss, dtype=torch.uint8)
+        return torch.zeros((), dtype=torch.float64), torch.ones(ROWS, SEQ, ours.decoder.hidden_size).bfloat16()
+
+    for name in ("_plain", "_own"):
+        monkeypatch.setattr(embed_head.HeadTemplate, name, loss)
+    peaks = peaks_of(monkeypatch, embed_head.HeadTemplate, "train_step")
+    ours.forward_backward(batches(1, rows=ROWS, seq=SEQ, vocab=VOCAB))
+    kept = embed_head.tail_kept_bytes(ours.decoder, ROWS * SEQ)
+    if tile < ROWS * SEQ and ours.decoder.tail_is_token_wise:
+        assert kept == 0
+    # beside that its result, and a number or two a token, which on the CPU may have another dtype
+    assert abs(peaks[0] - (in_loss + kept + hidden)) <= hidden // 16, (peaks, kept, hidden)
+
+
 def test_what_draws_random_numbers_mixes_tokens_or_changes_the_width_after_the_last_layer_is_not_tiled() -> None:
     class Mixes(nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,14 @@ def tail_bytes(decoder: Decoder, tokens: int) -> int:
     return _TAIL_STATES * hidden * -(-tokens // _tail_tiles(decoder, tokens))
 
 
+def tail_kept_bytes(decoder: Decoder, tokens: int) -> int:
+    """What the final norm keeps for its backward while the loss is computed: nothing where it is computed again."""
+    if _tail_tiles(decoder, tokens) > 1:
+        return 0
+    known = decoder.tail_kept_bytes
+    return tail_bytes(decoder, tokens) if known is None else tokens * known
+
+
 def _tail_tiles(decoder: Decoder, tokens: int) -> int:
     return -(-tokens // _TAIL_TOKENS) if tokens > _TAIL_TOKENS and decoder.tail_is_token_wise else 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatrain.engine.cuts import Cut
-from megatrain.engine.embed_head import tail_bytes
+from megatrain.engine.embed_head import tail_bytes, tail_kept_bytes
 from megatrain.engine.layer_cost import Measured, gradient_bytes, measure, measure_tiled, running_bytes
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
@@ -322,11 +322,12 @@ def _workspace(
     running = [running_bytes(m, hidden, gradients) for m in measured]
     beside = max(total - m.kept_bytes for total, m in zip(running, measured, strict=True))
     chunks = workspace_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
-    loss = max(chunks, tail_bytes(decoder, tokens)) + 3 * hidden
+    kept = tail_kept_bytes(decoder, tokens)
+    loss = max(chunks + kept, tail_bytes(decoder, tokens)) + 3 * hidden
     if loss_fn is not False:
         chunked = logprobs_bytes(tokens, decoder.vocab_size, decoder.hidden_size, chunk, decoder.dtype, device)
         custom = max(loss_fn_bytes(decoder, tokens), chunked) if loss_fn is True else loss_fn + chunked
-        loss = max(loss, custom + 3 * hidden)
+        loss = max(loss, custom + kept + 3 * hidden)
     step_tokens = tokens * micro_batches
     embed = (2 * tokens + min(step_tokens, decoder.num_embeddings)) * decoder.hidden_size * 4 + 2 * hidden
     front = grads = deepstack = 0

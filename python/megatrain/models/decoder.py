@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.config.default_length import max_positions
 from megatrain.models.halves import HALVES, Split
@@ -302,6 +303,28 @@ class Decoder:
             return False
         with torch.no_grad():
             return bool(on_meta(tail)(hidden.to("meta")).shape == hidden.shape)
+
+    @functools.cached_property
+    def tail_kept_bytes(self) -> int | None:
+        """Bytes that what is between the last layer and the head keeps of each token for its backward, beside its input
+        and its result; None where it cannot be run without its weights."""
+        tail = on_meta(nn.Sequential(*(self.base.get_submodule(name) for name in self.probe.tail)))
+        tokens = 2**16  # so many that what is kept of the weights counts for nothing
+        hidden = torch.empty(1, tokens, self.hidden_size, dtype=self.dtype, device="meta", requires_grad=True)
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        try:
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = tail(hidden)
+        except Exception:  # a module may raise anything for tensors without values
+            return None
+        for tensor in (hidden, result, *tail.parameters(), *tail.buffers()):
+            kept.pop(tensor.untyped_storage()._cdata, None)
+        return -(-sum(storage.nbytes() for storage in kept.values()) // tokens)
 
     def is_tiled(self, unit: Unit) -> bool:
         """Whether a unit is an MLP that can be computed in tiles of tokens."""

@@ -50,6 +50,7 @@ mod trace;
 
 /// What a plan is made from, the plan, and where it puts everything: data only. [`plan::plan`] is the planner's.
 pub mod plan {
+    mod compute_time;
     mod groups;
     mod placement;
     #[expect(clippy::module_inception, reason = "the type and its file are called after the noun")]

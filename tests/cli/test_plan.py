@@ -408,6 +408,28 @@ def test_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path, monkey
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_checkpoint_holds_beside_tensors_is_part_of_what_its_disk_must_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(SystemProbe):
+        def disk_free(self, path: Path) -> int | None:  # noqa: ARG002
+            return 1 << 10
+
+    from megatrain.errors import StorageError
+    from megatrain.training.trainer import Trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "SYSTEM_PROBE", Full())
+        with pytest.raises(StorageError, match=r"for 3 checkpoints of [0-9.]+ KiB") as refused:
+            Trainer(settings(tmp_path)).fit()
+    said = re.search(r"checkpoints of ([0-9.]+) KiB", str(refused.value))
+    assert said is not None
+    Trainer(settings(tmp_path)).fit()
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    assert written < float(said[1]) * 1024 < written + (1 << 19)
+
+
 def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -426,6 +448,11 @@ CODEGEN = {"model_type": "codegen", "n_embd": 32, "n_head": 2, "n_layer": 2, "vo
     ("changes", "words"),
     [
         ({"hiden_size": 32}, "model.config.hiden_size is not a key of llama; did you mean model.config.hidden_size?"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide the 4 attention heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+        ({"max_position_embeddings": -3}, "max_position_embeddings is -3; it must be at least 1"),
+        ({"attention_dropout": 2}, "attention_dropout is 2; it is a probability, from 0 to below 1"),
+        ({"hidden_act": "foo"}, "llama cannot be built: a value of its configuration is unknown: 'foo'"),
         ({"hidden_size": 30}, "(30) is not a multiple of the number of attention heads (4)"),
         ({"model_type": "lama"}, "did you mean llama?"),
         ({"model_type": "mamba"}, "mamba has no attention heads"),

@@ -74,6 +74,15 @@ def test_bad_answers_of_csv_are_left_out_and_counted(tmp_path):
 # Compressed
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("row", ['{"text": "a", "text": "b"}', '{"text": "a", "meta": {"role": 1, "role": 2}}'])
+def test_a_key_that_a_row_has_twice_is_refused(tmp_path, name, row):
+    text = f'{{"text": "c"}}\n{row}\n' if name == "rows.jsonl" else f'[{{"text": "c"}},\n{row}]'
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}:2 has the key '(text|role)' twice"):
+        rows(tmp_path / name)
+
+
 def test_gzip_is_read_through_and_a_cut_file_is_named(tmp_path):
     lines = b'{"text": "hello"}\n' * 2000
     for name, content in (("a.jsonl.gz", lines), ("a.json.gz", b'[{"text": "hello"}]'), ("a.csv.gz", b"text\nhello\n")):

@@ -72,8 +72,7 @@ def check_state_folder(folder: Path) -> None:
         raise ConfigError(f"memory.nvme.path: {folder} {what}; make the folder, or name another one")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"memory.nvme.path: {folder} cannot be written (permission denied); name another folder, or change its "
-            "permissions"
+            f"memory.nvme.path: {folder} cannot be written ({_why_not(folder)}); name another folder, or change that"
         )
 
 
@@ -110,7 +109,7 @@ def check_writable(path: Path, what: str) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{what} {path}: there is no folder {folder}; make it, or name another file")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{what} {path} cannot be written: permission denied; name another file")
+        raise ConfigError(f"{what} {path} cannot be written: {_why_not(folder)}; name another file")
 
 
 def check_makeable(folder: Path, what: str) -> None:
@@ -119,7 +118,12 @@ def check_makeable(folder: Path, what: str) -> None:
     if not there.is_dir():
         raise ConfigError(f"{what} {folder}: {there} is a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {folder}: {there} cannot be written (permission denied); name another folder")
+        raise ConfigError(f"{what} {folder}: {there} cannot be written ({_why_not(there)}); name another folder")
+
+
+def _why_not(folder: Path) -> str:
+    """Why a folder, or a file in it, cannot be written."""
+    return "read-only file system" if os.statvfs(folder).f_flag & os.ST_RDONLY else "permission denied"
 
 
 def check_unused(folder: Path, what: str) -> None:

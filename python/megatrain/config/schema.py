@@ -321,6 +321,8 @@ class TrainConfig:
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"train.epochs is {self.epochs}; it must be above 0")
         _at_least("train", self, steps=1, batch_tokens=1, batch_size=1, seed=0, max_nonfinite=0, check_every=1)
+        if self.seed >= 2**64:
+            raise ConfigError(f"train.seed is {self.seed}; it must be below 2**64")
         _optimizer("train", self)
         _finite("train", self, "max_grad_norm", "label_smoothing", "z_loss")
         _at_least("train", self, label_smoothing=0, z_loss=0)

@@ -185,13 +185,28 @@ def _json_lines(file: str, on_fault: OnFault = _raised) -> Iterator[tuple[int, A
 def _json_line(where: str, line: bytes, encoding: str) -> Any:
     try:
         # Without the line break, lest a column of a message is that of the next line.
-        return json.loads(line.decode(encoding).rstrip("\r\n"))
+        return json.loads(line.decode(encoding).rstrip("\r\n"), object_pairs_hook=_object)
+    except _Repeated as error:
+        raise ConfigError(f"{where} {error}") from None
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from None
     except json.JSONDecodeError as error:
         raise _not_json(where, error.msg, error.colno) from None
     except RecursionError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
+
+
+class _Repeated(Exception):
+    """A key that an object has twice, of which Python's parser would drop the first value."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _Repeated(f"has the key {twice!r} twice; which of the values is meant is not known: remove one")
+    return found
 
 
 def _not_json(where: str, why: str, column: int) -> ConfigError:
@@ -228,7 +243,7 @@ def _no_list(file: str) -> ConfigError:
 
 
 def _json_list(file: str, held: str, blocks: Iterator[str]) -> Iterator[Any]:
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
     at = held.index("[") + 1
     lines = 1 + held.count("\n", 0, at)
     column = at - (held.rfind("\n", 0, at) + 1)
@@ -259,6 +274,8 @@ def _json_list(file: str, held: str, blocks: Iterator[str]) -> Iterator[Any]:
             continue
         try:
             value, stop = decoder.raw_decode(held, at)
+        except _Repeated as error:
+            raise ConfigError(f"{file}:{lines} {error}") from None
         except (json.JSONDecodeError, RecursionError) as error:
             if not isinstance(error, json.JSONDecodeError):
                 raise ConfigError(f"{file}:{lines} is not JSON: {error}") from None

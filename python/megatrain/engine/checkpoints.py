@@ -123,9 +123,9 @@ class Checkpoints:
         optimizer.set_lr(lr)
         if optimizer.lr != before:
             groups = ", and in proportion those of its groups" if len(optimizer.groups) > 1 else ""
-            # A schedule sets it before the next step, so that a run goes on with its own.
             log.info(
-                "learning rate %g -> %g, which %s was saved with%s; it stays until it is set again",
+                "learning rate %g -> %g, which %s was saved with%s; it stays until it is set again, "
+                "as a schedule does before each step",
                 before,
                 optimizer.lr,
                 folder,

@@ -121,6 +121,7 @@ def refuse_kind(config: Any, name: str) -> None:
             f"{name}: pad_token_id is {pad}, and the vocabulary has {size} entries (vocab_size); write one of them, or "
             "null for none"
         )
+    _refuse_numbers(text, name)
     kinds = getattr(text, "layer_types", None)
     for key, word in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         used = key == "sliding_window" if kinds is None else any(word in str(kind) for kind in kinds)
@@ -131,6 +132,29 @@ def refuse_kind(config: Any, name: str) -> None:
                 f"{name}: {key} is {value!r}, under which a token does not see itself; write a number of tokens, 1 or "
                 "more, or null for full attention"
             )
+
+
+def _refuse_numbers(text: Any, name: str) -> None:
+    """Raises ConfigError for numbers with which a model can be built, but not run."""
+
+    def count(key: str) -> int | None:
+        value = getattr(text, key, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+        if (value := count(key)) is not None and value < 1:
+            raise ConfigError(f"{name}: {key} is {value}; it must be at least 1")
+    heads, shared = count("num_attention_heads"), count("num_key_value_heads")
+    latent = getattr(text, "kv_lora_rank", None) is not None  # whose heads are not shared, whatever the number says
+    if heads and shared and not latent and heads % shared and heads > shared:
+        raise ConfigError(
+            f"{name}: num_key_value_heads is {shared}, which does not divide the {heads} attention heads "
+            "(num_attention_heads)"
+        )
+    for key, value in text.to_dict().items():
+        dropout = key.endswith(("dropout", "_pdrop")) and isinstance(value, (int, float))
+        if dropout and not isinstance(value, bool) and not 0 <= value < 1:
+            raise ConfigError(f"{name}: {key} is {value}; it is a probability, from 0 to below 1")
 
 
 def sees(config: Any) -> bool:

@@ -83,7 +83,8 @@ def build_without_storage(
             model: nn.Module = maker.from_config(config, **options)
         except Exception as error:  # a model's constructor may raise anything for values it refuses
             kind = getattr(config, "model_type", type(config).__name__)
-            raise ConfigError(f"model: {kind} cannot be built: {str(error) or type(error).__name__}") from error
+            why = f"a value of its configuration is unknown: {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"model: {kind} cannot be built: {why or type(error).__name__}") from error
     return model.train()
 
 

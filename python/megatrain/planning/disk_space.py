@@ -27,30 +27,42 @@ def disk_needed(config: Config, decoder: "Decoder", precision: str) -> dict[str,
     tensors = decoder.tensors.values()
     weights = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
     checkpoint = weights + sum(form.bytes(t.shape, precision) for t in tensors if t.role == "trainable")
-    kept = config.output.keep + 1 + (1 if config.eval.keep_best else 0)
     wanted = config.output.export
     exported = 0 if wanted == "never" else export.weight_bytes(decoder, wanted)
-    return {"checkpoint": checkpoint, "checkpoints": kept * checkpoint, "export": exported}
+    return {"checkpoint": checkpoint, "checkpoints": kept(config) * checkpoint, "export": exported}
 
 
-def check_disk(needed: dict[str, int], folder: Path, existing: int, config: Config, run_plan: "RunPlan") -> None:
+def kept(config: Config) -> int:
+    """Checkpoints that exist at one time: a new one is written before an old one goes."""
+    return config.output.keep + 1 + (1 if config.eval.keep_best else 0)
+
+
+def check_disk(
+    needed: dict[str, int],  # of `disk_needed`
+    beside: int,  # bytes of a checkpoint, and of the export, beside their tensors
+    folder: Path,
+    existing: int,  # checkpoints that are there already
+    config: Config,
+    run_plan: "RunPlan",
+) -> None:
     """Raises StorageError when the checkpoints and the export of a run cannot all be written: beside what the plan
-    keeps on the same disk, and in host memory beside the plan where that is where they go. `existing`:
-    checkpoints that are there already."""
+    keeps on the same disk, and in host memory beside the plan where that is where they go."""
     free = facts.SYSTEM_PROBE.disk_free(folder)
     kind = facts.SYSTEM_PROBE.file_system(folder)
-    total = max(0, needed["checkpoints"] - existing * needed["checkpoint"]) + needed["export"]
-    beside = _state_beside(folder, run_plan)
-    if free is not None and total <= free < total + beside:
+    wanted, checkpoint = kept(config), needed["checkpoint"] + beside
+    exported = needed["export"] + beside if needed["export"] else 0
+    total = max(0, wanted - existing) * checkpoint + exported
+    state = _state_beside(folder, run_plan)
+    if free is not None and total <= free < total + state:
         raise StorageError(
             f"output.dir {folder} needs {format_bytes(total)} for checkpoints and the export, and memory.nvme.path "
-            f"is on the same disk and takes {format_bytes(beside)}; it has {format_bytes(free)} free; free some, "
+            f"is on the same disk and takes {format_bytes(state)}; it has {format_bytes(free)} free; free some, "
             "lower output.keep, or name another folder for one of the two"
         )
     if free is not None and total > free:
         raise StorageError(
-            f"output.dir {folder} needs {format_bytes(total)} for {config.output.keep + 1} checkpoints of "
-            f"{format_bytes(needed['checkpoint'])} and an export of {format_bytes(needed['export'])}, and its disk has "
+            f"output.dir {folder} needs {format_bytes(total)} for {wanted} checkpoints of "
+            f"{format_bytes(checkpoint)} and an export of {format_bytes(exported)}, and its disk has "
             f"{format_bytes(free)} free; free some, lower output.keep, or name another folder"
         )
     if kind not in facts.IN_MEMORY:

@@ -145,7 +145,8 @@ def from_description(document: Any, where: str) -> Machine:
             raise ValueError(f"{where}: {section} must be a mapping with {', '.join(sections[section])}, not {part!r}")
         for key in part:
             if key not in sections[section]:
-                raise ValueError(f"{where}: unknown key {section}.{key}; {suggest(key, sections[section])}")
+                known = [f"{section}.{name}" for name in sections[section]]
+                raise ValueError(f"{where}: unknown key {section}.{key}; {suggest(f'{section}.{key}', known)}")
 
     host, disk = document.get("host") or {}, document.get("disk") or {}
     if host.get("memory") is None:

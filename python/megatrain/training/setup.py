@@ -18,6 +18,7 @@ import torch
 
 from megatrain import _core
 from megatrain.checkpoint.checkpoint import Checkpoint
+from megatrain.checkpoint.hf_folder import beside_tensors
 from megatrain.checkpoint.step_folders import steps_in
 from megatrain.config import Config, TokenizerTraining
 from megatrain.config.default_length import max_positions
@@ -247,7 +248,8 @@ def prepare_run(
     run_plan = plan_run(nominal)
     if folder is not None:
         needed = disk_space.disk_needed(config, decoder, decoder.precision)
-        disk_space.check_disk(needed, folder, len(steps_in(folder)), config, run_plan)
+        beside = beside_tensors(decoder, tokenizer)
+        disk_space.check_disk(needed, beside, folder, len(steps_in(folder)), config, run_plan)
     train, held_out = prepare(
         config,
         tokenizer,

@@ -1,6 +1,7 @@
 """`megatrain plan`: what fits and what does not, without weights, data or a card; its totals are what is allocated."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,20 @@ def test_a_plan_of_immediate_updates_says_what_they_give_up(capsys: pytest.Captu
     assert "gives up" not in capsys.readouterr().out
     assert main(["plan", *immediate]) == 0
     assert f"train.update: immediate gives up: {found['given_up']}\n" in capsys.readouterr().out
+
+
+def test_of_the_one_memory_of_a_cpu_a_refusal_says_what_all_of_it_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "tiny", "device=cpu", "train.batch_size=1", "data.seq_len=128"]
+    assert main([*words, "memory.host=1MiB"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert "of host memory are needed and 1.00 MiB allowed" in first
+    assert first.count("are needed") == 1, "two sums, of which each might have all, would be read as alternatives"
+    needed = re.search(r"fit: ([0-9.]+) MiB", first)
+    assert needed is not None
+    assert main([*words, f"memory.host={math.ceil(float(needed[1]))}MiB"]) == 0
+    capsys.readouterr()
+    assert main([*words, "memory.gpu=1MiB"]) == 2
+    assert "memory that stands in for a device's are needed and 1.00 MiB allowed" in capsys.readouterr().err
 
 
 def test_on_the_cpu_one_memory_is_shown_as_one_and_the_bound_names_its_rates(

@@ -144,8 +144,8 @@ LAUNCH_S = 1.2e-3
 """Seconds of the calling thread that a compiled layer's forward takes: guards, wrappers and some thirty launches. A run
 that has measured its steps corrects it, as it does the machine's rates (`launch_s` among them)."""
 _RAMP_OF_LAUNCH = 1 / 30
-"""What a kernel takes to begin and end on the card, of what its launch takes: 1.3 microseconds each. It is fitted with
-what passes between steps (`BETWEEN_STEPS_S` of the core), to which it adds up where kernels are small."""
+"""What a kernel takes to begin and end on the card, of what its launch takes: 1.3 microseconds. It was fitted together
+with `BETWEEN_STEPS_S` of the core."""
 
 
 def _beside_matmuls(

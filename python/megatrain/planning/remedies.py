@@ -363,11 +363,13 @@ def explained(
     }
     sums = {tier: sum(item["bytes"] for item in error.items if item["tier"] == tier) for tier in names}
     allowed = {"disk": 0} | budget
-    over = [
-        _missing(needed, allowed[tier], names[tier]) for tier, needed in sums.items() if needed > allowed[tier]
-    ] or [
-        _missing(sums["device"] + sums["host"], budget["host"], "host memory")
-    ]  # of the CPU, where both tiers share it
+    short = [tier for tier, needed in sums.items() if needed > allowed[tier]]
+    if device == "cpu" and budget["device"] == budget["host"]:  # one memory, of which each may have all
+        short = [tier for tier in short if tier == "disk"]
+    over = [_missing(sums[tier], allowed[tier], names[tier]) for tier in short]
+    both = sums["device"] + sums["host"]
+    if device == "cpu" and both > budget["host"] and not {"device", "host"} & set(short):
+        over.insert(0, _missing(both, budget["host"], "host memory"))
     lines = [f"  {format_bytes(item['bytes']):>12}  {item['tier']:<6}  {item['what']}" for item in error.items]
     lines += [f"  {format_bytes(needed):>12}  {tier:<6}  in all" for tier, needed in sums.items() if needed]
     explained = Refusal(

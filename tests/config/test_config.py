@@ -288,6 +288,8 @@ def test_an_unknown_key_names_the_nearest_valid_one(sections, message):
         ({"train": 3}, r"train is 3; expected a mapping with keys from"),
         ({"train": {"groups": [{"lr": 1}]}}, r"train\.groups\.0\.params is missing"),
         ({"memory": {"gpu": "12G"}}, r"memory\.gpu: '12G': unknown unit 'G'; .*\(or auto\)"),
+        ({"train": {"batch_tokens": 2**50}}, r"train\.batch_tokens is 1125899906842624; a step has at most"),
+        ({"train": {"seed": 2**64}}, r"train\.seed is 18446744073709551616; it must be below 2\*\*64"),
         ({"memory": {"gpu": 20}}, r"memory\.gpu is 20 bytes; write a unit, such as 20GiB"),
         ({"memory": {"gpu": True}}, r"memory\.gpu is true; expected a size such as 12GiB or auto"),
         ({"output": {"save_every": "30 parsecs"}}, r"output\.save_every: '30 parsecs' is not a duration"),

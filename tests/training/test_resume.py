@@ -254,6 +254,7 @@ def test_a_damaged_checkpoint_that_was_skipped_is_not_the_newest_any_more(
     assert (stopped.step, stopped.checkpoint) == (stop_at, newest)
     assert checkpoint.choose(run, "last") == newest
     assert f"step-6 was skipped and is now {run / 'checkpoints/skipped-step-6'}" in caplog.text
+    assert ("the run begins again at step 0" in caplog.text) == (goes_on_from == 0)
     kept = (
         {"step-1", "skipped-step-4", "skipped-step-6"} if goes_on_from == 0 else {"step-4", "step-5", "skipped-step-6"}
     )

@@ -207,3 +207,14 @@ def test_on_a_full_disk_metrics_name_it_once_and_nothing_else_fails(tmp_path: Pa
     named = f"{tmp_path / 'run' / 'metrics.jsonl'} cannot be written: File too large"
     assert done.stdout.startswith(named)
     assert done.stdout.count("\n") == 1
+
+
+def test_a_status_that_is_no_mapping_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("[1, 2]")
+    assert read_status(tmp_path) == {}
+
+
+def test_a_folder_that_is_a_link_to_nowhere_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="it is a link that leads nowhere"):
+        RunFolder(tmp_path / "run")

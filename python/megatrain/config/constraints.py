@@ -22,7 +22,7 @@ _SMALLEST_MEMORY = 1 << 16
 def check_memory(size: int, key: str) -> None:
     """Raises ConfigError for a limit of a memory that has lost its unit."""
     if 0 < size < _SMALLEST_MEMORY:
-        raise ConfigError(f"{key} is {size} bytes; write a unit, such as {size}GiB")
+        raise ConfigError(f"{key} is {size} bytes; write a unit, such as {size}GiB, or at least 64KiB")
 
 
 def choose_precision(

@@ -406,8 +406,8 @@ class NvmeConfig:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("memory.nvme.path is an empty list; name a folder, or leave memory.nvme out")
-        twice = next((path for path in self.paths if self.paths.count(path) > 1), None)
-        if twice is not None:
+        if len(set(self.paths)) < len(self.paths):
+            twice = next(path for path in self.paths if self.paths.count(path) > 1)
             raise ConfigError(f"memory.nvme.path names {twice} twice; name each folder once")
         _at_least("memory.nvme", self, size=1)
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from megatrain.config.config import Config
     from megatrain.config.schema import TrainConfig
 
+_MOST_TOKENS = 2**40
+"""Of a step: more than any run has, and few enough for the core to count their parts."""
+
 
 def check(config: "Config") -> None:
     """Raises ConfigError for the first contradiction found."""
@@ -55,6 +58,8 @@ def _model(config: "Config") -> None:
 
 def _batch(config: "Config") -> None:
     train, data, plan = config.train, config.data, config.plan
+    if train.batch_tokens is not None and train.batch_tokens > _MOST_TOKENS:
+        raise ConfigError(f"train.batch_tokens is {train.batch_tokens}; a step has at most {_MOST_TOKENS} tokens")
     if data.packing and train.batch_tokens is not None:
         if train.batch_tokens < data.seq_len:
             raise ConfigError(

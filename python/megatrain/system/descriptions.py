@@ -221,7 +221,9 @@ def _rate(where: str, key: str, value: Any) -> float:
 def _bytes(where: str, key: str, value: Any) -> int:
     try:
         size = parse_size(value)
-    except (ValueError, TypeError, OverflowError) as error:
+    except TypeError:
+        raise ValueError(f"{where}: {key} is {value!r}; write a size, such as 64GiB") from None
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{where}: {key}: {error}") from None
     if isinstance(value, bool) or size > _MOST_BYTES:
         raise ValueError(f"{where}: {key} must be a size of at most {_MOST_BYTES >> 40} TiB, not {value!r}")

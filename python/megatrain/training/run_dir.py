@@ -130,8 +130,10 @@ class RunFolder:
             make_folders(path)
             self._lock: IO[str] = (path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
+            nowhere = path.is_symlink() and not path.exists()
+            why = "it is a link that leads nowhere" if nowhere else error.strerror
             raise ConfigError(
-                f"output.dir is {str(path)!r}, which cannot be written ({error.strerror}); name a folder that can"
+                f"output.dir is {str(path)!r}, which cannot be written ({why}); name a folder that can"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,10 +334,10 @@ def _read_plan(run: Path) -> dict[str, Any]:
 def read_status(run: Path) -> dict[str, Any]:
     """`status.json`, or an empty mapping."""
     try:
-        status: dict[str, Any] = json.loads((run / STATUS).read_text(encoding="utf-8"))
+        status = json.loads((run / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return status
+    return status if isinstance(status, dict) else {}
 
 
 def state_of(run: Path) -> str:

@@ -265,4 +265,8 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
         stopped.set()
         worker.join()
     if failed:
+        if isinstance(failed[0], RuntimeError) and "probability tensor contains" in str(failed[0]):
+            raise ConfigError(
+                "the model's logits are not finite, as after training that has diverged; name an earlier checkpoint"
+            ) from None
         raise failed[0]

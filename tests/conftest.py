@@ -28,6 +28,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was measured of this machine, or tokenized on it, shows in no test; and no test leaves anything there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A test that the table of architectures is made of and that does not run has failed: its row would not be true."""

@@ -50,7 +50,7 @@ def test_a_description_comes_back_as_it_was_written() -> None:
         ({"host": {"memory": "1GiB"}, "rates": {"h2d_gbs": -1}}, "rates.h2d_gbs"),
         ({"host": {"memory": "1GiB"}, "rates": {"h2d_gbs": float("inf")}}, "rates.h2d_gbs"),
         ({"host": {"memory": "1GiB"}, "rates": {"h2d_gbs": float("nan")}}, "rates.h2d_gbs"),
-        ({"host": {"memory": "1GiB"}, "rates": {"h2d_gb": 25}}, "rates.h2d_gb; did you mean h2d_gbs?"),
+        ({"host": {"memory": "1GiB"}, "rates": {"h2d_gb": 25}}, "rates.h2d_gb; did you mean rates.h2d_gbs?"),
         ({"host": {"memory": "1GiB"}, "disk": {"count": 2}}, "disk.free is missing"),
         ({"host": {"memory": "1GiB"}, "disk": {"count": 0, "free": "1TB"}}, "disk.count"),
         ({"host": {"memory": "1GiB"}, "disk": {"read_gbs": 0}}, "disk.read_gbs"),
@@ -98,7 +98,7 @@ def test_a_machine_by_its_numbers_is_the_one_that_a_file_with_them_describes() -
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("rtx4090,host.memroy=2GiB", "unknown key host.memroy; did you mean memory?"),
+        ("rtx4090,host.memroy=2GiB", "unknown key host.memroy; did you mean host.memory?"),
         ("rtx4090,memory=2GiB", "unknown key 'memory'"),
         ("rtx4090,host.memory", "'host.memory' is no key=value"),
         ("rtx4090,host.memory=", "is no key=value"),

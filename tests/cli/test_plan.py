@@ -409,42 +409,6 @@ def test_every_public_shape_has_the_parameters_that_its_name_says() -> None:
         assert decoder.num_parameters == pytest.approx(billions * 1e9, rel=0.1)
 
 
-def test_disk_that_cannot_hold_the_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(SystemProbe):
-        def disk_free(self, path: Path) -> int | None:  # noqa: ARG002
-            return 1 << 10
-
-    from megatrain.errors import StorageError
-    from megatrain.training.trainer import Trainer
-
-    monkeypatch.setattr(hardware, "SYSTEM_PROBE", Full())
-    with pytest.raises(StorageError, match=r"output\.dir.*1\.00 KiB free"):
-        Trainer(settings(tmp_path)).fit()
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_a_checkpoint_holds_beside_tensors_is_part_of_what_its_disk_must_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(SystemProbe):
-        def disk_free(self, path: Path) -> int | None:  # noqa: ARG002
-            return 1 << 10
-
-    from megatrain.errors import StorageError
-    from megatrain.training.trainer import Trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hardware, "SYSTEM_PROBE", Full())
-        with pytest.raises(StorageError, match=r"for 3 checkpoints of [0-9.]+ KiB") as refused:
-            Trainer(settings(tmp_path)).fit()
-    said = re.search(r"checkpoints of ([0-9.]+) KiB", str(refused.value))
-    assert said is not None
-    Trainer(settings(tmp_path)).fit()
-    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    written = sum(path.stat().st_size for path in folder.iterdir())
-    assert written < float(said[1]) * 1024 < written + (1 << 19)
-
-
 def test_a_model_of_few_positions_is_planned_with_them_and_a_stated_length_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

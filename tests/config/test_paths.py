@@ -1,17 +1,30 @@
 """Paths that no file system has, or will not give: wrong requests, never bugs of ours."""
 
 import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatrain.cli import main
-from megatrain.config import Config, yaml12
+from megatrain.config import Config, paths, yaml12
 from megatrain.errors import ConfigError
 from support.runs import settings
 
 LONG = "x" * 300
+
+
+def test_a_file_system_that_cannot_be_written_is_not_called_a_matter_of_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"cannot be written \(permission denied\)"):
+        paths.check_makeable(tmp_path, "output.dir")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match=r"cannot be written \(read-only file system\)"):
+        paths.check_makeable(tmp_path, "output.dir")
 
 
 @pytest.mark.parametrize(

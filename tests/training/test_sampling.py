@@ -14,7 +14,9 @@ from megatrain.system import hardware
 from megatrain.system.hardware import GIB
 from megatrain.training import sampling
 from megatrain.training.trainer import Trainer
+from support.reference import build
 from support.runs import settings
+from support.tiny_tokenizer import tiny_tokenizer
 
 
 def weights_of(folder: Path, size: int) -> Path:
@@ -137,3 +139,15 @@ def test_any_of_a_models_end_tokens_ends_a_sample() -> None:
     tokenizer: Any = Words()
     assert sampling.sample(Counts(), tokenizer, "a", 9) == "bcdefghij"
     assert sampling.sample(Counts(), tokenizer, "a", 9, ends=(ord("d"),)) == "bc"
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.8}, {"do_sample": False}])
+def test_logits_that_are_not_finite_are_said_to_be_so(options: dict[str, Any]) -> None:
+    made = tiny_tokenizer()
+    model = build("llama").eval()
+    ids = torch.tensor([[1, 2, 3]])
+    list(sampling._stream(model, made, ids, {"max_new_tokens": 2, **options}))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="logits are not finite"):
+        list(sampling._stream(model, made, ids, {"max_new_tokens": 2, **options}))

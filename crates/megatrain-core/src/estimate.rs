@@ -133,8 +133,8 @@ pub(crate) fn expected_step_s(request: &Request, layouts: &Arc<[UnitLayout]>, pl
 }
 
 /// Seconds of a step on a GPU in which nothing is computed, whatever its size: the calling thread waits for the norm and
-/// for the loss, and launches the updates and the first layer again. With the ramps of its kernels a fit to steps of 0.5B
-/// models on an H200: 2,048 to 65,536 tokens in micro-batches of 2,048 to 32,768, fifteen plans, all within 3 %.
+/// for the loss, and launches the updates and the first layer again. With the ramps of its kernels a fit to steps of a
+/// model of 0.5B on an H200: 8,192 and 65,536 tokens in micro-batches of 2,048 to 32,768, twenty-five plans, all within 3 %.
 const BETWEEN_STEPS_S: f64 = 2.0e-3;
 
 /// A step simulated at the rates that a whole step sustains, its time with an allowance for what that leaves out.

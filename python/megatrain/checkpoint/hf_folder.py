@@ -86,8 +86,7 @@ def folder_bytes(
 ) -> int:
     """What a folder with these tensors takes on disk, a little more rather than less; the rest as for
     `write_model_files`."""
-    described = sum(256 + len(entry.name) for entry in entries) * 2  # in a header, and in the index
-    total = sum(entry.nbytes for entry in entries) + described + _JSON_BYTES
+    total = sum(entry.nbytes for entry in entries) + _described(entry.name for entry in entries) + _JSON_BYTES
     found: list[Path] = []
     if tokenizer_dir is not None:
         found = [path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern)]
@@ -105,10 +104,18 @@ def tokenizer_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def beside_tensors(decoder: Decoder, tokenizer: "PreTrainedTokenizerBase | None") -> int:
-    """What a folder with a model and its optimizer state takes on disk beside its tensors, at most about."""
-    planes = 4
-    described = sum(2 * (256 + len(name)) for name in decoder.tensors) * planes
-    return described + _JSON_BYTES + (0 if tokenizer is None else tokenizer_bytes(tokenizer))
+    """What a folder with a model and its optimizer state takes on disk beside its tensors, a little more rather than
+    less."""
+    planes = 4  # weights, residuals and two moments
+    total = planes * _described(decoder.tensors) + _JSON_BYTES
+    if tokenizer is not None:
+        total += tokenizer_bytes(tokenizer)
+    return total
+
+
+def _described(names: Iterable[str]) -> int:
+    """What tensors of these names take in the header of a file, and in the index."""
+    return sum(2 * (256 + len(name)) for name in names)
 
 
 def write_index(folder: Path, files: list[Shard]) -> list[Path]:

@@ -35,7 +35,9 @@ def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Dev
     """The core's device and torch's; `cuda` without a number is torch's current device, which stays the current one.
     Raises ConfigError for a device that is not there, or is of another kind."""
     if isinstance(device, _core.Device):
-        return device, torch.device("cpu") if device.ordinal is None else torch.device("cuda", device.ordinal)
+        if device.ordinal is None:
+            return device, torch.device("cpu")
+        return device, torch.device("cuda", device.ordinal)
     kind, colon, ordinal = str(device).partition(":")
     numbered = not colon or (kind != "auto" and ordinal.isdecimal())
     if type(device) not in (str, torch.device) or kind not in ("auto", "cuda", "cpu") or not numbered:

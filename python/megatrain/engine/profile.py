@@ -166,7 +166,8 @@ def _beside_matmuls(
             "moved_bytes": _MOVED_BY_LOSS * tokens * vocab / _MOVES_OF_A_PASS,
             "ramp_s": _RAMP_OF_LAUNCH * launch_s,
         }
-    launch_s *= 1 if unit.half is None else tiles / 2
+    if unit.half is not None:
+        launch_s *= tiles / 2
     return {
         "attention_flops": work.attention_flops,
         "attention_row": micro_batch[1],

@@ -240,6 +240,13 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
     def stop(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), stopped.is_set(), device=input_ids.device)
 
+    def check(_: Tensor, scores: Tensor) -> Tensor:
+        if (scores.isnan() | scores.isposinf()).any():
+            raise ConfigError(
+                "the model's logits are not finite, as after training that has diverged; name an earlier checkpoint"
+            )
+        return scores
+
     def run() -> None:
         try:
             with torch.inference_mode():
@@ -248,6 +255,7 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
                     attention_mask=torch.ones_like(ids),
                     streamer=streamer,
                     stopping_criteria=[stop],
+                    logits_processor=[check],
                     pad_token_id=tokenizer.pad_token_id
                     if tokenizer.pad_token_id is not None
                     else tokenizer.eos_token_id,
@@ -265,8 +273,4 @@ def _stream(model: Any, tokenizer: "PreTrainedTokenizerBase", ids: Tensor, optio
         stopped.set()
         worker.join()
     if failed:
-        if isinstance(failed[0], RuntimeError) and "probability tensor contains" in str(failed[0]):
-            raise ConfigError(
-                "the model's logits are not finite, as after training that has diverged; name an earlier checkpoint"
-            ) from None
         raise failed[0]

@@ -59,6 +59,13 @@ BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
         },
         "position_ids restart while attention_mask hides padding",
     ),
+    (
+        {
+            "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]]),
+        },
+        "position_ids restart while attention_mask hides padding",
+    ),
 ]
 
 

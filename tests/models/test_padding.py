@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from support import families
 from support.reference import batches, build, check_training, engine, error, loss_sum, supervised
 
 EAGER = {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}
@@ -44,3 +45,28 @@ def test_right_padding_trains_alike_under_each_implementation_of_attention(atten
     for name in ours.state_dict():
         assert error(ours.gradient(name), other.gradient(name)) < 1e-5, name
     assert ours.evaluate(steps[0]) == pytest.approx(other.evaluate(steps[0]), rel=1e-6)
+
+
+PLACES = {"before": [(0, 5), (0, 2)], "after": [(11, 16), (14, 16)], "between": [(5, 9), (0, 3)]}
+
+
+@pytest.mark.parametrize("filling", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["llama3", "qwen3-moe", "gemma3", "gpt-oss", "bloom", "qwen3.5", "lfm2"])
+def test_positions_of_padding_say_nothing(name: str, place: str, filling: int) -> None:
+    """Trainers count positions along the tokens that are seen, and give those of padding any number."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(3, 96, (2, 16)), torch.ones(2, 16, dtype=torch.int64)
+    for row, (first, last) in enumerate(PLACES[place]):
+        mask[row, first:last] = 0
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, filling)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+        "position_ids": positions,
+    }
+    model = families.build(name)
+    with torch.no_grad():
+        wanted = float(model(**batch).loss)
+    assert engine(model).step([batch]).loss == pytest.approx(wanted, rel=2e-6)

@@ -312,6 +312,7 @@ class InputPreprocessor:
             targets = torch.where(weights > 0, targets, IGNORED)  # a weight of 0 is a label of -100
         rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
+        packed = positions if mask is None else None  # beside padding positions do not begin again
         counted = self._counted(where, batch, mask, shape)
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
@@ -322,8 +323,8 @@ class InputPreprocessor:
         if mask is not None or positions is not None or images:
             with self._lock:
                 record = self._record(where, ids, mask, positions, images)
-            if positions is not None:
-                document_buckets = self._apart(where, positions, record, counted, images)
+            if packed is not None:
+                document_buckets = self._apart(where, packed, record, counted, images)
         return MicroBatch(
             index=index,
             shape=shape,
@@ -450,8 +451,7 @@ class InputPreprocessor:
             if limit is not None:
                 _in_range(where, "position", positions, limit, "the model has positions for")
             if mask is not None and not bool(mask.all()):
-                both = (mask[:, 1:] == 1) & (mask[:, :-1] == 1)
-                if bool((both & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
+                if _begins_again(mask == 1, positions):
                     raise ConfigError(
                         f"{where}: position_ids restart while attention_mask hides padding; transformers separates "
                         "packed rows by position_ids only, so give padding its own and leave attention_mask out"
@@ -489,6 +489,15 @@ class InputPreprocessor:
                 for c, (table, _) in enumerate(decoder.tables)
             ]
         return tables
+
+
+def _begins_again(real: Tensor, positions: Tensor) -> bool:
+    """Whether positions (batch, seq) do anything but go up along the tokens of a row that are `real`, by one from one
+    to the next, and by any number where padding is between them. Those of padding say nothing."""
+    together = real[:, 1:] & real[:, :-1]
+    largest = positions.masked_fill(~real, -1).cummax(1).values
+    down = real[:, 1:] & (positions[:, 1:] <= largest[:, :-1])
+    return bool((down | (together & (positions[:, 1:] != positions[:, :-1] + 1))).any())
 
 
 def _without_what_follows(mask: Tensor, supervised: Tensor) -> Tensor | None:

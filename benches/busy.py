@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatrain.cli import bench
 from megatrain.cli import parser as cli
-from megatrain.cli.commands import bench_request
+from megatrain.cli.bench_request import bench_request
 
 
 def kernels(path: Path) -> list[tuple[float, float]]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatrain.cli import bench
 from megatrain.cli import parser as cli
-from megatrain.cli.commands import bench_request
+from megatrain.cli.bench_request import BenchRequest, bench_request
 from megatrain.engine.inputs import StepInputs
 from megatrain.errors import MegatrainError
 from megatrain.planning import disk_space
@@ -180,7 +180,7 @@ def rounded(saved: Saved) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in dataclasses.asdict(saved).items()}
 
 
-def parse(words: list[str] | None = None) -> tuple[Path, bench.Request]:
+def parse(words: list[str] | None = None) -> tuple[Path, BenchRequest]:
     """The folder, and what is run there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -32,7 +32,8 @@ import torch
 from megatrain import _core
 from megatrain.cli import bench
 from megatrain.cli import parser as cli
-from megatrain.cli.commands import bench_request, described_machine
+from megatrain.cli.bench_request import BenchRequest, bench_request, configuration
+from megatrain.cli.commands import described_machine
 from megatrain.errors import ConfigError, DoesNotFit, MegatrainError
 from megatrain.planning import calibrate, planner
 from megatrain.system import hardware
@@ -165,15 +166,15 @@ def ordered(found: Iterable[Planned], automatic: Planned) -> list[Planned]:
 class Sweep:
     """One model, step and budget on one machine."""
 
-    def __init__(self, request: bench.Request, machine: Machine, end: float) -> None:
+    def __init__(self, request: BenchRequest, machine: Machine, end: float) -> None:
         self.request, self.machine, self.end = request, machine, end
-        self.config = bench.configuration(request)
+        self.config = configuration(request)
         self.setup: ModelSetup = prepare_model(self.config, machine, plan_only=True)
         self.free = machine.with_free_memory() if self.setup.device == "cuda" else machine
         self.rates, _ = calibrate.rates(self.free, self.setup.device)
         self.start_s = START_S
 
-    def requested(self, candidate: Candidate) -> bench.Request:
+    def requested(self, candidate: Candidate) -> BenchRequest:
         """The request of `megatrain bench` with the candidate's keys."""
         settings = dict(self.request.settings)
         settings["plan"] = settings.get("plan", {}) | candidate.keys()
@@ -194,7 +195,7 @@ class Sweep:
         """(rows of a micro-batch, what the core is asked); None where the model or the device does not allow it."""
         device = self.setup.device
         try:
-            config = bench.configuration(self.requested(candidate))
+            config = configuration(self.requested(candidate))
             options = planner.engine_plan(config, device, self.free)
             split = planner.SplitPlanner(config, self.setup.decoder, device, self.free, self.rates, options)
             rows = min(config.plan.micro_batch or self.request.batch, self.request.batch)
@@ -327,7 +328,7 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word.strip()]
 
 
-def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, bench.Request]:
+def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, BenchRequest]:
     """What is swept, and the request it varies. Keys are not abbreviated: bench has `--keep` and `--micro-batch`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -26,7 +26,7 @@ def test_every_row_is_a_request_of_bench_and_a_ratio_is_wanted_of_peers_that_it_
     from rows import GIVEN_PLAN, MATMUL, ROWS, WHOLE_CARD
 
     from megatrain.cli import parser
-    from megatrain.cli.commands import bench_request
+    from megatrain.cli.bench_request import bench_request
 
     for name, row in ROWS.items():
         request = bench_request(parser.build().parse_args(row.ours(row.model, row.memory, "auto")))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli import bench, main
+from megatrain.cli.bench_request import BenchRequest
 from megatrain.engine.engine import Engine
 from megatrain.training.trainer import Trainer
 from support.runs import MODEL, settings
@@ -62,7 +63,7 @@ def test_the_clock_sees_as_many_updates_as_steps(warmup: int, monkeypatch: pytes
     monkeypatch.setattr(bench, "settle_down", noted("updates", bench.settle_down))
     monkeypatch.setattr(bench.time, "perf_counter", noted("clock", bench.time.perf_counter))
     settings = {"device": "cpu", "train": {"max_grad_norm": 1.0}}
-    bench.run(bench.Request(model="tiny", batch=2, seq=16, steps=2, warmup=warmup, settings=settings))
+    bench.run(BenchRequest(model="tiny", batch=2, seq=16, steps=2, warmup=warmup, settings=settings))
     # updates of the last step of the warm-up are in, those of the last step are not; without a warm-up those are
     timed = ["step", "step", *(["updates"] if warmup == 0 else [])]
     clock = [index for index, what in enumerate(seen) if what == "clock"]

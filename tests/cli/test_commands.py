@@ -80,6 +80,11 @@ def test_help_of_every_verb_answers_without_torch(words: list[str]) -> None:
         (["eval", "."], "run"),
         (["report", "."], "metrics.jsonl"),
         (["bench", "--set", "chunk"], "KEY=VALUE"),
+        (["bench", "--model", "nosuch"], "neither a public shape"),
+        (["bench", "--model", "hollow"], "neither a public shape"),
+        (["bench", "--steps", "0"], "time at least one step"),
+        (["bench", "--set", "train.lrr=1"], "train.lr"),
+        (["bench", "--device", "cuda"], "device"),
         (["bench", "--set", "train.check_every=1"], "no step is computed twice; leave it out"),
         (["bench", "--set", "data.seq_len=8"], "sections train, memory and plan"),
         (["train", "good.yaml", "data.train=gone.jsonl"], "gone.jsonl: there is no such file or folder"),
@@ -120,7 +125,7 @@ def test_a_wrong_request_is_refused_at_once_with_exit_code_2(tmp_path: Path, wor
     (tmp_path / "hollow").mkdir()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "config.yaml").write_text("mine: all mine\n")
-    if "device=cuda" in words and _has_a_card():
+    if {"device=cuda", "cuda"} & set(words) and _has_a_card():
         pytest.skip("this machine has a card, so asking for it is right")
     before = sorted(tmp_path.rglob("*"))
     done = in_a_process(*words, cwd=tmp_path)
@@ -128,6 +133,16 @@ def test_a_wrong_request_is_refused_at_once_with_exit_code_2(tmp_path: Path, wor
     assert said in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     assert sorted(tmp_path.rglob("*")) == before, "a refusal leaves nothing behind"
+
+
+@pytest.mark.parametrize("words", [["train", "gone.yaml"], ["plan", "gone"], ["bench", "--model", "gone"]])
+def test_with_json_a_refusal_is_the_answer(tmp_path: Path, words: list[str]) -> None:
+    done = in_a_process(*words, "--json", cwd=tmp_path)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == 2
+    assert "gone" in answer["error"]
+    assert answer["error"] in done.stderr
 
 
 def _has_a_card() -> bool:

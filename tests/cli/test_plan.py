@@ -499,8 +499,13 @@ def test_a_host_that_is_too_small_is_planned_with_state_on_disk_and_its_traffic(
     assert format_bytes(disk["bytes"]) in told
     assert "written per day" in told
     too_small = disk["bytes"] - (1 << 30)
-    assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}"]) == 2
-    assert "this does not fit" in capsys.readouterr().err
+    assert main(["plan", *words, f"memory.nvme={{path: /nvme, size: {too_small}}}", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "this does not fit" in said.err
+    refusal = json.loads(said.out)
+    assert refusal["exit_code"] == 2
+    assert "this does not fit" in refusal["error"]
+    assert {item["tier"] for item in refusal["needs"] if item["bytes"] > 0} == {"device", "host", "disk"}
 
 
 def test_weights_follow_the_state_to_disk_and_the_plan_says_what_a_step_reads_and_writes(

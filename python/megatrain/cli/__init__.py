@@ -10,7 +10,9 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
+from megatrain import errors
 from megatrain.cli import output
 from megatrain.cli import parser as arguments
 from megatrain.cli.exit_codes import BROKEN, BUG, DONE, REFUSED, STOPPED
@@ -57,7 +59,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded(args: argparse.Namespace) -> int:
-    from megatrain import errors
     from megatrain.training.stop import RunStopped, StopRequested
 
     try:
@@ -68,9 +69,10 @@ def _guarded(args: argparse.Namespace) -> int:
         return code
     except RunStopped as error:
         return _refuse(args, str(error), BROKEN)
+    except errors.DoesNotFit as error:
+        return _refuse(args, str(error), REFUSED, needs=error.items)
     except (
         errors.ConfigError,
-        errors.DoesNotFit,
         errors.CheckpointError,
         errors.DeviceError,
         errors.StorageError,
@@ -115,7 +117,11 @@ def _unexpected(args: argparse.Namespace, error: Exception) -> int:
     return _bug(args)
 
 
-def _refuse(args: argparse.Namespace, message: str, code: int) -> int:
+def _refuse(args: argparse.Namespace, message: str, code: int, **more: Any) -> int:
+    """Prints a message and returns the exit code; with `--json` both are the answer too, with `more`."""
+    if getattr(args, "json", False):
+        with contextlib.suppress(OSError, errors.StorageError):
+            output.json_line({"error": message, "exit_code": code, **more})
     paragraph = " ".join(message.split("\n")) if "\n\n" not in message and "\n " not in message else message
     with contextlib.suppress(OSError):
         sys.stderr.write(f"megatrain {args.verb}: {paragraph}\n")
@@ -124,16 +130,12 @@ def _refuse(args: argparse.Namespace, message: str, code: int) -> int:
 
 def _bug(args: argparse.Namespace) -> int:
     text = traceback.format_exc()
+    last = text.strip().splitlines()[-1]
     handle, name = tempfile.mkstemp(prefix="megatrain-bug-", suffix=".txt")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(f"megatrain {' '.join(sys.argv[1:])}\n\n{text}")
-    last = text.strip().splitlines()[-1]
-    with contextlib.suppress(OSError):
-        sys.stderr.write(
-            f"megatrain {args.verb}: this is a bug of ours, not a mistake in your request: {last}. "
-            f"The traceback is in {Path(name)}; please report it with that file.\n"
-        )
-    return BUG
+    message = f"this is a bug of ours, not a mistake in your request: {last}. The traceback is in {Path(name)}"
+    return _refuse(args, f"{message}; please report it with that file.", BUG)
 
 
 def _open_missing() -> None:

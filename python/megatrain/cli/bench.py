@@ -10,7 +10,6 @@ step are not, which makes as many updates as steps. Without a warm-up the clock 
 import collections
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -19,42 +18,20 @@ from typing import Any
 
 import torch
 
-from megatrain.config import Config, ModelConfig
+from megatrain.cli.bench_request import BenchRequest, configuration
+from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.engine.inputs import StepInputs
-from megatrain.errors import ConfigError, StorageError
-from megatrain.models.presets import SHAPES
+from megatrain.errors import StorageError
 from megatrain.planning import planner
 from megatrain.system import hardware as facts
 from megatrain.training import metrics
-from megatrain.training.run_dir import CONFIG, is_run
 from megatrain.training.setup import ModelSetup, build_engine, prepare_model
 
 log: logging.Logger = logging.getLogger("megatrain")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is timed."""
-
-    model: str
-    """A public shape, a `config.json` or its folder, or a configuration or a run, for its model section."""
-    batch: int
-    """Rows per step."""
-    seq: int
-    """Tokens per row."""
-    steps: int = 10
-    """Timed steps."""
-    warmup: int = 3
-    """Untimed steps before those. The first compiles; in the third, layers are captured as CUDA graphs where the plan
-    has that, which can take seconds."""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Sections of a configuration: train, memory, plan, device."""
-    trace: Path | None = None
-    """The file for a trace of one more step."""
-
-
-def run(request: Request) -> dict[str, Any]:
+def run(request: BenchRequest) -> dict[str, Any]:
     """Runs the steps and returns the measurements. Raises ConfigError or DoesNotFit before anything is allocated."""
     with opened(request) as bench:
         return measure(bench)
@@ -64,7 +41,7 @@ def run(request: Request) -> dict[str, Any]:
 class Bench:
     """An engine with random weights for a request; see `opened`."""
 
-    request: Request
+    request: BenchRequest
     config: Config
     model_setup: ModelSetup
     run_plan: planner.RunPlan
@@ -79,10 +56,8 @@ class Bench:
 
 
 @contextlib.contextmanager
-def opened(request: Request) -> Iterator[Bench]:
+def opened(request: BenchRequest) -> Iterator[Bench]:
     """The engine that a request asks for, closed at the end. Raises what `run` raises."""
-    if request.steps < 1 or request.warmup < 0:
-        raise ConfigError(f"--steps is {request.steps} and --warmup {request.warmup}; time at least one step")
     config = configuration(request)
     machine = facts.read()
     model_setup = prepare_model(config, machine, plan_only=True)
@@ -112,7 +87,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     return answer
 
 
-def batches(request: Request, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
+def batches(request: BenchRequest, vocab: int, step: int, rows: int) -> list[dict[str, torch.Tensor]]:
     """Micro-batches of `step`: (rows, seq) int64 random ids, all of them supervised."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, vocab, (request.batch, request.seq), generator=generator)
@@ -214,41 +189,6 @@ def _answer(bench: Bench, timed: _Timed) -> dict[str, Any]:
         },
         "torch": torch.__version__,
     }
-
-
-def configuration(request: Request) -> Config:
-    """The configuration of a run with the request's steps, on random weights. Raises ConfigError."""
-    sections = {key: dict(value) if isinstance(value, dict) else value for key, value in request.settings.items()}
-    train = sections.setdefault("train", {})
-    train |= {"batch_size": request.batch, "steps": request.steps + request.warmup}
-    return Config.from_dict({"model": _model(request.model), "data": {"seq_len": request.seq}, **sections})
-
-
-def _model(name: str) -> dict[str, Any]:
-    """The model section for `--model`, whose weights are drawn at random."""
-    path = Path(name)
-    if not path.exists() and name.lower() in SHAPES:
-        return {"config": SHAPES[name.lower()].config()}
-    if path.is_dir() and is_run(path):
-        path = path / CONFIG
-    if path.suffix in (".yaml", ".yml"):
-        model: dict[str, Any] = Config.load(path).to_dict()["model"]
-        return model | {"init": "random"}
-    return {"config": _read(path)}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The keys of a `config.json`."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        keys: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ConfigError(
-            f"--model is {str(path)!r}: neither a public shape ({', '.join(SHAPES)}), nor a readable config.json, "
-            "nor a configuration (CONFIG.yaml) or run, whose model section it would take"
-        ) from None
-    ModelConfig(config=keys)
-    return keys
 
 
 def _free_device_bytes(device: str) -> int | None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.cli import output, refusals
 from megatrain.cli.exit_codes import DONE, REFUSED, STOPPED
@@ -13,7 +13,6 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.training.stop import Stop
 
 if TYPE_CHECKING:
-    from megatrain.cli import bench
     from megatrain.config import Config
     from megatrain.system.hardware import Machine
     from megatrain.training.forecast import Forecast
@@ -304,7 +303,10 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from megatrain.cli.bench_request import bench_request, configuration
+
     request = bench_request(args)
+    refusals.device(configuration(request))
     if sys.stderr.isatty():
         _say(
             f"steps: {request.warmup} to warm up, then {request.steps} timed, each of {request.batch} x {request.seq} "
@@ -314,61 +316,6 @@ def _bench(args: argparse.Namespace) -> int:
 
     json_line(bench.run(request))
     return DONE
-
-
-_NOT_TIMED = {
-    "steps": "--steps says how many steps are",
-    "epochs": "--steps says how many steps are",
-    "batch_size": "--batch gives the rows of a step",
-    "batch_tokens": "--batch and --seq give the tokens of a step",
-    "schedule": "all steps have the same learning rate",
-    "max_nonfinite": "a bench goes on whatever the gradients are",
-    "check_every": "no step is computed twice",
-}
-"""Keys of `train` that a bench does not read, and why."""
-
-
-def bench_request(args: argparse.Namespace) -> "bench.Request":
-    """The request that the arguments of `megatrain bench` describe. Raises ConfigError."""
-    from megatrain.config import paths, yaml12
-
-    plan: dict[str, Any] = {"keep": args.keep, "slots": args.slots, "micro_batch": args.micro_batch}
-    if args.trace:
-        paths.check_writable(Path(args.trace), "--trace")
-    settings: dict[str, Any] = {
-        "train": {
-            "update": args.update,
-            "max_grad_norm": args.max_grad_norm,
-            "precision": args.precision,
-            "matmul": args.matmul,
-            "lr": args.lr,
-            "seed": args.seed,
-        },
-        "memory": {"gpu": args.gpu_memory or "auto", "host": args.host_memory or "auto"},
-        "plan": {key: value for key, value in plan.items() if value is not None},
-        "device": args.device,
-    }
-    for word in args.assignments:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {word!r} is not KEY=VALUE, such as loss_chunk=4096 or train.moments=8bit")
-        section, dot, name = key.rpartition(".")
-        if dot and section not in ("train", "memory", "plan"):
-            raise ConfigError(f"--set {key}: a bench has sections train, memory and plan, not {section!r}")
-        if section == "train" and name in _NOT_TIMED:
-            raise ConfigError(f"--set {key} would change nothing in what is timed: {_NOT_TIMED[name]}; leave it out")
-        settings[section or "plan"][name] = yaml12.load(text, f"--set {key}")
-    from megatrain.cli.bench import Request
-
-    return Request(
-        model=args.model,
-        batch=args.batch,
-        seq=args.seq,
-        steps=args.steps,
-        warmup=args.warmup,
-        settings=settings,
-        trace=Path(args.trace) if args.trace else None,
-    )
 
 
 def _eval(args: argparse.Namespace) -> int:

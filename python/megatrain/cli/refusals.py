@@ -22,12 +22,18 @@ def several_processes(verb: str) -> None:
 def before_loading(config: "Config") -> None:
     """Missing files or packages, and a device or precision that this machine does not have."""
     from megatrain.config import paths
-    from megatrain.planning import planner
-    from megatrain.system import hardware
     from megatrain.training import callbacks
 
     paths.check(config)
     callbacks.check_installed(config)
+    device(config)
+
+
+def device(config: "Config") -> None:
+    """A device or precision that this machine does not have."""
+    from megatrain.planning import planner
+    from megatrain.system import hardware
+
     machine = hardware.read()
     planner.choose_precision(config, planner.choose_device(config, machine), machine)
 

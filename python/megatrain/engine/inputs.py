@@ -450,12 +450,11 @@ class InputPreprocessor:
             limit = self.decoder.max_positions
             if limit is not None:
                 _in_range(where, "position", positions, limit, "the model has positions for")
-            if mask is not None and not bool(mask.all()):
-                if _begins_again(mask == 1, positions):
-                    raise ConfigError(
-                        f"{where}: position_ids restart while attention_mask hides padding; transformers separates "
-                        "packed rows by position_ids only, so give padding its own and leave attention_mask out"
-                    )
+            if mask is not None and not bool(mask.all()) and _begins_again(mask == 1, positions):
+                raise ConfigError(
+                    f"{where}: position_ids restart while attention_mask hides padding; transformers separates "
+                    "packed rows by position_ids only, so give padding its own and leave attention_mask out"
+                )
             if torch.equal(positions, torch.arange(shape[1]).expand(shape)):
                 positions = None
         if mask is not None and bool(mask.all()):

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatrain.engine.engine import Engine, StepOutput
 from megatrain.errors import StorageError
 from megatrain.planning import calibrate
 from megatrain.system import descriptions, hardware
-from megatrain.training import run_dir, setup
+from megatrain.training import async_save, run_dir, setup
 from megatrain.training.run_dir import read_metrics, read_status, state_of
 from megatrain.training.stop import RunStopped, Stop
 from support.runs import settings
@@ -232,3 +233,9 @@ def test_a_spike_is_logged_with_its_rows_and_marked_in_the_metrics_after_a_resum
     assert [line.partition(":")[0] for line in said] == ["step 20", "step 22"]
     rows = list(dict.fromkeys(records[20]["rows"]))
     assert f"; rows {', '.join(map(str, rows))} (row {rows[0]} is {tmp_path / 'rows.jsonl'}:" in said[0]
+
+
+def test_no_thread_of_a_save_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_save, "_POLL_S", 0.5)  # longer than the save takes, so that the run itself completes it
+    assert train(settings(tmp_path), tmp_path) == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "megatrain-save"]

@@ -28,6 +28,7 @@ class CheckpointWriter:
         """The one that is being written."""
         self.saved_step: int = step if folder.steps() else -1
         """The step of the newest complete one."""
+        self._completing: threading.Thread | None = None
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
@@ -48,13 +49,21 @@ class CheckpointWriter:
         saving = self.running = engine.begin_save(self._folder.checkpoint(step), state, step=step)
         saving.on_complete = lambda: self._completed(step, {step} if best is None else {step, best})
         # A step may take minutes; a kill during it must not lose a checkpoint whose bytes are all on the disk.
-        threading.Thread(target=_complete_when_written, args=(saving,), name="megatrain-save", daemon=True).start()
+        self._completing = threading.Thread(
+            target=_complete_when_written, args=(saving,), name="megatrain-save", daemon=True
+        )
+        self._completing.start()
 
     def finish(self) -> None:
         """Waits for the one being written. Raises StorageError when it failed."""
         saving, self.running = self.running, None
         if saving is not None:
             saving.finish()
+        # What the thread drops last are tensors. Where the process ends meanwhile, the interpreter cuts the thread off
+        # within torch, which aborts the process: exit code 134 of a run that is done.
+        if self._completing is not None:
+            self._completing.join()
+            self._completing = None
 
     def _completed(self, step: int, kept: set[int]) -> None:
         self.saved_step = step

@@ -162,7 +162,9 @@ impl<'a> Space<'a> {
                 let mut counts: Vec<u32> = (1..=DEVICE_UPDATES).map(|share| hosted * share / DEVICE_UPDATES).collect();
                 counts.dedup();
                 for device_updates in counts.into_iter().filter(|&count| count > 0) {
-                    self.add_all(&mut found, state, device_updates, &self.base(state, device_updates)?, Some(&base));
+                    let with = self.base(state, device_updates)?;
+                    self.add_leanest(&mut found, state, device_updates, &with);
+                    self.add_all(&mut found, state, device_updates, &with, Some(&base));
                 }
             }
         }
@@ -253,7 +255,7 @@ impl<'a> Space<'a> {
 
     /// The points with no other updates on the device than were asked for.
     fn add_undecided(&self, found: &mut Vec<Candidate>, state: usize, states: &[usize], base: &Base) {
-        self.add_leanest(found, state, base);
+        self.add_leanest(found, state, self.asked_device_updates(), base);
         if self.is_compared(state, states) {
             self.add_all(found, state, self.asked_device_updates(), base, None);
         }
@@ -300,8 +302,9 @@ impl<'a> Space<'a> {
         asked.map_or_else(|| vec![Place::Device, Place::Host], |place| vec![place])
     }
 
-    /// The points that need least memory: what is left where none with buffers to spare fits.
-    fn add_leanest(&self, found: &mut Vec<Candidate>, state: usize, base: &Base) {
+    /// The points that need least memory: what is left where none with buffers to spare fits, or where a unit's state on
+    /// the device is worth more than buffers.
+    fn add_leanest(&self, found: &mut Vec<Candidate>, state: usize, device_updates: u32, base: &Base) {
         let r = &self.request.requests;
         let slots = r.slots.map_or_else(|| vec![LEAN_SLOTS, LEAST_SLOTS], |slots| vec![slots]);
         let buffers = slots.iter().flat_map(|&slots| [(slots, GRAD_BUFFERS), (slots, LEAST_GRAD_BUFFERS)]);
@@ -310,7 +313,7 @@ impl<'a> Space<'a> {
                 let lean = |keep: usize| {
                     let point = Point {
                         state,
-                        device_updates: self.asked_device_updates(),
+                        device_updates,
                         keep,
                         large: self.asked_large(),
                         large_keep: self.asked_large_keep(keep),

@@ -139,6 +139,9 @@ def write_model_files(
     Raises StorageError."""
     config = copy.deepcopy(decoder.config)
     config.architectures = [type(decoder.model).__name__]
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if getattr(part, "tie_word_embeddings", decoder.tied) != decoder.tied:
+            part.tie_word_embeddings = decoder.tied  # tied or untied by hand; what is written must say so
     write_config(folder, json.loads(config.to_json_string(use_diff=True)), dtype)
     with flushing(folder):
         copied: list[str] = []
@@ -166,7 +169,7 @@ def write_model_files(
 def _names_code(folder: Path) -> bool:
     """Whether a tokenizer or processor in a Hugging Face folder comes with code of its own."""
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads((folder / name).read_text(encoding="utf-8"))
             if isinstance(found, dict) and found.get("auto_map"):
                 return True

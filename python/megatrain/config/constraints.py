@@ -104,6 +104,8 @@ _LEAST = {
     "mlp_tiles": 1,
 }
 """What the numbers of a plan must be at least."""
+_MOST = {"threads": 4096}
+"""What some may be at most; the others 2³¹ - 1."""
 _MAY_BE_AUTO = ("mlp_tiles", "state_on_device", "updates_on_device")
 
 
@@ -113,8 +115,11 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         value = plan.get(name)
         auto = name in _MAY_BE_AUTO
-        if value is None or (auto and value == "auto") or is_count(value, least):
+        most = _MOST.get(name, 2**31 - 1)
+        if value is None or (auto and value == "auto") or (is_count(value, least) and value <= most):
             continue
+        if is_count(value, least):
+            raise ConfigError(f"plan.{name} is {value}; it must be at most {most}")
         whole = isinstance(value, int) and not isinstance(value, bool)
         wanted = f"at least {least}" if whole else f"a whole number of at least {least}"
         raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * auto}{wanted}")

@@ -147,6 +147,12 @@ def _schedule(train: "TrainConfig") -> None:
 
 def _eval(config: "Config") -> None:
     held_out, when = config.data.eval, config.eval
+    for source in held_out:
+        if source.weight != 1.0:
+            raise ConfigError(
+                f"weight of {source.path} in data.eval is {source.weight:g} and has no effect: an evaluation takes "
+                "each row once; remove it"
+            )
     if not held_out:
         for name in ("every", "max_batches", "early_stop", "best"):
             if getattr(when, name) is not None:

@@ -31,14 +31,27 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
+def _bool(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
+    text = loader.construct_scalar(node)
+    if not _BOOL.fullmatch(text):
+        raise yaml.constructor.ConstructorError(None, None, f"{text!r} is not true or false", node.start_mark)
+    return text.lower() == "true"
+
+
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+    try:
+        return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+    except ValueError as error:  # by its tag, or of thousands of digits
+        raise yaml.constructor.ConstructorError(None, None, f"not a whole number: {error}", node.start_mark) from None
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node).lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    try:
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError as error:
+        raise yaml.constructor.ConstructorError(None, None, f"not a number: {error}", node.start_mark) from None
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
@@ -71,6 +84,7 @@ for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"{_pattern.pattern}\\Z"), list(_first))
     _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"\Z"), [""])
 
+_Loader.add_constructor("tag:yaml.org,2002:bool", _bool)
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)

@@ -13,7 +13,8 @@ import importlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from megatrain.compat import numbers
@@ -72,7 +73,7 @@ def read_values(file: str, on_fault: OnFault = _raised) -> Iterator[tuple[int, A
         else:
             assert not is_document(file)
             yield from _arrow(file)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
@@ -80,7 +81,7 @@ def read_text(file: str, start: int = 0, stop: int | None = None) -> Iterator[Pi
     """A document from character `start` to `stop`, in pieces that end with a line where one ends late enough."""
     try:
         yield from _pieces(_between(_characters(file), start, stop))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
@@ -192,7 +193,7 @@ def _json_line(where: str, line: bytes, encoding: str) -> Any:
         raise _not_utf8(where, error) from None
     except json.JSONDecodeError as error:
         raise _not_json(where, error.msg, error.colno) from None
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
         raise ConfigError(f"{where} is not JSON: {error}") from None
 
 
@@ -239,6 +240,8 @@ def _no_list(file: str) -> ConfigError:
         value = json.loads("".join(_characters(file)))
     except json.JSONDecodeError as error:
         return _not_json(f"{file}:{error.lineno}", error.msg, error.colno)
+    except (RecursionError, ValueError) as error:
+        return ConfigError(f"{file} is not JSON: {error}")
     return ConfigError(f"{file} holds a JSON {type(value).__name__}; expected a list of rows")
 
 
@@ -276,7 +279,7 @@ def _json_list(file: str, held: str, blocks: Iterator[str]) -> Iterator[Any]:
             value, stop = decoder.raw_decode(held, at)
         except _Repeated as error:
             raise ConfigError(f"{file}:{lines} {error}") from None
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if not isinstance(error, json.JSONDecodeError):
                 raise ConfigError(f"{file}:{lines} is not JSON: {error}") from None
             cut_off = error.msg.startswith("Unterminated") or error.pos >= len(held) - _LONGEST_WORD
@@ -349,10 +352,11 @@ def _parquet(file: str) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
+            _refuse_double_columns(file, table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=1024):
                 yield from enumerate(_values(batch), start=number + 1)
                 number += batch.num_rows
-    except ValueError as error:  # pyarrow's errors about content derive from it
+    except (ValueError, OverflowError) as error:  # pyarrow's errors about content, and dates that Python has not
         raise ConfigError(f"{file} is not a readable Parquet file: {error}") from None
 
 
@@ -369,11 +373,18 @@ def _arrow(file: str) -> Iterator[tuple[int, Any]]:
                 reader = arrow.ipc.open_file(stream)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
             for batch in batches:
+                _refuse_double_columns(file, batch.schema.names)
                 for low in range(0, batch.num_rows, 1024):
                     yield from enumerate(_values(batch.slice(low, 1024)), start=number + low + 1)
                 number += batch.num_rows
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{file} is not a readable Arrow file: {error}") from None
+
+
+def _refuse_double_columns(file: str, names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{file} has two columns {twice!r}; rename one of them")
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any]]:

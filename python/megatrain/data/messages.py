@@ -246,7 +246,7 @@ def decoded(text: Any, where: str) -> Any:
         return text
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is {brief(text)}, which is not JSON: {error}") from None
 
 

@@ -269,6 +269,11 @@ class RowParser:
         history = reader.value("history") if reader.has("history") else None
         if isinstance(history, str):
             history = chat.decoded(history, f"{reader.where}: {reader.names['history']}") if history.strip() else None
+        if not isinstance(history or (), list | tuple):
+            raise ConfigError(
+                f"{reader.where}: {reader.names['history']} is {brief(history)}; expected a list of questions and "
+                "answers"
+            )
         for index, pair in enumerate(history or ()):
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise ConfigError(

@@ -324,8 +324,10 @@ class Encoder:
         return self._started(Encoded(row, array, mask, stops, endless, remarks))
 
     def _started(self, encoded: Encoded) -> Encoded:
-        """A conversation gets the tokenizer's start token only where the template did not write it."""
-        if not self._prefix or np.isin(self._prefix[0], encoded.ids):
+        """A conversation gets the tokenizer's start token only where the template did not write it: not before
+        everything else. Elsewhere it may be the end of a turn, or a user's words."""
+        first = next((token for token in encoded.ids.tolist() if not self._blank(token)), None)
+        if not self._prefix or self._prefix[0] == first:
             return encoded
         return dataclasses.replace(
             encoded,

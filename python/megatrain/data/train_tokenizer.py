@@ -100,7 +100,7 @@ def load_tokenizer(
                 local_files_only=place.exists(),
                 **extra,
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # whatever transformers raises for files that are not what it expects
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ConfigError(
                 f"{key}: the tokenizer of {path} comes with Python code of its own; read that code, then set "

@@ -6,6 +6,7 @@
 Where things are and in which order they move is the core's plan; what is computed is in `step.py`.
 """
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -124,8 +125,10 @@ class Engine:
             master=master,
             precisions=PRECISIONS,
         )
-        self.optimizer: AdamW = optimizer if optimizer is not None else AdamW()
-        check_adamw(self.optimizer)
+        if optimizer is not None:
+            check_adamw(optimizer)
+        # of its own: another engine may be given the same one, and each moves its rate
+        self.optimizer: AdamW = copy.deepcopy(optimizer) if optimizer is not None else AdamW()
         self.update = update
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
@@ -386,8 +389,9 @@ class Engine:
         updates stay. Raises ConfigError for groups that do not fit the model; nothing has changed then."""
         self._usable()
         check_adamw(optimizer)
-        self._runtime.set_optimizer(optimizer)
-        self.optimizer = optimizer
+        own = copy.deepcopy(optimizer)
+        self._runtime.set_optimizer(own)
+        self.optimizer = own
 
     def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
         """Global norm that gradients of the next updates are scaled down to; None does not clip."""

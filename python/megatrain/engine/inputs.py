@@ -556,7 +556,7 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
         )
     if shape is not None and tuple(tensor.shape) != shape:
         raise ConfigError(f"{where}: {name} has shape {[*tensor.shape]}, but input_ids {[*shape]}")
-    return tensor.to(torch.int64)
+    return tensor.to(torch.int64, copy=True)  # the caller may fill its tensor again before the step
 
 
 def _in_range(where: str, what: str, values: Tensor, limit: int, owner: str) -> None:

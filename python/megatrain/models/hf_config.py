@@ -26,6 +26,33 @@ _EVERY_MODEL = frozenset(
 """Keys that the `config.json` of any model may have, whether or not its class declares them."""
 
 
+_COMPUTES_NOTHING = frozenset(
+    "architectures auto_map transformers_version dtype torch_dtype quantization_config tokenizer_class bos_token_id "
+    "eos_token_id tie_word_embeddings use_cache id2label label2id".split()
+)
+"""Keys in which two configurations of a model that computes the same may differ, or whose difference shows in its
+tensors."""
+
+
+def differences(config: Any, written: Mapping[str, Any]) -> list[str]:
+    """What of a model's configuration is another than in a `config.json` that was written of one of its class, as
+    `key: before → now`. Both are read by the installed transformers, whose defaults may be others than the writer's."""
+    now, before = config.to_dict(), type(config).from_dict(dict(written)).to_dict()
+    # compared as a file holds them: a list and a tuple are the same there
+    now, before = (json.loads(json.dumps(found, default=str)) for found in (now, before))
+    return [line for key in sorted({*now, *before}) for line in _changes(key, before.get(key), now.get(key))]
+
+
+def _changes(key: str, before: Any, now: Any) -> list[str]:
+    name = key.rpartition(".")[2]
+    if before == now or name in _COMPUTES_NOTHING or name.startswith("_"):
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        parts = sorted({*before, *now})
+        return [line for part in parts for line in _changes(f"{key}.{part}", before.get(part), now.get(part))]
+    return [f"{key}: {before!r} → {now!r}"]
+
+
 def load_config(
     source: Any, trust_remote_code: bool = False, overrides: Mapping[str, Any] | None = None, **arguments: Any
 ) -> Any:

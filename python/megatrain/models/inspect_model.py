@@ -305,6 +305,12 @@ def _tables(parts: ModelParts, recorder: Recorder, found: Probe, embed: Unit) ->
     """For each embedding call before the layers: index of its weight in unit 0, and its padding index."""
     names = {id(p): parts.prefix + n for n, p in recorder.base.named_parameters()}
     index = {t.name: t.tensor for t in embed.tensors}
+    if any(weight not in names for weight, _ in found.tables):
+        raise ConfigError(
+            f"{type(recorder.base).__name__} looks tokens up in a tensor that it computes from parameters, as adapters "
+            "of an embedding do, and not in a parameter; leave the embedding out of the adapter's target_modules and "
+            "trainable_token_indices"
+        )
     return tuple((index[names[weight]], padding) for weight, padding in found.tables)
 
 

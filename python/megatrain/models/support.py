@@ -140,6 +140,13 @@ _GLOBAL_HOOKS = (
 
 def _refuse_alterations(model: nn.Module) -> None:
     """Raises ConfigError, with the module's name, for anything attached to an instance that would not be computed."""
+    own_loss = vars(model).get("_loss_function", vars(model).get("loss_function"))
+    if own_loss is not None:
+        raise ConfigError(
+            f"{type(model).__name__} has a loss of its own ({_name(own_loss)}), set on the instance as loss_function, "
+            "which the engine does not compute: it trains the loss of the next token. Delete it, and give "
+            "Engine.step a loss_fn for another loss"
+        )
     for path, module in model.named_modules():
         where = path or type(model).__name__
         if parametrize.is_parametrized(module):

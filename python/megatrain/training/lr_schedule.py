@@ -64,4 +64,5 @@ class Schedule:
 
 
 def _steps(amount: float, total: int) -> int:
-    return math.ceil(amount * total) if amount < 1 else round(amount)
+    # 0.07 of 100 are 7, though their product is a little more in floating point
+    return math.ceil(amount * total * (1 - 1e-12)) if amount < 1 else round(amount)

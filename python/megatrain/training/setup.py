@@ -30,7 +30,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.config_overrides import check_shapes
 from megatrain.models.decoder import Decoder
 from megatrain.models.flops import ModelCount, count_model
-from megatrain.models.hf_config import check, load_config, text_config
+from megatrain.models.hf_config import check, differences, load_config, text_config
 from megatrain.planning import disk_space, planner
 from megatrain.planning.optimizer_groups import optimizer_for
 from megatrain.planning.planner import RunPlan
@@ -151,9 +151,23 @@ def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[
     tokenizer = build_tokenizer(_located(config, files), resume)
     stored = _types(source) if resume is None else Checkpoint.open(resume).types()
     model_setup = _model_setup(config, machine, files, source, stored, tokenizer)
+    if resume is not None:
+        _refuse_another_model(config, model_setup.decoder, resume)
     if unpacked is not None:
         model_setup = dataclasses.replace(_with_room_to_unpack(model_setup), unpacked=unpacked)
     return model_setup, tokenizer
+
+
+def _refuse_another_model(config: Config, decoder: Decoder, checkpoint: Path) -> None:
+    """Raises ConfigError where the model's configuration is no longer the one that a checkpoint was written with: the
+    same weights would compute something else."""
+    changed = differences(decoder.config, Checkpoint.open(checkpoint).config())
+    if changed:
+        where = f"the config.json of {config.model.path}" if config.model.path else "model.config"
+        raise ConfigError(
+            f"{checkpoint} was written with another configuration of the model: {'; '.join(changed)}. Put {where} back, "
+            "or name another output.dir to start anew"
+        )
 
 
 def _with_room_to_unpack(model_setup: ModelSetup) -> ModelSetup:

@@ -241,6 +241,16 @@ def test_there_is_one_start_token_when_either_side_defines_it(start, adds_bos):
     assert learnt(tokenizer, encoded)[-1] == "paris<|im_end|>"
 
 
+@pytest.mark.parametrize("talk", [TALK, [{**TALK[1], "content": "what is <s> ?"}, TALK[2]]])
+@pytest.mark.parametrize("bos", ["<s>", "<|im_end|>"])
+def test_a_start_token_elsewhere_in_a_conversation_does_not_stand_for_the_one_before_it(bos, talk):
+    """It may be what ends a turn, or what a user writes."""
+    tokenizer = tiny_tokenizer(specials=SPECIALS, bos=bos, eos="</s>", adds_bos=True, template=CHATML)
+    row = Row(kind="chat", file=0, number=1, messages=tuple(talk))
+    (encoded,) = Encoder(tokenizer).encode([row], ["rows.jsonl:1"])
+    assert encoded.ids.tolist() == [tokenizer.bos_token_id, *stock_ids(tokenizer, talk)]
+
+
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("text", ["hello there", "<s>hello there"])
 def test_raw_text_has_its_start_token_once_and_its_end_token(adds_bos, text):

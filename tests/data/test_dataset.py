@@ -114,6 +114,16 @@ def test_fields_name_other_keys(tmp_path):
         (b'{"messages": [{"role": "user", "content": 3}]}\n', r"messages\[0\]: content is int 3; expected a string"),
         (b'{"messages": [{"text": "a"}]}\n', r"a\.jsonl:1: messages\[0\] has the keys text; expected role and content"),
         (
+            b'{"messages": [{"role": "\\ud800", "content": "a"}]}\n',
+            r"messages\[0\]: role holds half a surrogate pair at character 0",
+        ),
+        (b'{"text": "a"}\n{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"a\.jsonl:2 is not JSON: .*digits"),
+        (b'{"messages": "[' + b"1" * 5000 + b']"}\n', r"a\.jsonl:1: messages is .*, which is not JSON: .*digits"),
+        (
+            b'{"instruction": "a", "output": "b", "history": 5}\n',
+            r"a\.jsonl:1: history is int 5; expected a list of questions and answers",
+        ),
+        (
             b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
             r"content\[0\] is of type 'image'; images",
         ),

@@ -96,6 +96,23 @@ def test_gzip_is_read_through_and_a_cut_file_is_named(tmp_path):
         rows(tmp_path / "a.parquet.gz")
 
 
+def test_a_damaged_gzip_file_is_named(tmp_path):
+    content = bytearray(gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(2000))))
+    for place in range(60, 64):
+        content[place] ^= 0xFF
+    for name in ("a.jsonl.gz", "a.txt.gz"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read"):
+            rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("row", ["%s", '[{"text": "a"}, %s]'])
+def test_a_number_of_thousands_of_digits_is_named(tmp_path, row):
+    (tmp_path / "a.json").write_text(row % ('{"text": "a", "n": ' + "1" * 5000 + "}"))
+    with pytest.raises(ConfigError, match=r"a\.json(:1)? is not JSON: .*digits"):
+        rows(tmp_path / "a.json")
+
+
 def test_zstd_is_read_through(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     for name, content in (("a.jsonl.zst", b'{"text": "hello"}\n' * 3), ("a.txt.zst", b"hello")):
@@ -159,6 +176,23 @@ def test_a_damaged_columnar_file_is_named(tmp_path, kind):
         file.write_bytes(cut)
         with pytest.raises(ConfigError, match=rf"{file.name} (is not a readable|cannot be read)"):
             rows(file)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path, kind):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.Table.from_arrays([arrow.array(["one"]), arrow.array(["two"])], names=["text", "text"])
+    with pytest.raises(ConfigError, match=r"has two columns 'text'; rename one of them"):
+        rows(columnar(tmp_path, table, kind))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream"])
+def test_a_date_that_python_does_not_have_is_named(tmp_path, kind):
+    arrow = pytest.importorskip("pyarrow")
+    dates = arrow.array([2**61], type=arrow.timestamp("ms"))
+    file = columnar(tmp_path, arrow.table({"text": ["hello"], "at": dates}), kind)
+    with pytest.raises(ConfigError, match=rf"{file.name} is not a readable"):
+        rows(file)
 
 
 def test_an_older_pyarrow_is_refused_by_its_release(tmp_path, monkeypatch):

@@ -119,6 +119,14 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
         load_tokenizer(tmp_path, key="model.path")
 
 
+@pytest.mark.parametrize("content", ["[]", "5", '{"added_tokens_decoder": 5}', "[" * 100_000])
+def test_files_of_a_tokenizer_that_hold_something_else_are_named(tmp_path: Path, content: str) -> None:
+    train_bpe(TEXT, 300).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: no tokenizer can be loaded from"):
+        load_tokenizer(str(tmp_path), key="model.tokenizer")
+
+
 def test_a_model_config_gets_the_vocabulary_of_its_tokenizer():
     tokenizer = tiny_tokenizer()
     filled = with_vocabulary({"model_type": "llama"}, tokenizer)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import megatrain
 from megatrain.checkpoint import checkpoint
@@ -98,6 +99,65 @@ def test_a_learning_rate_is_taken_as_a_number_of_its_own(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=r"lr must be (finite|a finite number) and not negative"):
             ours.set_lr(wrong)  # type: ignore[arg-type]
     assert ours.optimizer.lr == 0.5
+
+
+def test_engines_that_were_given_one_optimizer_do_not_share_it() -> None:
+    given = megatrain.AdamW(lr=0.5)
+    one, other = engine(build(), optimizer=given), engine(build(), optimizer=given)
+    one.set_lr(0.0)
+    assert (one.optimizer.lr, other.optimizer.lr, given.lr) == (0.0, 0.5, 0.5)
+    one.set_optimizer(given)
+    one.set_lr(0.25)
+    assert (one.optimizer.lr, other.optimizer.lr, given.lr) == (0.25, 0.5, 0.5)
+
+
+def test_a_prepared_step_is_that_of_what_the_tensors_held() -> None:
+    (first,), (second,) = batches(1), batches(1, seed=5)
+    wanted = engine(build()).step([first])
+    ours = engine(build())
+    held = {name: value.clone() for name, value in first.items()}
+    prepared = ours.prepare([held])
+    for name, value in held.items():
+        value.copy_(second[name])
+    found = ours.step(prepared)
+    assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
+    model = build()
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    with pytest.raises(ConfigError, match=r"has a loss of its own .*set on the instance as loss_function"):
+        engine(model)
+
+
+def test_an_embedding_that_is_computed_from_parameters_is_refused() -> None:
+    class Adapted(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.embedding(ids, self.weight * 2)
+
+    model = build()
+    old = model.get_input_embeddings()
+    model.set_input_embeddings(Adapted(*old.weight.shape))
+    with pytest.raises(ConfigError, match="looks tokens up in a tensor that it computes from parameters"):
+        engine(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_was_tied_or_untied_by_hand_is_exported_as_it_is(tmp_path: Path, tied: bool) -> None:
+    model = build(tie_word_embeddings=not tied)
+    with torch.no_grad():
+        model.lm_head.weight = (
+            model.get_input_embeddings().weight if tied else torch.nn.Parameter(model.lm_head.weight * 1.5)
+        )
+    ours, data = engine(model), batches(1)
+    wanted = ours.evaluate(data)
+    ours.save_pretrained(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert loaded.config.tie_word_embeddings is tied
+    assert engine(loaded).evaluate(data) == pytest.approx(wanted, rel=1e-6)
+    assert megatrain.Engine.from_pretrained(tmp_path / "export", precision="fp32").evaluate(data) == pytest.approx(
+        wanted, rel=1e-6
+    )
 
 
 def test_a_load_that_is_refused_before_it_began_leaves_the_engine_as_it_was(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def counts(found: planner.RunPlan) -> tuple[int, int, int]:
 
 def test_on_a_card_the_fastest_of_8192_16384_and_32768_tokens_are_computed_at_a_time() -> None:
     small = run_plan("qwen2.5-3b", 32, memory={"gpu": "12GiB"})
-    assert (small.micro_batch, small.micro_batches) == ((16, 1024), 2)
+    sizes = [run_plan("qwen2.5-3b", 32, memory={"gpu": "12GiB"}, plan={"micro_batch": size}) for size in (8, 16, 32)]
+    assert seconds(small) <= min(map(seconds, sizes))
+    assert small.micro_batch[0] * small.micro_batches == 32
     long = run_plan("qwen2.5-3b", 128, memory={"gpu": "12GiB"}, plan={"micro_batch": 32, "group": 4})
     assert (long.micro_batch[0], long.micro_batches) == (32, 4)
     assert counts(long)[2] > 0, "layer inputs of 19 GB go to the host"
@@ -84,6 +86,10 @@ def test_what_happens_to_be_free_on_the_card_changes_placement_and_never_the_spl
     assert busy.plan["totals"]["device"] < 20 * GIB < idle.plan["totals"]["device"]
     with pytest.raises(DoesNotFit, match="device memory"):
         run_plan("qwen2.5-3b", 32, free=6 * GIB)
+
+
+def seconds(found: planner.RunPlan) -> float:
+    return float(found.plan["estimate"]["expected_step_s"])
 
 
 IMMEDIATE = {"update": "immediate", "max_grad_norm": None}
@@ -148,3 +154,15 @@ def test_a_group_whose_parameters_are_all_of_earlier_groups_is_refused(
     found = {name: rates[index] for name, index in optimizer.assign(names).items()}
     assert found["model.norm.weight"] == 1e-3
     assert found["model.layers.0.mlp.up.weight"] == 2e-3
+
+
+@pytest.mark.parametrize("asked", [4, 9])
+def test_asking_for_a_number_of_updates_on_the_card_gives_no_faster_plan_than_leaving_it_out(asked: int) -> None:
+    """With a fast host and a small budget, where fewer buffers leave room for the state of one more unit."""
+    rates = {"h2d_gbs": 54.1, "d2h_gbs": 54.2, "matmul_tflops": 763, "adamw_gparams": 5.87, "hbm_gbs": 4200}
+
+    def planned(**plan: int) -> planner.RunPlan:
+        memory = {"gpu": "12GiB", "host": "106GiB"}
+        return run_plan("qwen2.5-3b", 8, train=dict(IMMEDIATE), rates=rates, memory=memory, plan=plan)
+
+    assert seconds(planned()) <= seconds(planned(updates_on_device=asked))

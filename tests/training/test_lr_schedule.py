@@ -18,6 +18,9 @@ def test_a_fraction_of_warm_up_is_rounded_up() -> None:
     assert Schedule(warmup=0.03, total=10).warmup_steps == 1
     assert Schedule(warmup=0.0, total=10).warmup_steps == 0
     assert Schedule(warmup=50, total=10).warmup_steps == 10
+    # in floating point their products are a little more than the whole numbers that they are
+    for part, total in ((0.07, 100), (0.14, 100), (0.28, 100), (0.55, 100), (0.07, 10_000)):
+        assert Schedule(warmup=part, total=total).warmup_steps == round(part * total)
 
 
 def test_cosine_is_torchs_cosine_after_warm_up() -> None:

@@ -311,6 +311,14 @@ def test_a_tokenizer_or_template_that_changed_in_its_folder_makes_another_run(tm
     with pytest.raises(ConfigError, match=r"the tokenizer of model\.tokenizer: its content changed since step 2"):
         fit(config)
     train_bpe(WORDS, 300).save_pretrained(folder)
+    tokens = folder / "tokenizer.json"
+    as_trained = tokens.read_text()
+    # the same vocabulary, and the same tokens for whatever does not hold the word
+    normalizer = {"type": "Replace", "pattern": {"String": "lazy"}, "content": "quick"}
+    tokens.write_text(json.dumps(json.loads(as_trained) | {"normalizer": normalizer}))
+    with pytest.raises(ConfigError, match=r"the tokenizer of model\.tokenizer: its content changed since step 2"):
+        fit(config)
+    tokens.write_text(as_trained)
     assert fit(config).step == 6
 
 

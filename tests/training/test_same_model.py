@@ -36,7 +36,9 @@ def test_a_resume_with_another_configuration_of_the_model_is_refused(tmp_path: P
     else:
         written[key] = value
     file.write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match=rf"another configuration of the model: .*{key}: .* → .*Put the config.json of"):
+    with pytest.raises(
+        ConfigError, match=rf"another configuration of the model: .*{key}: .* → .*Put the config.json of"
+    ):
         Trainer(config).fit()
     files = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in files] == ["step-2"], "nothing was written"

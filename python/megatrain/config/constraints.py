@@ -115,11 +115,11 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         value = plan.get(name)
         auto = name in _MAY_BE_AUTO
-        most = _MOST.get(name, 2**31 - 1)
-        if value is None or (auto and value == "auto") or (is_count(value, least) and value <= most):
+        highest = _MOST.get(name, 2**31 - 1)
+        if value is None or (auto and value == "auto") or (is_count(value, least) and value <= highest):
             continue
         if is_count(value, least):
-            raise ConfigError(f"plan.{name} is {value}; it must be at most {most}")
+            raise ConfigError(f"plan.{name} is {value}; it must be at most {highest}")
         whole = isinstance(value, int) and not isinstance(value, bool)
         wanted = f"at least {least}" if whole else f"a whole number of at least {least}"
         raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * auto}{wanted}")

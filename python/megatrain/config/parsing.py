@@ -272,6 +272,10 @@ def _convert_scalar(value: Any, hint: Any) -> Any:
     if hint is int and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
         return int(value)
     if hint is str and isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{value!r} holds half a surrogate pair at character {error.start}") from None
         return str(value)
     raise TypeError
 

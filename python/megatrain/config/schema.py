@@ -19,6 +19,7 @@ Size = Annotated[int, "size"]
 
 DEFAULT_EPOCHS = 1.0
 DEFAULT_BATCH_TOKENS = 65536
+_MOST_EPOCHS = 1_000_000
 
 
 def _at_least(section: str, owner: Any, **limits: float) -> None:
@@ -112,7 +113,7 @@ class SourceConfig:
     """What a row is; `auto` goes by its columns: `messages` or `conversations`, `prompt` with `completion`,
     `instruction` with `output`, `text`. Of `preference` rows (`chosen`, `rejected`) the chosen answer is learnt."""
     weight: float = 1.0
-    """How many times an epoch takes each row; 0.5 takes another half each epoch."""
+    """Of training data: how many times an epoch takes each row; 0.5 takes another half each epoch."""
     split: float | str | None = None
     """A fraction of the rows, by their content: for evaluation from one end, for training from the other; of a single
     text its end and its beginning, parted where a line ends. Or the name of a split, which is that of files
@@ -320,6 +321,8 @@ class TrainConfig:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"train.epochs is {self.epochs}; it must be above 0")
+        if self.epochs is not None and self.epochs > _MOST_EPOCHS:
+            raise ConfigError(f"train.epochs is {self.epochs:g}; it must be at most {_MOST_EPOCHS:,}")
         _at_least("train", self, steps=1, batch_tokens=1, batch_size=1, seed=0, max_nonfinite=0, check_every=1)
         if self.seed >= 2**64:
             raise ConfigError(f"train.seed is {self.seed}; it must be below 2**64")

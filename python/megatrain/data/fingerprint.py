@@ -3,6 +3,7 @@
 Every checkpoint holds these fingerprints. Paths alone would let a run go on with a file that is another one by now.
 """
 
+import contextlib
 import datetime as dt
 import hashlib
 import json
@@ -12,13 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import SourceConfig
-from megatrain.data.readers import Source
+from megatrain.data.readers import Source, texts
+from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "The quick brown fox\n\tjumps 1234567 times; naïve café, 日本語 \U0001f98a <|x|> don't  stop\r\n"
 """Tells apart tokenizers of one vocabulary that merge in another order."""
+_SAMPLE = 1 << 16
+"""Characters of the training data whose tokens are compared, at least: what else a tokenizer does to text shows
+there."""
 
 
 def of_source(source: Source) -> dict[str, Any]:
@@ -29,15 +34,33 @@ def of_source(source: Source) -> dict[str, Any]:
     return found
 
 
-def of_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """The fingerprint of what text becomes. The library's own spelling of a tokenizer is not in it, since it changes
-    with the library's version."""
+def of_tokenizer(tokenizer: "PreTrainedTokenizerBase", train: Iterable[SourceConfig]) -> dict[str, str]:
+    """The fingerprint of what text becomes, that of the training data `train` above all. The library's own spelling of
+    a tokenizer is not in it, since it changes with the library's version."""
     vocabulary = [
         sorted(tokenizer.get_vocab().items()),
         {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
         tokenizer(_PROBE, add_special_tokens=True)["input_ids"],
     ]
-    return {"tokens": _sha256(vocabulary), "template": _sha256(tokenizer.chat_template)}
+    sample = _sample(train)
+    return {
+        "tokens": _sha256(vocabulary),
+        "template": _sha256(tokenizer.chat_template),
+        "sample": _sha256(sample),
+        "sample_tokens": _sha256(tokenizer(sample, add_special_tokens=False)["input_ids"] if sample else []),
+    }
+
+
+def _sample(train: Iterable[SourceConfig]) -> list[str]:
+    """The first texts of the data; none where they cannot be read, as where a finished run is evaluated elsewhere."""
+    found, size = [], 0
+    with contextlib.suppress(ConfigError):
+        for text in texts(map(Source, train)):
+            found.append(text[:_SAMPLE])
+            size += len(found[-1])
+            if size >= _SAMPLE:
+                break
+    return found
 
 
 def date_of(checkpoint: Path | None) -> dt.date | None:

@@ -98,6 +98,7 @@ class _Parser:
         role = item[role_key]
         if not isinstance(role, str):
             raise ConfigError(f"{where}: {role_key} is {brief(role)}; expected a string")
+        checked(role, f"{where}: {role_key}")
         role = self._roles.get(role, self._roles.get(role.lower(), role))
         others = {key: part for key, part in item.items() if key not in (role_key, content_key) and part is not None}
         mark = _mark(others, where)

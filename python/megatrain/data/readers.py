@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -274,3 +274,15 @@ class _Split:
         value = int.from_bytes(digest[:4], "big")
         count = round(self.fraction * 2**32)
         return value >= 2**32 - count if self.upper else value < count
+
+
+def texts(sources: Iterable[Source]) -> Iterator[str]:
+    """Every text that tokens are made of, in order: of a conversation, what its messages say."""
+    for source in sources:
+        for row in source.rows():
+            if row.skip:
+                continue
+            own = row.text[row.piece.overlap :] if row.piece else row.text
+            yield from (text for text in (own, row.completion) if text)
+            for message in row.messages:
+                yield message["content"]

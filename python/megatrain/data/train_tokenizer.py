@@ -16,7 +16,7 @@ from megatrain.config import Config, TokenizerTraining
 from megatrain.config.loading import is_template_name
 from megatrain.config.paths import chat_template, check_tokenizer
 from megatrain.data import cache
-from megatrain.data.readers import Source
+from megatrain.data.readers import Source, texts
 from megatrain.errors import CheckpointError, ConfigError, StorageError
 from megatrain.system.atomic import published
 
@@ -210,13 +210,15 @@ def _check_same(config: Config, tokenizer: "PreTrainedTokenizerBase", checkpoint
     before = saved.state().state.get("run", {}).get("tokenizer")
     if before is None:
         return  # of an earlier version, or of the Python API
-    now = fingerprint.of_tokenizer(tokenizer)
+    now = fingerprint.of_tokenizer(tokenizer, config.data.train)
     named = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     template = "model.chat_template" if config.model.chat_template is not None else f"the chat template of {named}"
-    keys = {"tokens": f"the tokenizer of {named}", "template": template}
-    changed = [
-        f"{keys[part]}: its content changed since step {saved.step}" for part in keys if now[part] != before[part]
-    ]
+    own = f"the tokenizer of {named}"
+    keys = {"tokens": own, "template": template}
+    if now["sample"] == before.get("sample"):  # else the data are others, which is not the tokenizer's doing
+        keys["sample_tokens"] = own
+    other = dict.fromkeys(what for part, what in keys.items() if now[part] != before[part])
+    changed = [f"{what}: its content changed since step {saved.step}" for what in other]
     if changed:
         raise ConfigError(
             f"{checkpoint} was trained with another tokenizer: {'; '.join(changed)}. Put it back; the checkpoint's own "
@@ -234,7 +236,7 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
     if (folder / name / "tokenizer.json").is_file():
         return _from_folder(folder / name)
     _log.info("training a tokenizer of %d tokens", training.vocab_size)
-    tokenizer = train_bpe(_texts(sources), training.vocab_size)
+    tokenizer = train_bpe(texts(sources), training.vocab_size)
     if len(tokenizer) < training.vocab_size:
         _log.warning(
             "model.tokenizer.vocab_size is %d, but the data has pairs for %d tokens only, so that is the size used",
@@ -243,17 +245,6 @@ def _trained(config: Config, training: TokenizerTraining) -> "PreTrainedTokenize
         )
     _save(tokenizer, folder, name)
     return tokenizer
-
-
-def _texts(sources: Iterable[Source]) -> Iterator[str]:
-    for source in sources:
-        for row in source.rows():
-            if row.skip:
-                continue
-            own = row.text[row.piece.overlap :] if row.piece else row.text
-            yield from (text for text in (own, row.completion) if text)
-            for message in row.messages:
-                yield message["content"]
 
 
 def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, name: str) -> None:

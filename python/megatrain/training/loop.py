@@ -634,6 +634,6 @@ def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
     }
     return {
         "data": sources,
-        "tokenizer": fingerprint.of_tokenizer(planned.tokenizer),
+        "tokenizer": fingerprint.of_tokenizer(planned.tokenizer, planned.model_setup.config.data.train),
         "date": planned.train.date.isoformat(),
     }

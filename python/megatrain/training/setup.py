@@ -165,8 +165,8 @@ def _refuse_another_model(config: Config, decoder: Decoder, checkpoint: Path) ->
     if changed:
         where = f"the config.json of {config.model.path}" if config.model.path else "model.config"
         raise ConfigError(
-            f"{checkpoint} was written with another configuration of the model: {'; '.join(changed)}. Put {where} back, "
-            "or name another output.dir to start anew"
+            f"{checkpoint} was written with another configuration of the model: {'; '.join(changed)}. Put {where} "
+            "back, or name another output.dir to start anew"
         )
 
 
@@ -508,8 +508,10 @@ def end_tokens(model_setup: ModelSetup) -> tuple[set[int], str]:
     copied = _model_folder(model_setup.config, model_setup.files)
     own = None if copied is None else copied / "generation_config.json"
     if own is not None and own.is_file():
-        with contextlib.suppress(OSError, ValueError):
-            ends, named = json.loads(own.read_text(encoding="utf-8")).get("eos_token_id"), str(own)
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            told = json.loads(own.read_text(encoding="utf-8"))
+            if isinstance(told, dict):
+                ends, named = told.get("eos_token_id"), str(own)
     return set(ends if isinstance(ends, list) else [ends]) - {None}, named
 
 

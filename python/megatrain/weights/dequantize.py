@@ -51,6 +51,8 @@ def settings(config: Any, where: object) -> dict[str, Any] | None:
     told = config.get("quantization_config") if isinstance(config, Mapping) else _attribute(config)
     if not told:
         return None
+    if not (isinstance(told, Mapping) or hasattr(told, "to_dict")):
+        raise ConfigError(f"{where}: quantization_config is {told!r}; expected an object")
     told = dict(told if isinstance(told, Mapping) else told.to_dict())
     method = told.get("quant_method") or (
         "bitsandbytes" if told.get("load_in_4bit") or told.get("load_in_8bit") else ""

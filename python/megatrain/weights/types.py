@@ -74,6 +74,10 @@ class Decoder(Protocol):
         """Its configuration."""
 
     @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+
+    @property
     def precision(self) -> str:
         """`bf16` or `fp32`: how trainable tensors are stored."""
 

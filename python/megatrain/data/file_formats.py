@@ -14,6 +14,7 @@ import io
 import json
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -382,9 +383,9 @@ def _arrow(file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _refuse_double_columns(file: str, names: Sequence[str]) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{file} has two columns {twice!r}; rename one of them")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{file} has two columns {twice[0]!r}; rename one of them")
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any]]:

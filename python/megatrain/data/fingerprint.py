@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import SourceConfig
+from megatrain.config.data_files import is_hub_id
 from megatrain.data.readers import Source, texts
 from megatrain.errors import ConfigError
 
@@ -43,19 +44,22 @@ def of_tokenizer(tokenizer: "PreTrainedTokenizerBase", train: Iterable[SourceCon
         tokenizer(_PROBE, add_special_tokens=True)["input_ids"],
     ]
     sample = _sample(train)
+    tokens = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"] if sample else []
     return {
         "tokens": _sha256(vocabulary),
         "template": _sha256(tokenizer.chat_template),
         "sample": _sha256(sample),
-        "sample_tokens": _sha256(tokenizer(sample, add_special_tokens=False)["input_ids"] if sample else []),
+        "sample_tokens": _sha256(tokens),
     }
 
 
 def _sample(train: Iterable[SourceConfig]) -> list[str]:
-    """The first texts of the data; none where they cannot be read, as where a finished run is evaluated elsewhere."""
+    """The first texts of the data that lie here; none where they cannot be read, as where a finished run is evaluated
+    elsewhere. Nothing is downloaded."""
+    local = (Source(settings) for settings in train if not is_hub_id(settings.path))
     found, size = [], 0
     with contextlib.suppress(ConfigError):
-        for text in texts(map(Source, train)):
+        for text in texts(local):
             found.append(text[:_SAMPLE])
             size += len(found[-1])
             if size >= _SAMPLE:

@@ -187,6 +187,7 @@ def test_integer_buffers_and_frozen_values_are_exported_untouched(tmp_path: Path
     counted = torch.arange(32)
     source.core.planes[ref.unit, ref.tensor].weights = counted
     decoder = SimpleNamespace(
+        tied=False,
         tensors={**source.decoder.tensors, ref.name: names},
         aliases={},
         config=source.decoder.config,

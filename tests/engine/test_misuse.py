@@ -111,15 +111,16 @@ def test_engines_that_were_given_one_optimizer_do_not_share_it() -> None:
     assert (one.optimizer.lr, other.optimizer.lr, given.lr) == (0.25, 0.5, 0.5)
 
 
-def test_a_prepared_step_is_that_of_what_the_tensors_held() -> None:
+@pytest.mark.parametrize("loss_fn", [None, lambda hidden, head, batch: -head.logprobs(hidden, batch["labels"]).sum()])
+def test_a_prepared_step_is_that_of_what_the_tensors_held(loss_fn: Any) -> None:
     (first,), (second,) = batches(1), batches(1, seed=5)
-    wanted = engine(build()).step([first])
+    wanted = engine(build()).step([first], loss_fn=loss_fn)
     ours = engine(build())
     held = {name: value.clone() for name, value in first.items()}
-    prepared = ours.prepare([held])
+    prepared = ours.prepare([held], with_loss_fn=loss_fn is not None)
     for name, value in held.items():
         value.copy_(second[name])
-    found = ours.step(prepared)
+    found = ours.step(prepared, loss_fn=loss_fn)
     assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
 
 

@@ -340,7 +340,7 @@ class InputPreprocessor:
             record=record,
             document_buckets=document_buckets,
             lookups=[],
-            batch=dict(batch),
+            batch={name: v.clone() if more_keys and isinstance(v, Tensor) else v for name, v in batch.items()},
             images=images,
         )
 
@@ -401,7 +401,7 @@ class InputPreprocessor:
         for key, value in given.items():
             if key in recorder.accepts:
                 try:
-                    images[key] = torch.as_tensor(value).cpu()
+                    images[key] = torch.as_tensor(value).cpu().clone()  # as with token ids, see `_matrix`
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise ConfigError(f"{where}: {key} must be a tensor: {error}") from None
                 if key.endswith("token_type_ids"):

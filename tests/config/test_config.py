@@ -401,6 +401,10 @@ def test_a_value_out_of_range_is_named(sections, message):
             {"data": {"train": "a", "eval": [{"path": "b", "weight": 0.5}]}},
             r"weight of .*b in data\.eval is 0\.5 and has no effect",
         ),
+        (
+            {"data": {"train": "a", "eval": {"first": 0.1, "second": 0.2}}},
+            r"data\.eval\.first and data\.eval\.second are fractions of the training data",
+        ),
         ({"train": {"epochs": 1e9}}, r"train\.epochs is 1e\+09; it must be at most 1,000,000"),
         ({"output": {"dir": "run\ud800"}}, r"output\.dir: '.*run.ud800' holds half a surrogate pair at character"),
         ({"plan": {"slots": 2**33}}, r"plan\.slots is 8589934592; it must be at most 2147483647"),

@@ -127,6 +127,12 @@ def _spread(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(held_out, float):
             data["eval"] = _parts_of(data["train"], {"split": held_out})
         elif isinstance(held_out, list):
+            fractions = [f"data.eval.{entry['name']}" for entry in held_out if _is_fraction(entry)]
+            if len(fractions) > 1:
+                raise ConfigError(
+                    f"{' and '.join(fractions)} are fractions of the training data, which are taken from one end: they "
+                    "would hold the same rows. Keep one of them, and name other data for the rest"
+                )
             data["eval"] = [
                 source
                 for entry in held_out

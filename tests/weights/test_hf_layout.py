@@ -84,7 +84,13 @@ def stand_in(model: PreTrainedModel) -> Any:
         if name not in aliases
     }
     made = SimpleNamespace(
-        tensors=refs, aliases=aliases, model=model, config=model.config, precision="fp32", layout=None
+        tensors=refs,
+        aliases=aliases,
+        tied=bool(aliases),
+        model=model,
+        config=model.config,
+        precision="fp32",
+        layout=None,
     )
     made.set_layout = lambda layout: setattr(made, "layout", layout)
     return made

@@ -170,9 +170,11 @@ fn layers_are_updated_on_the_device_where_that_makes_a_step_shorter() {
             let (best, other) = (chosen.estimate.expected_step_s, other.estimate.expected_step_s);
             assert!(best <= other * slack, "{mode:?}, {count}: {best} against {other}");
         }
-        // A budget that its buffers and a slot do not fit in leaves the host alone with its updates.
+        // A budget that its buffers do not fit in, where no layer's input may make room for them, leaves the host alone
+        // with its updates.
         request.requests.updates_on_device = None;
         request.requests.keep = Some(0);
+        request.requests.inputs = Some(Place::Device);
         request.budget.device = plan(&Request { device: DeviceKind::Cpu, ..request.clone() }).unwrap().totals.device;
         request.requests.slots = Some(24);
         assert_eq!(device_updates(&plan(&request).unwrap()), 0);

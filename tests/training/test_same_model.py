@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatrain import Trainer
+from megatrain.cli import main
 from megatrain.errors import ConfigError
 from megatrain.models.hf_config import differences
 from support.families import FAMILIES, build
@@ -27,7 +28,9 @@ def begun(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("key", "value"), [("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("attention_dropout", 0.5), ("rope_theta", 99.0)]
 )
-def test_a_resume_with_another_configuration_of_the_model_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_resume_with_another_configuration_of_the_model_is_refused(
+    tmp_path: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = begun(tmp_path)
     file = tmp_path / "model" / "config.json"
     written = json.loads(file.read_text())
@@ -40,6 +43,8 @@ def test_a_resume_with_another_configuration_of_the_model_is_refused(tmp_path: P
         ConfigError, match=rf"another configuration of the model: .*{key}: .* → .*Put the config.json of"
     ):
         Trainer(config).fit()
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "another configuration of the model" in capsys.readouterr().err
     files = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in files] == ["step-2"], "nothing was written"
 

@@ -113,16 +113,16 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number of a plan that no model can be planned with, and for numbers that contradict each
     other whatever the model."""
     for name, least in _LEAST.items():
-        value = plan.get(name)
-        auto = name in _MAY_BE_AUTO
-        highest = _MOST.get(name, 2**31 - 1)
-        if value is None or (auto and value == "auto") or (is_count(value, least) and value <= highest):
+        value, most = plan.get(name), _MOST.get(name, 2**31 - 1)
+        may_be_auto = name in _MAY_BE_AUTO
+        if value is None or (may_be_auto and value == "auto"):
             continue
-        if is_count(value, least):
-            raise ConfigError(f"plan.{name} is {value}; it must be at most {highest}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        wanted = f"at least {least}" if whole else f"a whole number of at least {least}"
-        raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * auto}{wanted}")
+        if not is_count(value, least):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            wanted = f"at least {least}" if whole else f"a whole number of at least {least}"
+            raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * may_be_auto}{wanted}")
+        if value > most:
+            raise ConfigError(f"plan.{name} is {value}; it must be at most {most}")
     fragments, tiles = plan.get("fragments") or "auto", plan.get("mlp_tiles")
     if fragments not in FRAGMENTS:
         raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
@@ -134,10 +134,10 @@ def check_plan(plan: Mapping[str, Any]) -> None:
             f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole; leave one "
             "of them out"
         )
-    for name, most in (("group", "large_group"), ("large_keep", "keep")):
-        value, limit = plan.get(name), plan.get(most)
+    for name, other in (("group", "large_group"), ("large_keep", "keep")):
+        value, limit = plan.get(name), plan.get(other)
         if value is not None and limit is not None and value > limit:
-            raise ConfigError(f"plan.{name} is {value}, and plan.{most} is {limit}, which must be at least as many")
+            raise ConfigError(f"plan.{name} is {value}, and plan.{other} is {limit}, which must be at least as many")
     if plan.get("keep") and plan.get("activation") == "recompute":
         raise ConfigError(
             f"plan.keep is {plan['keep']}, which keeps activations, and plan.activation is recompute, which keeps "

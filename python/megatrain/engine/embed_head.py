@@ -50,10 +50,10 @@ def tail_kept_bytes(decoder: Decoder, tokens: int) -> int:
     """What the final norm keeps for its backward while the loss is computed: nothing where it is computed again."""
     if _tail_tiles(decoder, tokens) > 1:
         return 0
-    of_a_token = decoder.tail_kept_bytes
-    if of_a_token is None:
+    kept_per_token = decoder.tail_kept_bytes
+    if kept_per_token is None:
         return tail_bytes(decoder, tokens)  # whatever it allocates may be kept
-    return tokens * of_a_token
+    return tokens * kept_per_token
 
 
 def _tail_tiles(decoder: Decoder, tokens: int) -> int:

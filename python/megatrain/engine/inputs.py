@@ -312,7 +312,7 @@ class InputPreprocessor:
             targets = torch.where(weights > 0, targets, IGNORED)  # a weight of 0 is a label of -100
         rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
-        packed = positions if mask is None else None  # beside padding positions do not begin again
+        padded = mask is not None  # beside padding positions that begin again are refused, so that they part nothing
         counted = self._counted(where, batch, mask, shape)
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
@@ -323,8 +323,8 @@ class InputPreprocessor:
         if mask is not None or positions is not None or images:
             with self._lock:
                 record = self._record(where, ids, mask, positions, images)
-            if packed is not None:
-                document_buckets = self._apart(where, packed, record, counted, images)
+            if positions is not None and not padded:
+                document_buckets = self._apart(where, positions, record, counted, images)
         return MicroBatch(
             index=index,
             shape=shape,

@@ -67,7 +67,8 @@ def resolve_resume(config: Config, run: Path, build: Callable[[ResumePoint | Non
     while True:
         try:
             origin = _find(config, run, damaged)
-            if origin is None and damaged:  # all that there were
+            none_is_sound = origin is None and bool(damaged)
+            if none_is_sound:
                 log.warning(
                     "no sound checkpoint is left in %s: the run begins again at step 0, and its metrics and its export "
                     "replace those that are there. To keep them, stop it now and name another output.dir",

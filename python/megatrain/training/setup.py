@@ -509,9 +509,9 @@ def end_tokens(model_setup: ModelSetup) -> tuple[set[int], str]:
     own = None if copied is None else copied / "generation_config.json"
     if own is not None and own.is_file():
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            told = json.loads(own.read_text(encoding="utf-8"))
-            if isinstance(told, dict):
-                ends, named = told.get("eos_token_id"), str(own)
+            content = json.loads(own.read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                ends, named = content.get("eos_token_id"), str(own)
     return set(ends if isinstance(ends, list) else [ends]) - {None}, named
 
 

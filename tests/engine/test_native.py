@@ -110,7 +110,12 @@ def test_a_panic_in_the_native_part_is_an_ordinary_exception_of_ours() -> None:
 
 @pytest.mark.parametrize("size", [0, 4096, 2**63, 2**64 - 1])
 def test_probes_refuse_sizes_that_measure_nothing_or_do_not_exist(size: int) -> None:
-    for probe in (lambda: _core.probe_host(size, 1), lambda: _core.probe_device(_core.Device.cpu(), size)):
+    device = _core.Device.cpu()
+    for probe in (
+        lambda: _core.probe_host(size, 1),
+        lambda: _core.probe_device(device, size),
+        lambda: _core.probe_beside_link(device, size, 1),
+    ):
         with pytest.raises(ValueError, match=f"not {size}"):
             probe()
 
@@ -121,7 +126,15 @@ def test_probes_measure_positive_rates() -> None:
     updates = {"adamw_params_per_s", "adamw_bf16_params_per_s", "adamw_8bit_params_per_s"}
     assert host.keys() == {"touch_gbs", "copy_gbs", *updates}
     assert link.keys() == {"h2d_gbs", "d2h_gbs", "bidirectional_gbs", "pin_gbs"}
-    assert all(rate > 0 for rate in (host | link).values())
+    beside = json.loads(_core.probe_beside_link(_core.Device.cpu(), 1 << 22, 1))
+    assert beside.keys() == {"adamw_beside_link_params_per_s", "link_beside_adamw_gbs"}
+    assert all(rate > 0 for rate in (host | link | beside).values())
+
+
+def test_a_probe_ends_when_the_link_fails_beside_the_optimizer() -> None:
+    device = _core.Device.cpu(faults='{"fail": [{"call": "copy_to_host", "nth": 3}]}')
+    with pytest.raises(_core.DeviceError, match="copy_to_host"):
+        _core.probe_beside_link(device, 1 << 22, 1)
 
 
 def test_unknown_faults_are_refused() -> None:

@@ -158,3 +158,16 @@ def test_a_plan_is_made_with_the_rate_of_its_moments_and_says_it(
     assert f"6 units updated on the host ({rate}e9 parameters/s, {name} moments)" in capsys.readouterr().out
     assert main([*asked, "train.batch_size=2", "data.seq_len=256", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rates"]["adamw_gparams"] == float(rate)
+
+
+def test_what_the_link_costs_the_optimizer_is_planned_with_where_it_was_measured() -> None:
+    measured = {"adamw_gparams": 5.0, "adamw_beside_link_gparams": 3.0, "link_beside_adamw_gbs": 80.0}
+    machine = dataclasses.replace(hardware.read(), described=True)
+    known, _ = calibrate.rates(dataclasses.replace(machine, rates=measured), "cuda")
+    assert known["link_cost"] == pytest.approx(2.0 * 26 / 80)
+    measured["adamw_beside_link_gparams"] = 5.5
+    known, _ = calibrate.rates(dataclasses.replace(machine, rates=measured), "cuda")
+    assert known["link_cost"] == 0.0
+    del measured["link_beside_adamw_gbs"]
+    known, _ = calibrate.rates(dataclasses.replace(machine, rates=measured), "cuda")
+    assert "link_cost" not in known

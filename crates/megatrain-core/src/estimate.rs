@@ -325,8 +325,7 @@ impl Durations<'_> {
         let concurrent =
             steady.ops.iter().filter(|op| immediate || (op.id as usize) < loss || op.state_buffer.is_some());
         let bytes: f64 = concurrent.map(|op| self.link_bytes(op) as f64).sum();
-        let own = (updated * self.request.state.update_bytes(self.request.precision)).max(1.0);
-        1.0 + self.rates.link_cost * bytes / own
+        self.rates.contention(bytes, updated * self.request.state.update_bytes(self.request.precision))
     }
 }
 

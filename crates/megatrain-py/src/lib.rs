@@ -36,6 +36,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(probe::mappings_made, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_host, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_device, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_beside_link, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_state_disk, module)?)?;
     Ok(())
 }

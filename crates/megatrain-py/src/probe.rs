@@ -1,7 +1,7 @@
 //! What this machine has and how fast it is.
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use megatrain_core::adamw::Isa;
 use megatrain_core::device::{Stream, conformance};
@@ -21,6 +21,10 @@ use crate::error::{detached, interruptible};
 
 /// Timed runs of each measurement; the fastest counts, since everything else that runs only adds.
 const RUNS: usize = 3;
+/// Bytes of one copy beside the optimizer.
+const COPIED_BYTES: u64 = 64 << 20;
+/// How long the optimizer and the link are measured beside each other, at least.
+const BESIDE: Duration = Duration::from_millis(400);
 /// Bytes an element of a split master with its moments and bf16 gradient.
 const STATE_BYTES: u64 = 14;
 /// The least that is measured: less would measure the clock.
@@ -120,6 +124,50 @@ pub(crate) fn probe_device(py: Python<'_>, device: &Device, bytes: u64) -> PyRes
     })
 }
 
+/// JSON rates of the host's optimizer over fp32 moments while the link carries bytes both ways, and of the link then:
+/// `adamw_beside_link_params_per_s` and `link_beside_adamw_gbs`, both ways together.
+#[pyfunction]
+pub(crate) fn probe_beside_link(py: Python<'_>, device: &Device, bytes: u64, threads: usize) -> PyResult<String> {
+    let device = Arc::clone(device.core());
+    interruptible(py, "megatrain-probe", move || {
+        let numel = enough(bytes)? / STATE_BYTES;
+        let pool = Pool::new(Some(threads), &Affinity::Free)?;
+        let update = sample(&pool, numel, 0, StateFormat::default())?;
+        let adamw = Adamw::new(Isa::select(None)?);
+        let host = Arena::new(2 * COPIED_BYTES, ArenaOptions { huge_pages: true, pool: Some(&pool) })?;
+        let half = host.span().len() / 2;
+        let (up, down) = (host.span().slice(0, half), host.span().slice(half, half));
+        let pins = (device.pin(&up)?, device.pin(&down)?);
+        let (source, target) = (device.allocate(COPIED_BYTES)?, device.allocate(COPIED_BYTES)?);
+        let copy = || -> Result<()> {
+            // SAFETY: nobody but the device touches the spans, which are this function's own.
+            unsafe { device.copy_to_device(Stream::Upload, &up, &target)? };
+            // SAFETY: as above.
+            unsafe { device.copy_to_host(Stream::Download, &source, &down)? };
+            device.synchronize(&device.record(Stream::Upload)?)?;
+            device.synchronize(&device.record(Stream::Download)?)
+        };
+        copy()?;
+        let update_once = || adamw.update(&pool, std::slice::from_ref(&update));
+        let (update_s, copied, seconds) = std::thread::scope(|scope| {
+            let updates = scope.spawn(|| mean(update_once, BESIDE));
+            let (start, mut copied) = (Instant::now(), 0);
+            while !updates.is_finished() {
+                copy()?;
+                copied += 2 * COPIED_BYTES;
+            }
+            let seconds = start.elapsed().as_secs_f64().max(1e-9);
+            Ok::<_, Error>((updates.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?, copied, seconds))
+        })?;
+        drop(pins);
+        let rates = json!({
+            "adamw_beside_link_params_per_s": numel as f64 / update_s,
+            "link_beside_adamw_gbs": copied as f64 / seconds / 1e9,
+        });
+        Ok(rates.to_string())
+    })
+}
+
 /// JSON rates of disks as places for optimizer state: `state_read_gbs`, `state_write_gbs`, and by what they were read and
 /// written, `state_io`.
 #[pyfunction]
@@ -142,6 +190,17 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
     let start = Instant::now();
     let value = work()?;
     Ok((start.elapsed().as_secs_f64().max(1e-9), value))
+}
+
+/// Mean seconds of all runs, the first left out, in at least so long.
+fn mean(mut work: impl FnMut() -> Result<()>, least: Duration) -> Result<f64> {
+    work()?;
+    let (start, mut runs) = (Instant::now(), 0);
+    while runs < RUNS || start.elapsed() < least {
+        work()?;
+        runs += 1;
+    }
+    Ok(start.elapsed().as_secs_f64().max(1e-9) / runs as f64)
 }
 
 fn fastest(mut work: impl FnMut() -> Result<()>) -> Result<f64> {

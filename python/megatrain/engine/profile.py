@@ -285,6 +285,7 @@ RATES = (
     "hbm_gbs",
     "state_read_gbs",
     "state_write_gbs",
+    "link_cost",
 )
 """Measured rates that the planner reads."""
 

@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,18 @@ def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
     if "adamw_gparams" in known:  # measured over fp32 moments alone: the others as usual machines relate them
         share = known["adamw_gparams"] / usual["adamw_gparams"]
         usual |= {rate: share * usual[rate] for rate in _UPDATES}
-    return usual | {key: value for key, value in known.items() if key in UNITS}, "matmul_tflops" in known
+    found = usual | {key: value for key, value in known.items() if key in UNITS}
+    return found | _link_cost(known), "matmul_tflops" in known
+
+
+def _link_cost(known: Mapping[str, float]) -> dict[str, float]:
+    """`link_cost` of the core's rates, where the host's AdamW was measured with and without the link beside it: bytes of
+    its own traffic that it loses for each byte that crosses."""
+    try:
+        lost = known["adamw_gparams"] - known["adamw_beside_link_gparams"]
+        return {"link_cost": max(0.0, lost) * _UPDATES["adamw_gparams"][0] / known["link_beside_adamw_gbs"]}
+    except KeyError:
+        return {}
 
 
 def fastest(machine: Machine, device: str) -> dict[str, float]:
@@ -195,8 +206,11 @@ def measure(
             found[rate] = float(host[counted]) / 1e9
     if device == "cuda":
         say("link")
-        link = json.loads(_core.probe_device(_core.Device.cuda(machine.card), size))
-        found |= {key: float(value) for key, value in link.items() if key in UNITS}
+        card = _core.Device.cuda(machine.card)
+        found |= {key: float(value) for key, value in json.loads(_core.probe_device(card, size)).items() if key in UNITS}
+        beside = json.loads(_core.probe_beside_link(card, size, max(1, machine.cpus)))
+        found["adamw_beside_link_gparams"] = float(beside["adamw_beside_link_params_per_s"]) / 1e9
+        found["link_beside_adamw_gbs"] = float(beside["link_beside_adamw_gbs"])
     elif "copy_gbs" in found:
         found |= {"h2d_gbs": found["copy_gbs"], "d2h_gbs": found["copy_gbs"]}
     say("matrix products")

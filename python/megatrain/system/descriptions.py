@@ -23,6 +23,8 @@ UNITS = {
     "adamw_gparams": "10⁹ parameters/s, host AdamW over fp32 moments",
     "adamw_bf16_gparams": "10⁹ parameters/s, host AdamW over bf16 moments",
     "adamw_8bit_gparams": "10⁹ parameters/s, host AdamW over 8-bit moments",
+    "adamw_beside_link_gparams": "10⁹ parameters/s, host AdamW over fp32 moments while the link is busy both ways",
+    "link_beside_adamw_gbs": "GB/s, both ways at once while the host's AdamW runs",
     "touch_gbs": "GB/s, host memory mapped and touched for the first time",
     "copy_gbs": "GB/s, host memory copied",
     "disk_write_gbs": "GB/s, file written and flushed",

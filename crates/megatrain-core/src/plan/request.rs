@@ -227,7 +227,7 @@ pub struct Rates {
     /// State written to disk while other state is read, 1e9 bytes a second.
     pub state_write_gbs: f64,
     /// Bytes of its own traffic that the host optimizer loses for a byte that crosses the link meanwhile: both share the
-    /// host's memory.
+    /// host's memory. A bound takes it for nothing.
     pub link_cost: f64,
     /// What the link carries both ways together beside the host's optimizer, as a multiple of what it carries one way.
     pub both_ways: f64,
@@ -250,7 +250,7 @@ impl Default for Rates {
             hbm_gbs: 2500.0,
             state_read_gbs: STATE_READ_GBS,
             state_write_gbs: STATE_WRITE_GBS,
-            link_cost: 0.0,
+            link_cost: LINK_COST,
             both_ways: 2.0,
             beside_matmuls: false,
         }
@@ -264,7 +264,8 @@ const SUSTAINED_MATMUL: f64 = 0.92;
 const SUSTAINED_COMPUTE: f64 = 0.73;
 const SUSTAINED_LINK: f64 = 0.9;
 const SUSTAINED_HBM: f64 = 0.8;
-/// [`Rates::link_cost`] on a machine whose optimizer fell from 5.0 to 3.1 G parameters/s while 90 GB/s crossed the link.
+/// [`Rates::link_cost`] where nothing was measured: of a machine whose optimizer fell from 5.0 to 3.1 G parameters/s, of 26
+/// bytes each, while 90 GB/s crossed the link.
 const LINK_COST: f64 = 0.55;
 /// [`Rates::both_ways`] there: 65 GB/s where 0.9 times 55 are sustained one way.
 const BOTH_WAYS: f64 = 1.3;
@@ -282,10 +283,15 @@ impl Rates {
             hbm_gbs: self.hbm_gbs * SUSTAINED_HBM,
             state_read_gbs: self.state_read_gbs,
             state_write_gbs: self.state_write_gbs,
-            link_cost: LINK_COST,
+            link_cost: self.link_cost,
             both_ways: BOTH_WAYS,
             beside_matmuls: true,
         }
+    }
+
+    /// By how much `crossing` bytes of the link make an update longer that moves `own` bytes: a factor.
+    pub(crate) fn contention(&self, crossing: f64, own: f64) -> f64 {
+        if self.beside_matmuls { 1.0 + self.link_cost * crossing / own.max(1.0) } else { 1.0 }
     }
 }
 
@@ -514,6 +520,10 @@ impl Request {
                 let what = format!("rates.{name}");
                 return Err(Error::WrongNumber { what, value: rate, allowed: "a positive number" });
             }
+        }
+        if !(self.rates.link_cost.is_finite() && self.rates.link_cost >= 0.0) {
+            let (what, value) = ("rates.link_cost".to_owned(), self.rates.link_cost);
+            return Err(Error::WrongNumber { what, value, allowed: "finite and at least 0" });
         }
         self.check_requests(layers)
     }

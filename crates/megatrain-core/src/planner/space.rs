@@ -491,8 +491,7 @@ impl<'a> Space<'a> {
         let immediate = request.update == UpdateMode::Immediate;
         let beside = fetched + written + loaded + if immediate { base.offloaded as f64 + 2.0 * crossing } else { 0.0 };
         let on_host = base.on_host as f64;
-        let slowed = 1.0 + rates.link_cost * beside / (update_bytes * on_host).max(1.0);
-        let host = slowed * on_host / (rates.adamw_gparams * 1e9);
+        let host = rates.contention(beside, update_bytes * on_host) * on_host / (rates.adamw_gparams * 1e9);
 
         let longest = |times: [f64; 4]| times.into_iter().fold(0.0, f64::max);
         let lanes = longest([upload, download, host, on_device]);

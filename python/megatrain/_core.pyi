@@ -342,8 +342,8 @@ def probe_device(device: Device, bytes: int) -> str:
     """JSON rates of the link: `h2d_gbs`, `d2h_gbs`, `bidirectional_gbs`, `pin_gbs`."""
 
 def probe_beside_link(device: Device, bytes: int, threads: int) -> str:
-    """JSON rates of the host's optimizer over fp32 moments while the link carries bytes both ways, and of the link then,
-    both ways together: `adamw_beside_link_params_per_s`, `link_beside_adamw_gbs`."""
+    """JSON rates of the host's optimizer over fp32 moments while the link carries bytes both ways, and of the link
+    then, both ways together: `adamw_beside_link_params_per_s`, `link_beside_adamw_gbs`."""
 
 def probe_state_disk(paths: Sequence[str | PathLike[str]], bytes: int) -> str:
     """JSON rates of folders as places for optimizer state, read and written at once: `state_read_gbs`,

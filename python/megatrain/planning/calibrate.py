@@ -127,8 +127,8 @@ def rates(machine: Machine, device: str) -> tuple[dict[str, float], bool]:
 
 
 def _link_cost(known: Mapping[str, float]) -> dict[str, float]:
-    """`link_cost` of the core's rates, where the host's AdamW was measured with and without the link beside it: bytes of
-    its own traffic that it loses for each byte that crosses."""
+    """`link_cost` of the core's rates, where the host's AdamW was measured with and without the link beside it: bytes
+    of its own traffic that it loses for each byte that crosses."""
     try:
         lost = known["adamw_gparams"] - known["adamw_beside_link_gparams"]
         return {"link_cost": max(0.0, lost) * _UPDATES["adamw_gparams"][0] / known["link_beside_adamw_gbs"]}
@@ -207,7 +207,9 @@ def measure(
     if device == "cuda":
         say("link")
         card = _core.Device.cuda(machine.card)
-        found |= {key: float(value) for key, value in json.loads(_core.probe_device(card, size)).items() if key in UNITS}
+        found |= {
+            key: float(value) for key, value in json.loads(_core.probe_device(card, size)).items() if key in UNITS
+        }
         beside = json.loads(_core.probe_beside_link(card, size, max(1, machine.cpus)))
         found["adamw_beside_link_gparams"] = float(beside["adamw_beside_link_params_per_s"]) / 1e9
         found["link_beside_adamw_gbs"] = float(beside["link_beside_adamw_gbs"])

@@ -84,7 +84,6 @@ fn timed(layers: usize, load: f64, compute: f64, update: f64, mode: UpdateMode) 
         // Forward, then backward with recomputation: four times the forward's operations.
         matmul_tflops: 4.0 * 2e9 / compute / 1e12,
         adamw_gparams: parameters / update / 1e9,
-        link_cost: 0.0,
         both_ways: 2.0,
         hbm_gbs: 1e9,
         ..Rates::default()

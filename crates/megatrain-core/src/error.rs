@@ -292,6 +292,17 @@ pub enum Error {
         /// Its own.
         got: &'static str,
     },
+    /// A unit is to be computed with weights that it cannot have.
+    #[error(
+        "unit {unit} is to be computed with the weights of unit {holder}; only a layer without tensors can be, and only with \
+         those of an earlier layer that has some"
+    )]
+    WeightsOf {
+        /// The unit.
+        unit: String,
+        /// The one whose weights it asks for.
+        holder: u32,
+    },
     /// Two units share a name.
     #[error("two units are called {unit}; every unit needs a name of its own")]
     DuplicateUnit {

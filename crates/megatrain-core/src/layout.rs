@@ -204,19 +204,22 @@ pub struct TensorSpec {
     /// Index of its parameter group (trainable only).
     #[serde(default)]
     pub group: u32,
+    /// Where the tensor of that name is spread over several units: which of its elements is this one's first.
+    #[serde(default)]
+    pub begin: u64,
 }
 
 impl TensorSpec {
     /// A trainable tensor of the first parameter group. (`dtype` says nothing: its dtype is the precision's.)
     #[must_use]
     pub fn trainable(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
-        Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32, role: Role::Trainable, group: 0 }
+        Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32, role: Role::Trainable, group: 0, begin: 0 }
     }
 
     /// A frozen tensor or a buffer, kept in its own dtype.
     #[must_use]
     pub fn frozen(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: Dtype) -> Self {
-        Self { name: name.into(), shape: shape.into(), dtype, role: Role::Frozen, group: 0 }
+        Self { name: name.into(), shape: shape.into(), dtype, role: Role::Frozen, group: 0, begin: 0 }
     }
 
     /// The same in another parameter group.
@@ -407,7 +410,7 @@ mod tests {
     use super::*;
 
     fn spec(name: String, shape: Vec<u64>, dtype: Dtype, role: Role) -> TensorSpec {
-        TensorSpec { name, shape, dtype, role, group: 0 }
+        TensorSpec { name, shape, dtype, role, group: 0, begin: 0 }
     }
 
     proptest! {

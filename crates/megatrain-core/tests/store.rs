@@ -128,7 +128,7 @@ impl Device for Registrar {
 }
 
 fn spec(name: &str, shape: &[u64], dtype: Dtype, role: Role) -> TensorSpec {
-    TensorSpec { name: name.into(), shape: shape.into(), dtype, role, group: 0 }
+    TensorSpec { name: name.into(), shape: shape.into(), dtype, role, group: 0, begin: 0 }
 }
 
 fn unit(name: &str, precision: Precision) -> UnitLayout {

@@ -1,6 +1,7 @@
 //! Coefficients of an AdamW update.
 use super::kernels::ieee;
 use crate::error::{Error, Result};
+use crate::adamw::kernels::compact::key_from;
 use crate::random::SplitMix;
 
 /// Coefficients of one AdamW update, formed in f64 and rounded once.
@@ -67,6 +68,12 @@ impl AdamwScalars {
         });
         let draw = |from: u64| SplitMix(from).draw();
         Self { rounding: draw(draw(draw(seed) ^ name) ^ step), ..self }
+    }
+
+    /// The same for a part of a parameter that begins with its element number `begin`.
+    #[must_use]
+    pub const fn of_part(self, begin: u64) -> Self {
+        Self { rounding: key_from(self.rounding, begin), ..self }
     }
 
     fn form(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: u64, grad_scale: f64) -> Self {

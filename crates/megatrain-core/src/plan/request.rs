@@ -124,6 +124,10 @@ pub struct UnitRequest {
     /// Whether its kernels may be captured once and replayed: those of a layer that is computed in tiles are not.
     #[serde(default = "yes")]
     pub captures: bool,
+    /// The layer unit before it with whose weights it computes, where it has none of its own: what follows the experts of a
+    /// layer that is spread over several units is computed with the weights of what precedes them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_of: Option<u32>,
     /// Whether its backward makes again what matmuls read of its forward, rather than finding it among what was kept.
     #[serde(default = "yes")]
     pub remakes: bool,
@@ -375,6 +379,7 @@ impl UnitRequest {
             launch_s: 0.0,
             ramp_s: 0.0,
             captures: true,
+            weights_of: None,
             remakes: true,
         }
     }
@@ -459,6 +464,13 @@ impl Request {
             }
             if !names.insert(unit.name.as_str()) {
                 return Err(Error::DuplicateUnit { unit: unit.name.clone() });
+            }
+            if let Some(holder) = unit.weights_of {
+                let earlier = self.units.get(holder as usize).filter(|_| holder > 0 && (holder as usize) < index);
+                if !unit.tensors.is_empty() || unit.role != UnitRole::Layer || earlier.is_none_or(|u| u.weights_of.is_some())
+                {
+                    return Err(Error::WeightsOf { unit: unit.name.clone(), holder });
+                }
             }
             let numbers = [
                 ("flops", unit.flops),

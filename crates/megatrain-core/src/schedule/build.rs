@@ -80,9 +80,9 @@ impl Builder<'_> {
         let groups: Vec<std::ops::Range<u32>> = self.inputs.groups.ranges(total).collect();
         let mut turns = Vec::new();
         for _ in &groups {
-            turns.extend(1..=layers);
+            turns.extend((1..=layers).map(|unit| self.inputs.holder(unit)));
             if train {
-                turns.extend((1..=layers).rev());
+                turns.extend((1..=layers).rev().map(|unit| self.inputs.holder(unit)));
             }
         }
         let mut turns = assign(self.inputs, &turns, self.resident).into_iter();
@@ -113,7 +113,7 @@ impl Builder<'_> {
         }
         for unit in 1..head {
             let turn = turns.next().flatten();
-            self.load(unit, turn);
+            self.load(self.inputs.holder(unit), turn);
             for mb in group.clone() {
                 let stage = self.next_stage(unit, mb, train);
                 self.push(Kind::Forward, unit, mb, Lane::Compute, self.computed, |op| {
@@ -150,7 +150,7 @@ impl Builder<'_> {
         }
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
-            self.load(unit, turn);
+            self.load(self.inputs.holder(unit), turn);
             // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {

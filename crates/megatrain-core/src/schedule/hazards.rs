@@ -79,9 +79,12 @@ fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<
     let (unit, mb) = (op.unit, op.micro_batch);
     let parts = |u: u32| 0..inputs.unit(u).parts;
     list.clear();
-    let reads_weights = |list: &mut Vec<_>, u: u32| match op.slot {
-        Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(u, 0))),
-        _ => list.extend(parts(u).map(|part| (Resource::Own(u, part), Access::Read(u, 0)))),
+    let reads_weights = |list: &mut Vec<_>, u: u32| {
+        let holder = inputs.holder(u);
+        match op.slot {
+            Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(holder, 0))),
+            _ => list.extend(parts(holder).map(|part| (Resource::Own(holder, part), Access::Read(holder, 0)))),
+        }
     };
     let sum = |list: &mut Vec<_>, u: u32, grad: Option<u32>, first: bool| {
         if let Some(grad) = grad

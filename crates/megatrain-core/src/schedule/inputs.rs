@@ -62,6 +62,8 @@ pub struct UnitInputs {
     pub sums_apart: bool,
     /// What of activations and inputs goes to the host, or to disk.
     pub staged: Staged,
+    /// The unit with whose weights it is computed, where it has none.
+    pub weights_of: Option<u32>,
 }
 
 impl ScheduleInputs {
@@ -88,6 +90,7 @@ impl ScheduleInputs {
             own_slab: placement.own_slab[u],
             sums_apart: placement.accumulator[u].is_some(),
             staged: placement.staged[u],
+            weights_of: request.units[u].weights_of,
         };
         Self {
             units: (0..plan.units.len()).map(unit).collect(),
@@ -112,6 +115,11 @@ impl ScheduleInputs {
     #[must_use]
     pub fn head(&self) -> u32 {
         u32::try_from(self.units.len() - 1).expect("fewer units than 2^32")
+    }
+
+    /// The unit with whose weights a unit is computed: itself, or the one that it has them of.
+    pub(crate) fn holder(&self, unit: u32) -> u32 {
+        self.unit(unit).weights_of.unwrap_or(unit)
     }
 
     pub(crate) fn unit(&self, unit: u32) -> &UnitInputs {

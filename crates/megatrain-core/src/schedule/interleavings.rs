@@ -260,6 +260,7 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         own_slab: None,
         sums_apart: false,
         staged: Staged::none(),
+        weights_of: None,
     };
     let layer = UnitInputs { trains: true, on_device: false, own_place: false, ..frozen };
     let layer = |index| UnitInputs { own_slab: (!immediate).then_some(index), ..layer };

@@ -209,7 +209,8 @@ impl Shared {
         let summing = train && matches!(phase, Phase::Loss | Phase::Backward | Phase::EmbedBackward);
         let tied_loss = self.tied && phase == Phase::Loss;
         let tied_sum = train && self.tied && matches!(phase, Phase::Loss | Phase::EmbedBackward);
-        let place = op.slot.map_or(p.own[unit], |slot| Some(p.slots[slot as usize]));
+        let holder = self.inputs.holder(op.unit) as usize;
+        let place = op.slot.map_or(p.own[holder], |slot| Some(p.slots[slot as usize]));
         let (plan, in_large) = (&self.plan.units[unit], self.inputs.groups.has_in_large(op.micro_batch));
         ComputeOp {
             id: u64::from(op.id),

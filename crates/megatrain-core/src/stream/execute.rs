@@ -218,7 +218,8 @@ impl Shared {
                 let g = decision.groups[tensor.spec.group as usize];
                 let betas = (g.beta1, g.beta2);
                 let scalars = AdamwScalars::new(g.lr, betas, g.eps, g.weight_decay, count, decision.grad_scale)?;
-                Ok((index, scalars.rounded_by(self.options.seed, &tensor.spec.name, count)))
+                let scalars = scalars.rounded_by(self.options.seed, &tensor.spec.name, count);
+                Ok((index, scalars.of_part(tensor.spec.begin)))
             });
         let coefficients = coefficients.collect::<Result<Vec<_>>>()?;
         // All parts make up one update; the schedule runs them in order.

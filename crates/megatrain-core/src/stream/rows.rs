@@ -110,6 +110,7 @@ mod tests {
             dtype: Dtype::F32,
             role,
             group: 0,
+            begin: 0,
         };
         let tensors = vec![
             spec("norm", &[5], Role::Trainable),

@@ -36,6 +36,7 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
         dtype: Dtype::F32,
         role,
         group,
+        begin: 0,
     };
     let unit = |name: &str, role: UnitRole, size: u64| {
         let tensors = vec![
@@ -58,13 +59,19 @@ pub fn request(layers: usize, micro_batches: u32) -> Request {
     Request { requests, ..Request::new(units, Precision::Fp32, micro_batches, budget) }
 }
 
+/// Has a unit computed with the weights of another one.
+pub fn join(request: &mut Request, unit: usize, holder: usize) {
+    request.units[unit].tensors.clear();
+    request.units[unit].weights_of = Some(holder as u32);
+}
+
 /// Any request that a plan can be made for: the whole product of what may be asked for.
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 1u32..9, 1u32..6, 2u32..5, 1u32..4);
     let choices = (0u32..9, 0u32..3, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9, 0u32..9);
+    let updates = (0u32..7, 0u32..4, 0u32..9, 0u32..9, 0u32..9, 0usize..6);
     (counts, choices, 0u32..4, updates).prop_map(
-        |(counts, choices, frozen, (device_updates, parts, on_disk, weights, inputs_on_disk))| {
+        |(counts, choices, frozen, (device_updates, parts, on_disk, weights, inputs_on_disk, joins))| {
             let (layers, micro_batches, slots, group, stage, slabs) = counts;
             let (on_device, precision, immediate, tied, host_inputs, accumulate) = choices;
             let mut request = request(layers, micro_batches);
@@ -94,6 +101,12 @@ pub fn any_request() -> impl Strategy<Value = Request> {
                 let kept = if r.large_group > r.group { r.large_keep } else { r.keep };
                 r.inputs_on_disk = Some(inputs_on_disk.min(layers as u32 - kept.unwrap_or(0)));
                 request.budget.disk = 1 << 30;
+            }
+            // Some that are computed with the weights of another one, the one before it or one further off.
+            if joins > 1 {
+                for unit in (joins..=layers).step_by(joins) {
+                    join(&mut request, unit, unit + 1 - joins);
+                }
             }
             // Some units without anything to train.
             for unit in request.units.iter_mut().skip(frozen as usize).step_by(3).filter(|_| frozen > 0) {
@@ -264,7 +277,8 @@ impl Toy {
 
     /// Queues one operation on the compute stream.
     pub fn launch(&self, engine: &Engine, op: &ComputeOp, step: u64) {
-        let layout = engine.layouts()[op.unit as usize].clone();
+        let holder = self.request.units[op.unit as usize].weights_of.unwrap_or(op.unit);
+        let layout = engine.layouts()[holder as usize].clone();
         let (precision, sent) = (self.request.precision, self.request.grad_precision);
         let plane =
             |region: Region, offset: u64, size: u64| engine.region(region).slice(offset, layout.elements * size);

@@ -272,15 +272,25 @@ fn fill(to: &mut Floats, from: impl ExactSizeIterator<Item = f32>) {
     }
 }
 
+/// What the Weyl sequence below grows by.
+const WEYL: u32 = 0x9e37_79b9;
+
 /// 32 random bits of an element under a key: the integer finaliser `lowbias32` (Wellons, "Prospecting for hash functions",
 /// 2018) over a Weyl sequence, with the key's halves added before and between.
 #[inline(always)]
 #[must_use]
 pub const fn mix(counter: u32, key: u64) -> u32 {
-    let mut x = counter.wrapping_mul(0x9e37_79b9).wrapping_add(key as u32);
+    let mut x = counter.wrapping_mul(WEYL).wrapping_add(key as u32);
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
     x = (x ^ (x >> 15)).wrapping_add((key >> 32) as u32).wrapping_mul(0x846c_a68b);
     x ^ (x >> 16)
+}
+
+/// The key under which the element numbered 0 has the bits that element `begin` has under `key`.
+#[must_use]
+pub const fn key_from(key: u64, begin: u64) -> u64 {
+    let low = (key as u32).wrapping_add((begin as u32).wrapping_mul(WEYL));
+    key & !0xffff_ffff | low as u64
 }
 
 /// Eight bits for the master, the other 32 being spent on the moments.

@@ -11,17 +11,27 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
     let train = schedule.shape.pass == Pass::Train;
     // Where forward left a micro-batch's activations, and where they were fetched to.
     let mut staged: HashMap<(Kind, u32, u32), Option<u32>> = HashMap::new();
+    // Where those units that have no weights of their own were computed backward: by whose weights they have.
+    let mut joined: HashMap<(u32, u32), Option<u32>> = HashMap::new();
     // Where a unit's weights were read to.
     let mut read: HashMap<u32, Option<u32>> = HashMap::new();
     for op in &schedule.ops {
         let (kind, of) = (op.kind, inputs.unit(op.unit));
         let computes_layer = matches!(kind, Kind::Forward | Kind::Backward);
-        let slot = (kind == Kind::Load || computes_layer) && !of.own_place;
+        let slot = (kind == Kind::Load || computes_layer) && !inputs.unit(inputs.holder(op.unit)).own_place;
         if !named(op.slot, slot, |slot| slot < inputs.slots) {
             return Err(broken(op, "a layer without a place of its own is loaded into a slot, and computed from one"));
         }
-        if kind == Kind::Load && of.on_device {
-            return Err(broken(op, "weights that live on the device are not loaded"));
+        if kind == Kind::Load && (of.on_device || of.weights_of.is_some()) {
+            return Err(broken(op, "weights that live on the device are not loaded, nor those that a unit has of another one"));
+        }
+        // What the backward of such a unit has made for that of the other one refers to the weights where they were.
+        if kind == Kind::Backward && of.weights_of.is_some() {
+            joined.insert((inputs.holder(op.unit), op.micro_batch), op.slot);
+        }
+        let before = joined.get(&(op.unit, op.micro_batch));
+        if kind == Kind::Backward && before.is_some_and(|slot| *slot != op.slot) {
+            return Err(broken(op, "a unit is computed backward in the slot in which the one that has its weights was"));
         }
         let sums = match kind {
             Kind::Loss => train,

@@ -43,6 +43,7 @@ from megatrain.system import safetensors_io
 from megatrain.system.atomic import flushing, staged
 from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights.hf_layout import Layout, fill, library, published, read_layout
+from megatrain.weights.planes import read_plane
 from megatrain.weights.source import FileWeights
 from megatrain.weights.types import Core, Decoder, TensorRef
 
@@ -270,10 +271,10 @@ def read_weights(core: Core, ref: TensorRef, start: int, out: Tensor, *, exact: 
     else:
         plane, dtype = "weights", ref.dtype
     if out.dtype == dtype:
-        core.read(ref.unit, ref.tensor, plane, out, start)
+        read_plane(core, ref, plane, out, start)
     else:
         values = torch.empty(out.shape, dtype=dtype)
-        core.read(ref.unit, ref.tensor, plane, values, start)
+        read_plane(core, ref, plane, values, start)
         out.copy_(values)
 
 

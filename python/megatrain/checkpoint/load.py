@@ -16,6 +16,7 @@ from megatrain.names import format_names
 from megatrain.system import safetensors_io
 from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights import hf_layout
+from megatrain.weights.planes import set_step_count, write_plane
 from megatrain.weights.source import FileWeights
 from megatrain.weights.state_format import StateFormat
 from megatrain.weights.types import Core, Decoder, Stored, TensorRef
@@ -71,7 +72,7 @@ def load(
         log.info("trained from now on, with moments that start at zero: %s", format_names([ref.name for ref in new]))
     for ref in decoder.tensors.values():
         if ref.role == "trainable":
-            core.set_step_count(ref.unit, ref.tensor, counts.get(ref.name, 0))
+            set_step_count(core, ref, counts.get(ref.name, 0))
     if saved.layout is not None:
         decoder.set_layout(layout)
     return dict(saved.state)
@@ -136,9 +137,9 @@ class _Restore:
             if ref.role == "trainable":
                 trained = entry.name in self.counts
                 plane = stem if stem != "model" else "weights" if trained else "master"
-                self.core.write(ref.unit, ref.tensor, plane, piece, start)
+                write_plane(self.core, ref, plane, piece, start)
             elif stem == "model":
-                self.core.write(ref.unit, ref.tensor, "weights", self._frozen(ref, start, piece).to(ref.dtype), start)
+                write_plane(self.core, ref, "weights", self._frozen(ref, start, piece).to(ref.dtype), start)
         except ValueError as error:  # of the core: a value that is not finite
             raise DamagedFile(f"{self.model.where(entry.name)}: {entry.name}: {error}") from None
 
@@ -174,4 +175,4 @@ def _clear_moments(core: Core, ref: TensorRef, state_format: StateFormat) -> Non
     zeros = torch.zeros(min(numel, _PIECE), dtype=state_format.moment_dtype)
     for moment in MOMENTS:
         for start in range(0, numel, max(len(zeros), 1)):
-            core.write(ref.unit, ref.tensor, moment, zeros[: numel - start], start)
+            write_plane(core, ref, moment, zeros[: numel - start], start)

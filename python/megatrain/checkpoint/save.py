@@ -19,6 +19,7 @@ from megatrain.system.atomic import staged, write_file
 from megatrain.system.safetensors_io import Entry, Shard
 from megatrain.units import is_count
 from megatrain.weights import hf_layout
+from megatrain.weights.planes import pieces_of
 from megatrain.weights.types import Stored
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def begin_save(
     form = engine.state_format
     # in the order in which the core writes them, which is the same for layers and for halves of them
     ordered = sorted(decoder.tensors.values(), key=lambda ref: (ref.unit, ref.tensor))
+    # what is in pieces has a file of its own, through which units ascend
+    spread = frozenset(ref.name for ref in ordered if ref.pieces)
     trainable = [ref for ref in ordered if ref.role == "trainable"]
     planes = {"model": [Entry(ref.name, ref.dtype, tuple(ref.shape)) for ref in ordered]}
     if decoder.precision == "bf16":
@@ -84,7 +87,7 @@ def begin_save(
             shard
             for stem, entries in planes.items()
             if entries
-            for shard in safetensors_io.plan_shards(temporary, stem, entries, by_width=True)
+            for shard in safetensors_io.plan_shards(temporary, stem, entries, by_width=True, alone=spread)
         ]
         refs = decoder.tensors
         core.begin_save(
@@ -93,7 +96,7 @@ def begin_save(
                     str(shard.path),
                     "weights" if shard.stem == "model" else shard.stem,
                     shard.header,
-                    [(refs[entry.name].unit, refs[entry.name].tensor) for entry in shard.entries],
+                    [(piece.unit, piece.tensor) for entry in shard.entries for piece in pieces_of(refs[entry.name])],
                 )
                 for shard in files
             ],

@@ -78,7 +78,7 @@ def refuse_float8(
         )
 
 
-FRAGMENTS = ("auto", "whole", "halves")
+FRAGMENTS = ("auto", "whole", "halves", "experts")
 """Whether layers are units, or halves of them."""
 
 KEPT_TENSORS = ("auto", "least", "usual")
@@ -102,11 +102,12 @@ _LEAST = {
     "loss_chunk": 1,
     "threads": 1,
     "mlp_tiles": 1,
+    "expert_groups": 2,
 }
 """What the numbers of a plan must be at least."""
 _MOST = {"threads": 4096}
 """What some may be at most; the others 2³¹ - 1."""
-_MAY_BE_AUTO = ("mlp_tiles", "state_on_device", "updates_on_device")
+_MAY_BE_AUTO = ("mlp_tiles", "expert_groups", "state_on_device", "updates_on_device")
 
 
 def check_plan(plan: Mapping[str, Any]) -> None:
@@ -125,14 +126,21 @@ def check_plan(plan: Mapping[str, Any]) -> None:
             raise ConfigError(f"plan.{name} is {value}; it must be at most {most}")
     fragments, tiles = plan.get("fragments") or "auto", plan.get("mlp_tiles")
     if fragments not in FRAGMENTS:
-        raise ConfigError(f"plan.fragments must be auto, whole or halves, not {fragments!r}")
+        raise ConfigError(f"plan.fragments must be auto, whole, halves or experts, not {fragments!r}")
     kept = plan.get("kept_tensors") or "auto"
     if kept not in KEPT_TENSORS:
         raise ConfigError(f"plan.kept_tensors must be auto, least or usual, not {kept!r}")
-    if fragments == "whole" and tiles not in (None, "auto", 1):
+    if fragments in ("whole", "experts") and tiles not in (None, "auto", 1):
         raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is whole; leave one "
-            "of them out"
+            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is {fragments}; leave "
+            "one of them out"
+        )
+    groups = plan.get("expert_groups")
+    if groups not in (None, "auto") and (fragments in ("whole", "halves") or tiles not in (None, "auto", 1)):
+        other = f"fragments is {fragments}" if fragments in ("whole", "halves") else f"mlp_tiles is {tiles}"
+        raise ConfigError(
+            f"plan.expert_groups is {groups}, which spreads the experts of a layer over so many units, and plan.{other}; "
+            "leave one of them out"
         )
     for name, other in (("group", "large_group"), ("large_keep", "keep")):
         value, limit = plan.get(name), plan.get(other)

@@ -485,10 +485,14 @@ class PlanConfig:
     state_on_disk: int | None = None
     """Units whose optimizer state lives on disk (`memory.nvme`): those of layers from the last one backwards, then head
     and embedding. null: as few as let the others fit in host memory."""
-    fragments: Literal["auto", "whole", "halves"] = "auto"
+    fragments: Literal["auto", "whole", "halves", "experts"] = "auto"
     """Whether a decoder layer is sent to the device whole, or as two halves of which a buffer holds one: attention, and
-    the MLP or experts. The numbers are the same, apart from what compilation rounds. auto: halves where whole
-    layers do not fit, or leave little room on a card."""
+    the MLP or experts; or with its routed experts in groups, of which a buffer holds one. The numbers are the same,
+    apart from what compilation rounds. auto: halves where whole layers do not fit, or leave little room on a card, and
+    groups of experts where halves do not fit either."""
+    expert_groups: int | Literal["auto"] = "auto"
+    """Groups in which the routed experts of a layer are sent where `fragments` is experts: a divisor of their number.
+    auto: as few as fit."""
     mlp_tiles: int | Literal["auto"] = "auto"
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.

@@ -1,4 +1,5 @@
-"""How a model is cut into units: whole layers, or halves of them, whose MLPs may be computed in tiles of tokens."""
+"""How a model is cut into units: whole layers, or halves of them, whose MLPs may be computed in tiles of tokens, or have
+their experts spread over several units."""
 
 import bisect
 import dataclasses
@@ -7,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatrain import _core
+from megatrain.engine import expert_groups
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.decoder import Decoder
+from megatrain.names import format_names
 
 Request = dict[str, Any]
 """What the core's planner is asked (`profile.plan_request`)."""
@@ -50,15 +53,25 @@ class Cut:
         return self.keeps != "usual"
 
     @property
-    def in_halves(self) -> bool:
-        """Whether any layer is two units."""
-        return any(unit.half is not None for unit in self.decoder.units)
+    def fragments(self) -> Literal["whole", "halves", "experts"]:
+        """What units are: layers, or halves of those that can be split, or groups of experts too."""
+        if self.expert_groups > 1:
+            return "experts"
+        return "halves" if any(unit.half is not None for unit in self.decoder.units) else "whole"
+
+    @property
+    def expert_groups(self) -> int:
+        """Over how many units the experts of a layer are spread."""
+        layers = [unit.layer for unit in self.decoder.units if unit.experts is not None]
+        return layers.count(layers[0]) if layers else 1
 
     @property
     def options(self) -> dict[str, Any]:
         """What `plan` of an engine must ask for to get this cut."""
         kept = {} if self.keeps == "auto" else {"kept_tensors": self.keeps}
-        if self.in_halves:
+        if self.fragments == "experts":
+            return {"fragments": "experts", "expert_groups": self.expert_groups, **kept}
+        if self.fragments == "halves":
             return {"fragments": "halves", "mlp_tiles": self.tiles, **kept}
         return {"fragments": "whole", **kept}
 
@@ -72,17 +85,20 @@ class Cut:
 
 
 def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut]:
-    """The ways of cutting a model that are planned with, the fastest first: what `fragments` and `mlp_tiles` ask for,
-    else whole layers, then halves where there are any, then more and more tiles of a micro-batch of `tokens`. Raises
-    ConfigError for halves or tiles of layers that have none; `constraints.check_plan` has refused everything else."""
+    """The ways of cutting a model that are planned with, the fastest first: what `fragments`, `mlp_tiles` and
+    `expert_groups` ask for, else whole layers, then halves where there are any, then more and more tiles of a
+    micro-batch of `tokens`, then more and more groups of experts. Raises ConfigError for halves, tiles or groups of
+    layers that have none; `constraints.check_plan` has refused everything else."""
     fragments: Any = requests.get("fragments") or "auto"
+    groups: Any = requests.get("expert_groups") or "auto"
     tiles: Any = requests.get("mlp_tiles") or "auto"
     several = tiles not in ("auto", 1)
     keeps: Any = requests.get("kept_tensors") or "auto"
     halves = decoder.halves
     if halves is decoder:
-        if fragments == "halves" or several:
-            key = "fragments is halves" if fragments == "halves" else f"mlp_tiles is {tiles}"
+        if fragments in ("halves", "experts") or several or groups != "auto":
+            key = f"mlp_tiles is {tiles}" if several else f"expert_groups is {groups}"
+            key = f"fragments is {fragments}" if fragments in ("halves", "experts") else key
             raise ConfigError(
                 f"plan.{key}, but no layer of {type(decoder.model).__name__} can be split: "
                 f"{'; '.join(_reasons(decoder.splits))}. Leave it out"
@@ -97,12 +113,35 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
         return [Cut(halves, tiles, keeps)]
     if fragments == "whole":
         return [Cut(decoder, keeps=keeps)]
+    spread = [] if fragments == "halves" else _expert_groups(halves, groups, asked=fragments == "experts")
+    if fragments == "experts" or groups != "auto":
+        return [Cut(cut, keeps=keeps) for cut in spread]
     counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
     return [
         *([Cut(decoder, keeps=keeps)] if fragments == "auto" else []),
         Cut(halves, keeps=keeps),
         *(Cut(halves, count, keeps) for count in counts if any(map(halves.is_tiled, halves.units))),
+        *(Cut(cut, keeps=keeps) for cut in spread),
     ]
+
+
+def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:
+    """`halves` with the experts of its layers spread over units: over so many, or over more and more. Raises ConfigError
+    where that is `asked` for, or a number of `groups`, and there is none."""
+    found = expert_groups.find(halves)
+    counts = expert_groups.group_counts(halves, found)
+    if groups != "auto":
+        fitting = [count for count in counts if count == groups]
+        if not fitting:
+            possible = f"it can be {format_names(list(map(str, counts)))}" if counts else "; ".join(_reasons(found))
+            raise ConfigError(f"plan.expert_groups is {groups}; of {type(halves.model).__name__} {possible}")
+        counts = fitting
+    if asked and not counts:
+        raise ConfigError(
+            f"plan.fragments is experts, but no experts of {type(halves.model).__name__} can be spread over several units: "
+            f"{'; '.join(_reasons(found))}. Leave it out"
+        )
+    return [expert_groups.cut(halves, found, count) for count in counts]
 
 
 def _reasons(found: Iterable[Any]) -> list[str]:
@@ -113,15 +152,20 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     """The first of these `cuts` that fits, `asked` being its request; None where none does. On a card one that leaves
     room beside the layer that runs is preferred, where there is one and it needs less than half as much."""
     whole = asked(found[0])
-    most = _most_work(whole, found, asked)
+    unspread = [cut for cut in found if cut.fragments != "experts"] or list(found)
+    most = _most_work(whole, unspread, asked)
 
     def roomy(cut: Cut) -> bool:
         request = whole if cut is found[0] else asked(cut)
         return _work(request) <= most and _fits(request)
 
-    cut = _first(found, roomy)
-    if cut is None and most < float("inf"):
-        cut = _first(found, lambda cut: _fits(asked(cut)))
+    def fits(cut: Cut) -> bool:
+        # before and after its experts a layer is computed from one slot, which stays taken meanwhile
+        return _fits(asked(cut), slots=3 if cut.fragments == "experts" else 2)
+
+    cut = _first(unspread, roomy)
+    if cut is None:
+        cut = _first(found, fits)
     if cut is None:  # the last resort, which waits for every load
         cut = _first(found, lambda cut: _fits(asked(cut), slots=1))
     return cut
@@ -180,16 +224,17 @@ def _fits(request: Request, slots: int = 2) -> bool:
 
 
 def _first(found: Sequence[Cut], suits: Callable[[Cut], bool]) -> Cut | None:
-    """The first that suits. The more tiles, the less memory, so that few numbers of tiles are tried: each takes a
-    measurement of its own."""
-    untiled = [cut for cut in found if cut.tiles == 1]
-    tiled = found[len(untiled) :]
-    for cut in untiled:
-        if suits(cut):
+    """The first that suits. The more tiles or groups of experts, the less memory, so that few numbers are tried: each
+    takes a measurement of its own."""
+    spread = [cut for cut in found if cut.fragments == "experts"]
+    tiled = [cut for cut in found if cut.tiles > 1]
+    for cut in found:
+        if cut.tiles == 1 and cut.fragments != "experts" and suits(cut):
             return cut
-    if not tiled or not suits(tiled[-1]):
-        return None
-    return tiled[bisect.bisect_left(tiled, True, hi=len(tiled) - 1, key=suits)]
+    for finer in (tiled, spread):
+        if finer and suits(finer[-1]):
+            return finer[bisect.bisect_left(finer, True, hi=len(finer) - 1, key=suits)]
+    return None
 
 
 def planned_when_idle(

@@ -68,6 +68,14 @@ def convert(module: nn.Module, grads: WeightGradients) -> None:
             _sum(child, name, index, grads.handle)
 
 
+def as_group(experts: nn.Module) -> "SummedExperts":
+    """`experts`, a group of a layer's that `convert` has seen, as what computes the rows that are routed to them."""
+    if not isinstance(experts, SummedExperts):  # none of their weights is trained
+        experts.__class__ = _summed(cast("Any", type(experts)))
+        cast("SummedExperts", experts).sums = {}
+    return cast("SummedExperts", experts)
+
+
 def convert_to_measure(module: nn.Module) -> None:
     """As `convert`, for a module of which only forward and the shapes of backward are wanted: it has no sums."""
     for child, name in list(expert_weights(module)):
@@ -139,21 +147,20 @@ class SummedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(N, width) to (N, width); `top_k_index` and `top_k_weights` are (N, K)."""
-        chosen = top_k_index.shape[-1]
-        experts, order = torch.sort(top_k_index.reshape(-1))
-        # counting integers: of these CPUs take floats alone where algorithms are deterministic, and cards no floats
-        counted = experts.float() if experts.device.type == "cpu" else experts.int()
-        counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        experts, order, counts = sort_by_expert(top_k_index, self.num_experts)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = hidden_states[order // top_k_index.shape[-1]]
+        weighted = self.compute(rows, ends, experts, top_k_weights.reshape(-1)[order])
+        return sum_of_chosen(weighted, order, hidden_states)
+
+    def compute(self, rows: Tensor, ends: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Rows (M, width), ordered by expert, to (M, width), each multiplied by its weight (M,). `ends` (E,) int32 are
+        those of each expert's rows, and `experts` (M,) is whose they are."""
         first = "gate_up_proj" if self.has_gate else "up_proj"
-        inner = self._multiply(first, hidden_states[order // chosen], ends, experts)
+        inner = self._multiply(first, rows, ends, experts)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         outer = self._multiply("down_proj", inner, ends, experts)
-        weighted = outer * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0], device=order.device)
-        total = weighted[back].view(hidden_states.shape[0], chosen, hidden_states.shape[1]).sum(dim=1)
-        return total.to(hidden_states.dtype)
+        return outer * weights.unsqueeze(-1)
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """Each row (N, I) times the weight of its expert, to (N, O)."""
@@ -166,6 +173,25 @@ class SummedExperts(nn.Module):
         if self.has_bias:
             output.add_(getattr(self, f"{name}_bias")[experts])
         return output
+
+
+def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the experts (N, K) that tokens are routed to: all (N K,) in order, where each comes from in the flattened
+    input, and how often each expert occurs (E,)."""
+    experts, order = torch.sort(top_k_index.reshape(-1))
+    # counting integers: of these CPUs take floats alone where algorithms are deterministic, and cards no floats
+    counted = experts.float() if experts.device.type == "cpu" else experts.int()
+    return experts, order, torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
+
+
+def sum_of_chosen(weighted: Tensor, order: Tensor, hidden_states: Tensor) -> Tensor:
+    """Results (N K, width) of the experts, ordered as `sort_by_expert` says, to their sums by token, which are shaped
+    and stored as `hidden_states` (N, width)."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0], device=order.device)
+    tokens, width = hidden_states.shape
+    total = weighted[back].view(tokens, order.shape[0] // tokens, width).sum(dim=1)
+    return total.to(hidden_states.dtype)
 
 
 class _Summed(torch.autograd.Function):

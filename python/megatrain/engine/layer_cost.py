@@ -21,6 +21,7 @@ from megatrain.engine.tiles import tile_length
 from megatrain.errors import ConfigError, first_line
 from megatrain.models import per_document
 from megatrain.models.decoder import Decoder
+from megatrain.models.expert_groups import boundary_of
 from megatrain.models.flops import experts_per_token
 from megatrain.models.fused_attention import FusedAttention
 from megatrain.models.modules import on_meta, to_meta
@@ -59,6 +60,9 @@ class Measured:
     """Whether its backward makes again what matmuls read of its forward (see `compile.keeping_least`)."""
     spared_flops: int | None = None
     """Those of `flops` that a recomputation leaves out; None where that is not known."""
+    passing_bytes: int = 0
+    """What each micro-batch has on the device while others pass through the same layer, whose experts are spread over
+    several units."""
 
 
 _SHAPES = ("Attempting to broadcast a dimension", "must match the size of tensor", "shapes cannot be multiplied")
@@ -127,6 +131,8 @@ def measure(
         return known[key]
     module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     float8.convert(module, decoder.matmul)
+    if unit.part is not None:
+        boundary_of(module).answer = lambda states, *_: torch.zeros_like(states).requires_grad_()
     args, kwargs = _arguments(decoder, first, rows, seq)
     shared = (*_tensors(args), *_tensors(kwargs))
     call: LayerCall | RoutedCall = LayerCall(module, args, kwargs, decoder.recorder.tuple_output)
@@ -269,6 +275,34 @@ def measure_tiled(
         largest_bytes=tile.largest_bytes,
         moved_bytes=None if tile.moved_bytes is None else round(tile.moved_bytes * times),
         remakes=tile.remakes,
+    )
+
+
+def measure_part(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> Measured:
+    """As `measure`, for one of the units that an MLP half is whose experts are spread over several. Any group may have
+    most of the routes, so that each is taken to need for its rows what all of them need together."""
+    whole = measure(decoder, dataclasses.replace(unit, part=None, experts=None, weights_of=None), rows, seq, device)
+    around = measure(
+        decoder, dataclasses.replace(unit, part="before", experts=None, weights_of=None), rows, seq, device
+    )
+    hidden = rows * seq * decoder.hidden_size * decoder.dtype.itemsize
+    if unit.experts is None:
+        # input, what the experts are given and return, and three gradients; a row and its route for each expert
+        passing = 7 * hidden + around.kept_bytes + 2 * whole.routed_bytes
+        return dataclasses.replace(
+            around,
+            kept_bytes=0,
+            dropped_bytes=around.kept_bytes,
+            running_bytes=running_bytes(around, hidden, gradient_bytes(unit, decoder)),
+            passing_bytes=passing,
+        )
+    begin, end = unit.experts
+    share = (end - begin) / decoder.experts_of(unit).count
+    return Measured(
+        kept_bytes=0,
+        flops=round((whole.flops - around.flops) * share),
+        dropped_bytes=round((whole.kept_bytes - around.kept_bytes) * share),
+        running_bytes=running_bytes(whole, hidden, gradient_bytes(unit, decoder)),
     )
 
 

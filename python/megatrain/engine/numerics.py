@@ -32,7 +32,7 @@ def key(
     loss_chunk: int | None,
     compiled: bool,
     deterministic: bool,
-    halves: bool = False,  # whether layers are computed in halves
+    fragments: str = "whole",  # what layers are computed in: see `Cut.fragments`
     mlp_tiles: int = 1,
     least: bool = True,  # whether compiled layers keep as little as they can
 ) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def key(
         "experts": getattr(decoder.config, "_experts_implementation", None),
         "compiled": compiled,
         # a graph of a whole layer does not round what passes from one half to the other
-        "fragments": "halves" if halves and compiled else None,
+        "fragments": fragments if fragments != "whole" and compiled else None,
         # what is made again within a kernel is not rounded on its way
         "kept_tensors": "usual" if compiled and not least else None,
         "mlp_tiles": mlp_tiles if mlp_tiles > 1 else None,

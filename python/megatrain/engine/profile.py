@@ -8,7 +8,14 @@ import torch
 
 from megatrain.engine.cuts import Cut
 from megatrain.engine.embed_head import tail_bytes, tail_kept_bytes
-from megatrain.engine.layer_cost import Measured, gradient_bytes, measure, measure_tiled, running_bytes
+from megatrain.engine.layer_cost import (
+    Measured,
+    gradient_bytes,
+    measure,
+    measure_part,
+    measure_tiled,
+    running_bytes,
+)
 from megatrain.engine.layer_graphs import can_capture
 from megatrain.engine.logprobs import logprobs_bytes
 from megatrain.engine.loss import default_chunk, workspace_bytes
@@ -53,13 +60,16 @@ def plan_request(
     if decoder.precision == "fp32":
         grad_precision = "fp32"
     compiled = bool((requests or {}).get("compile", device == "cuda"))
-    kinds = {(unit.structure, unit.half): unit for unit in reversed(decoder.units) if unit.layer is not None}
-    by_kind = {
-        kind: measure_tiled(decoder, unit, rows * seq, tiles, device, compiled, least)
-        if tiles > 1 and decoder.is_tiled(unit)
-        else measure(decoder, unit, rows, seq, device, compiled=compiled, least=least)
-        for kind, unit in kinds.items()
-    }
+    kinds = {_kind(unit): unit for unit in reversed(decoder.units) if unit.layer is not None}
+
+    def work_of(unit: Unit) -> Measured:
+        if unit.part is not None:
+            return measure_part(decoder, unit, rows, seq, device)
+        if tiles > 1 and decoder.is_tiled(unit):
+            return measure_tiled(decoder, unit, rows * seq, tiles, device, compiled, least)
+        return measure(decoder, unit, rows, seq, device, compiled=compiled, least=least)
+
+    by_kind = {kind: work_of(unit) for kind, unit in kinds.items()}
     measured = list(by_kind.values())
     numbers = {name: number for number, name in enumerate(_trained(decoder))}
     tokens = rows * seq
@@ -68,7 +78,9 @@ def plan_request(
     units = []
     tiled = Cut(decoder, tiles).tiled
     for number, unit in enumerate(decoder.units):
-        work = by_kind.get((unit.structure, unit.half), Measured(0, 0))
+        work = by_kind.get(_kind(unit), Measured(0, 0))
+        # beside its input, what follows the experts keeps what these returned; it keeps both for all the others
+        inputs = {None: 1, "after": 2}.get(unit.part, 0) if unit.role == "layer" else 0
         units.append(
             {
                 "name": unit.name,
@@ -80,11 +92,13 @@ def plan_request(
                         "dtype": CORE_DTYPES[t.dtype],
                         "role": t.role,
                         "group": numbers.get(t.name, 0),
+                        **({"begin": t.begin} if t.begin else {}),
                     }
                     for t in unit.tensors
                 ],
-                "kept_bytes": work.kept_bytes + aligned_input if unit.role == "layer" else 0,
-                "input_bytes": aligned_input if unit.role == "layer" else 0,
+                "kept_bytes": work.kept_bytes + inputs * aligned_input if unit.role == "layer" else 0,
+                "input_bytes": inputs * aligned_input,
+                **({"weights_of": unit.weights_of} if unit.weights_of is not None else {}),
                 "flops": head_flops if unit.role == "head" else work.flops,
                 **_beside_matmuls(
                     unit,
@@ -103,6 +117,8 @@ def plan_request(
     workspace = _workspace(decoder, list(kinds.values()), measured, tokens, micro_batches, chunk, device, loss_fn)
     more = (requests or {}).get("more_workspace") or 0  # measured, where the bounds were exceeded
     more += max((m.converting_bytes for m in measured), default=0)
+    # every micro-batch passes through the experts of a layer before the first one leaves it
+    more += micro_batches * max((m.passing_bytes for m in measured), default=0)
     return {
         "units": units,
         "tied": decoder.tied,
@@ -128,6 +144,11 @@ def plan_request(
         },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
+
+
+def _kind(unit: Unit) -> tuple[Any, ...]:
+    """Units of one kind take the same work."""
+    return unit.structure, unit.half, unit.part
 
 
 _FROM_HBM = 0.7
@@ -175,7 +196,7 @@ def _beside_matmuls(
         "moved_bytes": _moved_bytes(work),
         "launch_s": launch_s,
         "ramp_s": _RAMP_OF_LAUNCH * launch_s,
-        "captures": tiles == 1,
+        "captures": tiles == 1 and unit.part is None,
         "remakes": work.remakes,
     }
 

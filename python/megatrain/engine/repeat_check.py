@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.models.decoder import Decoder
+from megatrain.weights.planes import read_plane
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -44,7 +45,7 @@ def record(decoder: Decoder, core: "_core.Engine", run: "Pass", check: Callable[
         for start in range(0, size, _ELEMENTS):
             check()
             part = torch.empty(min(_ELEMENTS, size - start))
-            core.read(ref.unit, ref.tensor, "gradient", part, start)
+            read_plane(core, ref, "gradient", part, start)
             checksum.update(part.numpy().data)
             squares += float(part.double().square().sum())
         gradients[name] = checksum.digest(), math.sqrt(squares)

@@ -35,6 +35,7 @@ from megatrain.names import nearest, suggest
 from megatrain.system import hardware
 from megatrain.units import parse_size
 from megatrain.weights import initialize
+from megatrain.weights.planes import read_plane, set_step_count, step_count, write_plane
 from megatrain.weights.state_format import StateFormat
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ PLAN_KEYS = frozenset(
         "compile",
         "fragments",
         "mlp_tiles",
+        "expert_groups",
         "kept_tensors",
     }
 )
@@ -410,10 +412,10 @@ class Runtime:
             else:
                 moment = torch.empty(torch.Size(form.moment_shape(ref.shape)).numel(), dtype=form.moment_dtype)
                 planes = [("master", torch.empty(size)), ("exp_avg", moment), ("exp_avg_sq", moment)]
-                target.set_step_count(to.unit, to.tensor, source.step_count(ref.unit, ref.tensor))
+                set_step_count(target, to, step_count(source, ref))
             for plane, values in planes:
-                source.read(ref.unit, ref.tensor, plane, values)
-                target.write(to.unit, to.tensor, plane, values)
+                read_plane(source, ref, plane, values)
+                write_plane(target, to, plane, values)
 
     def _bytes_beside_the_plan(self) -> int:
         """What this process holds that is no part of a plan: neither a core that is to be replaced, nor the values of
@@ -521,7 +523,7 @@ class Runtime:
             if ref.role != "trainable":
                 value = value.to(ref.dtype)
             try:
-                core.write(ref.unit, ref.tensor, plane, value.contiguous().flatten())
+                write_plane(core, ref, plane, value.contiguous().flatten())
             except ValueError as error:
                 raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
@@ -570,10 +572,15 @@ class Runtime:
         for number, unit in enumerate(self.decoder.units):
             if unit.layer is None:
                 continue
-            key = unit.structure, unit.half, layouts[number].slices
+            if unit.weights_of is not None:
+                templates[number] = templates[unit.weights_of]
+                continue
+            key = unit.structure, unit.half, unit.part, layouts[number].slices
             if key not in made:
+                # the routes of a micro-batch are known to the host where experts are spread over units
+                compiled = self.compiled and unit.part is None
                 made[key] = LayerTemplate(
-                    self.decoder, number, layouts[number], weights, casts, self.compiled, self.cut.least
+                    self.decoder, number, layouts[number], weights, casts, compiled, self.cut.least
                 )
             templates[number] = made[key]
         return templates

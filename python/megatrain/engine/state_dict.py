@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.names import suggest
+from megatrain.weights.planes import read_plane, step_count
 
 if TYPE_CHECKING:
     from megatrain import _core
@@ -81,13 +82,13 @@ def optimizer_state(core: "_core.Engine", ref: "TensorRef", state_format: "State
     found: dict[str, Any] = {}
     for plane in ("exp_avg", "exp_avg_sq"):
         stored = torch.empty(state_format.moment_shape(ref.shape), dtype=state_format.moment_dtype)
-        core.read(ref.unit, ref.tensor, plane, stored.flatten())
+        read_plane(core, ref, plane, stored.flatten())
         found[plane] = state_format.moment(stored, ref.shape, signed=plane == "exp_avg")
-    return {**found, "step": core.step_count(ref.unit, ref.tensor)}
+    return {**found, "step": step_count(core, ref)}
 
 
 def read(core: "_core.Engine", ref: "TensorRef", plane: Plane, dtype: torch.dtype) -> Tensor:
     """A copy of one plane of a tensor, in the tensor's shape."""
     out = torch.empty(torch.Size(ref.shape).numel(), dtype=dtype)
-    core.read(ref.unit, ref.tensor, plane, out)
+    read_plane(core, ref, plane, out)
     return out.view(ref.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain._core import ComputeOp, Engine
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate, LossOptions, RowSums, accumulate
+from megatrain.engine.expert_groups import SpreadCall
 from megatrain.engine.host_heap import HeapLimit
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch, StepInputs
 from megatrain.engine.keyed_random import KeyedRandom
@@ -21,6 +22,7 @@ from megatrain.engine.tiles import TiledCall, in_tiles
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.state_changes import StateSnapshot, refusal
+from megatrain.models.types import Unit
 from megatrain.models.vision import add_features, feature_grad
 from megatrain.names import format_names
 from megatrain.system.out_of_memory import is_out_of_memory
@@ -165,7 +167,9 @@ class Pass:
         self._features: list[dict[int, Tensor]] = [{} for _ in range(count)]
         """Per micro-batch: by layer, the features added after it in the forward pass, then their gradients in the
         backward pass."""
-        self._turns: dict[tuple[int, int], CheckpointedCall] = {}
+        self._turns: dict[tuple[int, int], CheckpointedCall | SpreadCall] = {}
+        self._spread: dict[int, SpreadCall] = {}
+        """By micro-batch: the layer whose experts it passes through, where those are spread over several units."""
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
         self._fp32_sums = count > 1 or templates.grads[0].dtype == torch.float32
@@ -205,9 +209,10 @@ class Pass:
         try:
             self._run(core, on_loss, check)
         finally:  # of a pass that has failed
-            for turn in self._turns.values():
+            for turn in (*self._turns.values(), *self._spread.values()):
                 turn.release()
             self._turns.clear()
+            self._spread.clear()
         if self._recording is not None:
             self._recording.capture(self._templates, fp32_sums=self._fp32_sums)
 
@@ -265,6 +270,10 @@ class Pass:
             return
         template = templates.layers[unit]
         number = template.bind(op.weights, unit)
+        of = templates.decoder.units[unit]
+        if of.part is not None:
+            self._forward_part(op, template, of, hidden)
+            return
         layer = self._layer(template, micro, unit, number)
         tiles = templates.tiles.get(unit)
         if not self._training:
@@ -296,6 +305,41 @@ class Pass:
         if turn.aux is not None:
             self._routed[unit, m] = turn.aux
         self._turns[unit, m] = turn
+
+    def _forward_part(self, op: ComputeOp, template: LayerTemplate, of: Unit, hidden: Tensor) -> None:
+        """One of the units that an MLP half is whose experts are spread over several. The half's input is passed on
+        until what is after the experts is computed."""
+        m = op.micro_batch
+        templates, micro = self._templates, self._micro[m].get()
+        self._hidden[m].put(hidden)
+        if of.part == "before":
+            assert template.boundary is not None
+            assert of.layer is not None
+            layer = of.layer
+            call = self._layer(template, micro, op.unit, layer)
+            spread = SpreadCall(call, template.boundary, template.num_experts, lambda: self._reseed(m, layer + 1))
+            spread.before(hidden)
+            self._spread[m] = spread
+        elif of.experts is not None:
+            assert template.experts is not None
+            self._spread[m].routed.compute(template.experts, of.experts)
+        else:
+            spread = self._spread.pop(m)
+            before = None if template.tried or not self._training else StateSnapshot(template.module)
+            after = spread.after()
+            self._hidden[m].put(self._with_features(micro, op.unit, m, after))
+            if before is not None:
+                if changed := before.changed():
+                    raise ConfigError(refusal(of.name, changed))
+                template.tried = True
+            if not self._training:
+                return
+            if op.stage is not None:
+                assert templates.stage is not None
+                spread.put_on_stage(templates.stage, op.stage)
+            if spread.aux is not None:
+                self._routed[op.unit, m] = spread.aux
+            self._turns[op.unit, m] = spread
 
     def _with_features(self, micro: MicroBatch, unit: int, m: int, hidden: Tensor) -> Tensor:
         """What a layer returned, with the features of images that the model adds to it."""
@@ -352,16 +396,38 @@ class Pass:
             self._grad[m].put(replayed)
             return
         vision_spec, visual = templates.decoder.vision_spec, self._micro[m].get().recorded.visual
-        template = templates.layers[unit]
-        layer = template.bind(op.weights, unit)
+        template, of = templates.layers[unit], templates.decoder.units[unit]
+        if of.part == "before":  # bound since what follows the experts was computed again
+            assert of.layer is not None
+            layer = of.layer
+        else:
+            layer = template.bind(op.weights, unit)
         added = templates.decoder.units[unit].ends_layer and vision_spec is not None and layer < vision_spec.deepstack
         if visual is not None and added:
             self._features[m][layer] = feature_grad(grad, visual)
         if self._routed and self._router_grad is None:
             self._balance()
-        turn = self._turns.pop((unit, m))
+        if of.part == "after":
+            spread = self._turns.pop((unit, m))
+            assert isinstance(spread, SpreadCall)
+            spread.begin_backward(grad, templates.stage, op.stage)
+            self._spread[m] = spread
+            return
         weight_grads = template.weight_grads
         targets = [t for t in self._targets(op) if t is not None]
+        if of.part is not None:
+            spread = self._spread[m]
+            weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
+            if of.experts is not None:
+                assert template.experts is not None
+                of_input, grads = grad, spread.routed.backward(template.experts, of.experts, template.parameters)
+            else:
+                of_input, *grads = spread.backward(template.parameters, self._router_grad)
+                del self._spread[m]
+            self._end_backward(op, of_input, weight_grads.finish(grads))
+            return
+        turn = self._turns.pop((unit, m))
+        assert not isinstance(turn, SpreadCall)
         if isinstance(turn, TiledCall):
             without = set(range(len(targets)))
             of_input: Tensor | None = turn.backward_by_tile(
@@ -376,8 +442,11 @@ class Pass:
             weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
             of_input, *grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
             without = weight_grads.finish(grads)
+        self._end_backward(op, of_input, without)
+
+    def _end_backward(self, op: ComputeOp, of_input: Tensor | None, without: set[int]) -> None:
         assert of_input is not None
-        self._grad[m].put(of_input)
+        self._grad[op.micro_batch].put(of_input)
         self._require_gradients(op, without)
         self._round(op)
 

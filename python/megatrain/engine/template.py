@@ -16,6 +16,7 @@ from megatrain.engine.compile import OneGraph
 from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.weight_grads import WeightGradients
 from megatrain.models.decoder import Decoder
+from megatrain.models.expert_groups import Boundary, boundary_of
 from megatrain.models.moe import RoutedLayer
 
 
@@ -238,6 +239,15 @@ class LayerTemplate:
         self.parameters: list[Tensor] = self.bound.trainable
         self.weight_grads: WeightGradients = WeightGradients(self.module, self.parameters)
         expert_grads.convert(self.module, self.weight_grads)
+        spread = decoder.experts_of(unit) if unit.part is not None else None
+        self.num_experts: int = spread.count if spread is not None else 0
+        """Experts of a layer whose experts are spread over several units."""
+        self.boundary: Boundary | None = boundary_of(self.module) if spread is not None and not unit.experts else None
+        """What stands in their place in the unit that is computed before and after them."""
+        self.experts: expert_grads.SummedExperts | None = None
+        """The experts of a unit that is a group of them."""
+        if spread is not None and unit.experts is not None:
+            self.experts = expert_grads.as_group(self.module.get_submodule(spread.path))
         move_shared_buffers(self.module, region.device)
         self.tried: bool = unit.layer not in decoder.untried
         """Whether it is known that the forward changes no state of the module."""

@@ -145,7 +145,7 @@ class Passes:
             loss_chunk=runtime.settings.get("loss_chunk"),
             compiled=runtime.compiled,
             deterministic=self._deterministic,
-            halves=runtime.cut.in_halves,
+            fragments=runtime.cut.fragments,
             mlp_tiles=runtime.cut.tiles,
             least=runtime.cut.least,
         )

@@ -33,3 +33,23 @@ def leaves_of(outputs: Iterable[Tensor]) -> set[int]:
                 seen.add(following)
                 pending.append(following)
     return found
+
+
+def nodes_between(output: Tensor, leaf: Tensor) -> list[Any]:
+    """The nodes of the graph of `output` that pass a gradient on towards `leaf`."""
+    order: list[Any] = []
+    pending: list[tuple[Any, bool]] = [(output.grad_fn, False)]
+    seen: set[Any] = set()
+    while pending:
+        node, visited = pending.pop()
+        if visited:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            pending.append((node, True))
+            pending += [(following, False) for following, _ in node.next_functions]
+    leads: set[Any] = set()
+    for node in order:  # whatever a node passes its gradient on to comes before it
+        if getattr(node, "variable", None) is leaf or any(following in leads for following, _ in node.next_functions):
+            leads.add(node)
+    return [node for node in order if node in leads]

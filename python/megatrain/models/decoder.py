@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.config.default_length import max_positions
+from megatrain.models import expert_groups
+from megatrain.models.expert_groups import Experts
 from megatrain.models.halves import HALVES, Split
 from megatrain.models.hf_config import check, load_config, text_config
 from megatrain.models.lm_head import HeadKind
@@ -82,8 +84,10 @@ class Decoder:
     """Per structure: its first layer."""
     splits: tuple[Split | str, ...]
     """Per structure: the two halves of its layers, or why they have none."""
+    experts: tuple[Experts | None, ...]
+    """Per structure: the experts of its layers where they are spread over several units; empty where none are."""
     units: tuple[Unit, ...]
-    """Embed, the layers or halves of them, head."""
+    """Embed, the layers or parts of them, head."""
     tensors: Mapping[str, TensorRef]
     """Every parameter and persistent buffer by its name, tied ones once."""
     tables: tuple[tuple[int, int | None], ...]
@@ -242,19 +246,24 @@ class Decoder:
     def halves(self) -> "Decoder":
         """The same model with every layer that can be split cut into two units; this one where none can."""
         units = [part for unit in self.units for part in self._halves_of(unit)]
-        if len(units) == len(self.units):
-            return self
-        renumbered = tuple(
-            dataclasses.replace(
-                unit,
-                tensors=tuple(dataclasses.replace(t, unit=number, tensor=i) for i, t in enumerate(unit.tensors)),
-            )
-            for number, unit in enumerate(units)
-        )
+        return self if len(units) == len(self.units) else self._cut_into(units)
+
+    def in_expert_groups(self, experts: Sequence[Experts | None], groups: int) -> "Decoder":
+        """The same model, whose layers are halves already, with the experts of each spread over `groups` units.
+        `experts`, by structure, are those of its layers."""
+        units: list[Unit] = []
+        for unit in self.units:
+            found = experts[unit.structure] if unit.structure is not None and unit.half == "mlp" else None
+            if found is None or unit.layer is None:
+                units.append(unit)
+            else:
+                units += expert_groups.spread(unit, found, groups, len(self._layer_name(unit.layer)) + 1)
+        return self._cut_into(units, experts=tuple(experts))
+
+    def _cut_into(self, units: Sequence[Unit], **changed: Any) -> "Decoder":
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        found = {t.name: t for unit in renumbered for t in unit.tensors}
-        fields |= {"units": renumbered, "tensors": {name: found[name] for name in self.tensors}}
-        return Decoder.from_fields(**fields)
+        numbered, tensors = expert_groups.numbered(units, self.tensors)
+        return Decoder.from_fields(**{**fields, "units": numbered, "tensors": tensors, **changed})
 
     def _halves_of(self, unit: Unit) -> list[Unit]:
         split = self.splits[unit.structure] if unit.structure is not None else ""
@@ -328,7 +337,7 @@ class Decoder:
 
     def is_tiled(self, unit: Unit) -> bool:
         """Whether a unit is an MLP that can be computed in tiles of tokens."""
-        return unit.half == "mlp" and unit.structure not in self.untiled
+        return unit.half == "mlp" and unit.part is None and unit.structure not in self.untiled
 
     def module_of(self, unit: Unit) -> nn.Module:
         """A copy, which shares tensors with the model, of the layer or half of a layer that a unit is."""
@@ -337,13 +346,22 @@ class Decoder:
         layer, split = self.layers[unit.layer], self.splits[unit.structure]
         if unit.half is None or isinstance(split, str):
             return copy_without(layer)
-        return split.module(layer, unit.half)
+        half = split.module(layer, unit.half)
+        return half if unit.part is None else self.experts_of(unit).module(half, unit)
+
+    def experts_of(self, unit: Unit) -> Experts:
+        """The experts of the layer that a unit is a part of, which are spread over several units."""
+        experts = self.experts[unit.structure] if unit.structure is not None else None
+        assert experts is not None
+        return experts
 
     def gates_of(self, unit: Unit) -> Gates:
         """The routers of the layer or half of a layer that a unit is."""
         assert unit.layer is not None
         assert unit.structure is not None
         gates, split = self.gates[unit.layer], self.splits[unit.structure]
+        if unit.part == "experts":
+            return ()
         if unit.half is None or isinstance(split, str):
             return gates
         return tuple((path, at) for path, at in gates if HALVES[split.half_of(path)] == unit.half)

@@ -116,6 +116,7 @@ def _inspect(
         structure_of=structure_of,
         structures=firsts,
         splits=splits,
+        experts=(),
         units=units,
         tensors=_in_model_order(parts.model, units),
         tables=_tables(parts, recorder, found, units[0]),

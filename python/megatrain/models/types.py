@@ -10,6 +10,10 @@ Role = Literal["trainable", "frozen"]
 Half = Literal["attention", "mlp"]
 """A half of a decoder layer that is split into two units (`halves.py`): what mixes tokens, and what follows."""
 
+Part = Literal["before", "experts", "after"]
+"""What of an MLP half is a unit where its experts are spread over several (`expert_groups.py`): what precedes the
+experts, a group of them, and what follows."""
+
 
 CORE_DTYPES = {
     torch.bfloat16: "bf16",
@@ -45,6 +49,11 @@ class TensorRef:
     """Stored dtype: the compute precision for a trainable tensor, its own for a frozen one."""
     role: Role
     is_buffer: bool
+    begin: int = 0
+    """Of a piece of a tensor that is spread over several units: its first element in the whole."""
+    pieces: tuple["TensorRef", ...] = ()
+    """Of such a tensor, whose shape is that of the whole: where it is stored, in order; `unit` and `tensor` are those
+    of its first piece."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +69,18 @@ class Unit:
     """Number of the layer, from 0; None for embed and head."""
     half: Half | None = None
     """Which half of the layer it is; None for a whole layer, embed and head."""
+    part: Part | None = None
+    """Which part of the MLP half it is; None for a whole half, and wherever layers are not cut as far."""
+    experts: tuple[int, int] | None = None
+    """Of a group of experts: its first one, and the one after its last."""
+    weights_of: int | None = None
+    """The unit with whose weights it is computed, where it has none of its own: that `before` the experts, for what is
+    `after` them."""
 
     @property
     def ends_layer(self) -> bool:
         """Whether the layer's output is this unit's."""
-        return self.layer is not None and self.half != "attention"
+        return self.layer is not None and self.half != "attention" and self.part in (None, "after")
 
 
 class LayerFunctions(Protocol):

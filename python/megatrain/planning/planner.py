@@ -215,7 +215,7 @@ def _by_rule(
     nominal = SplitPlanner(config, decoder, device, idle, calibrate.nominal(machine, device), options)
     first = _first_split(config, device, rows, saved, nominal)
     options = (correction or {}) | options
-    if options.keys() & {"fragments", "mlp_tiles"}:
+    if options.keys() & {"fragments", "mlp_tiles", "expert_groups"}:
         cut_before = {key: value for key, value in cut_before.items() if key == "kept_tensors"}
     for kept in (cut_before, {}) if cut_before else ({},):
         roomiest = SplitPlanner(config, decoder, device, idle, rates, kept | options)
@@ -230,6 +230,8 @@ def _cut_of(saved: dict[str, Any]) -> dict[str, Any]:
     """Options for how the model was cut under a numerics key."""
     tiles = saved.get("mlp_tiles") or 1
     kept = {"kept_tensors": saved.get("kept_tensors") or "least"} if saved.get("compiled") else {}
+    if saved.get("fragments") == "experts":
+        return {"fragments": "experts", **kept}
     if tiles > 1 or saved.get("fragments"):
         return {"fragments": "halves", "mlp_tiles": tiles, **kept}
     return {"fragments": "whole", **kept} if saved.get("compiled") else {"mlp_tiles": 1}
@@ -252,7 +254,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
         {"activation": "recompute", "group": 1},
         {"group": 1},
     ]
-    asked = {"fragments": config.plan.fragments, "mlp_tiles": config.plan.mlp_tiles}
+    asked = {key: getattr(config.plan, key) for key in ("fragments", "mlp_tiles", "expert_groups")}
     ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
     present = [all(run_plan.options.get(key) == value for key, value in way.items()) for way in ways]
     changes += ways[present.index(True) + 1 :] if any(present) else []

@@ -18,7 +18,7 @@ import queue
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -269,11 +269,21 @@ def read_into(file: int, buffer: memoryview, offset: int, path: Path) -> None:
 
 
 def plan_shards(
-    folder: Path, stem: str, tensors: Iterable[Entry], limit: int = SHARD_BYTES, *, by_width: bool = False
+    folder: Path,
+    stem: str,
+    tensors: Iterable[Entry],
+    limit: int = SHARD_BYTES,
+    *,
+    by_width: bool = False,
+    alone: Collection[str] = (),
 ) -> list[Shard]:
     """Cuts tensors, in order, into files `STEM.safetensors` or `STEM-0000i-of-0000n.safetensors` of at most `limit`
     bytes of data each (a larger tensor has a file of its own). Wide types come first in a file, so that every tensor
-    is aligned to its type; `by_width` gives each width files of its own, whose tensors keep their order."""
+    is aligned to its type; `by_width` gives each width files of its own, whose tensors keep their order. Each of the
+    tensors named `alone` has a file of its own, after those of the others."""
+    tensors = list(tensors)
+    last = [[tensor] for tensor in tensors if tensor.name in alone]
+    tensors = [tensor for tensor in tensors if tensor.name not in alone]
     groups: list[list[Entry]] = [[]]
     filled = 0
     for tensor in sorted(tensors, key=_narrowness) if by_width else tensors:
@@ -283,6 +293,7 @@ def plan_shards(
             filled = 0
         groups[-1].append(tensor)
         filled += tensor.nbytes
+    groups = [*(group for group in groups if group or not last), *last]
     shards = []
     for number, group in enumerate(groups, 1):
         name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05}-of-{len(groups):05}.safetensors"

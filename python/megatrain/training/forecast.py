@@ -342,7 +342,7 @@ def _numerics_key(config: Config, decoder: "Decoder", run_plan: RunPlan) -> dict
         loss_chunk=run_plan.options.get("loss_chunk"),
         compiled=bool(run_plan.options.get("compile", cuda)),
         deterministic=config.train.deterministic,
-        halves=run_plan.options["fragments"] == "halves",
+        fragments=run_plan.options["fragments"],
         mlp_tiles=run_plan.options.get("mlp_tiles", 1),
         least=run_plan.options.get("kept_tensors") != "usual",
     )

@@ -180,8 +180,11 @@ def _sent(report: "Forecast") -> str:
     if _counted(report) == "layers":
         return str(decoder.num_layers)
     why = dict.fromkeys(split for of in decoder.structure_of if isinstance(split := decoder.splits[of], str))
-    whole = 2 * decoder.num_layers - units
+    whole = sum(isinstance(decoder.splits[of], str) for of in decoder.structure_of)
     stay = f" ({whole} whole: {'; '.join(why)})" if whole else ""
+    if (groups := run_plan.options.get("expert_groups", 1)) > 1:
+        apart = f"attention and MLP apart{stay}, experts in {groups} groups"
+        return f"{decoder.num_layers}, sent as {units} units, {apart}"
     tiles = run_plan.options["mlp_tiles"]
     length = -(-math.prod(run_plan.micro_batch) // tiles)
     count = sum(map(decoder.halves.is_tiled, decoder.halves.units)) if tiles > 1 else 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ConfigError
+from megatrain.weights.planes import write_plane
 from megatrain.weights.types import Core, Decoder, TensorRef
 
 
@@ -35,9 +36,9 @@ def initialize(
         for ref in refs:
             value = values[ref.name]
             if ref.role == "trainable":
-                core.write(ref.unit, ref.tensor, "master", value)
+                write_plane(core, ref, "master", value)
             else:
-                core.write(ref.unit, ref.tensor, "weights", value.to(ref.dtype).contiguous().view(-1))
+                write_plane(core, ref, "weights", value.to(ref.dtype).contiguous().view(-1))
         done += len(refs)
         if progress is not None:
             progress(done, len(decoder.tensors))

@@ -20,6 +20,7 @@ from megatrain.system.safetensors_io import DamagedFile, Entry
 from megatrain.weights.hf_layout import Block, Layout, Stored
 from megatrain.weights.matching import matched
 from megatrain.weights.permute import gather, piece_of
+from megatrain.weights.planes import write_plane
 from megatrain.weights.types import Core, Decoder, TensorRef, Weights
 
 _PIECE_BYTES = 16 << 20
@@ -117,7 +118,7 @@ def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> N
     tensor's own type cannot hold."""
     if ref.role == "trainable":
         try:
-            core.write(ref.unit, ref.tensor, "master", values, start)
+            write_plane(core, ref, "master", values, start)
         except ValueError as error:
             raise _not_finite(ref, where) from error
         return
@@ -129,7 +130,7 @@ def put(core: Core, ref: TensorRef, values: Tensor, start: int, where: str) -> N
     kept = values.to(ref.dtype)
     if kept.dtype != values.dtype and not torch.equal(kept.to(values.dtype), values):
         raise ConfigError(f"{ref.name} in {where} is {values.dtype}, which {ref.dtype} cannot hold exactly")
-    core.write(ref.unit, ref.tensor, "weights", kept, start)
+    write_plane(core, ref, "weights", kept, start)
 
 
 def _not_finite(ref: TensorRef, where: str) -> ConfigError:

@@ -16,6 +16,12 @@ _SCALED = 32
 _GROUP_BYTES = _GROUP + _GROUP // _SCALED
 
 
+def stored_elements(numel: int, plane: str, dtype: torch.dtype) -> int:
+    """How many values are stored of a plane of a parameter with so many elements; `dtype` is theirs."""
+    compact = plane in ("exp_avg", "exp_avg_sq") and dtype == torch.uint8
+    return -(-numel // _GROUP) * _GROUP_BYTES if compact else numel
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateFormat:
     """The settings `train.moments` and `train.master`. Raises ConfigError for values that do not exist."""

@@ -31,6 +31,10 @@ class TensorRef(Protocol):
     def role(self) -> str:
         """`trainable` or `frozen`."""
 
+    @property
+    def pieces(self) -> Sequence["TensorRef"]:
+        """Where it is stored in pieces, one after the other; empty for one that is not."""
+
 
 class Unit(Protocol):
     """Tensors that are stored together."""

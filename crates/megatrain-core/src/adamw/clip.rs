@@ -4,12 +4,22 @@ use super::kernels::ieee;
 /// Added to the norm in the denominator, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPS: f64 = 1e-6;
 
-/// The norm of all gradients from the sums of squares of their blocks, given in parameter order. The blocks are fixed by
-/// the parameters alone (`UnitLayout::norm_blocks`) and are added one after the other, so the norm does not depend on
-/// threads, placement, or how parameters are grouped into units. Not finite when a gradient is not.
+/// The norm of all gradients from the sums of squares of their blocks. The blocks are fixed by the parameters alone
+/// (`UnitLayout::norm_blocks`), and what each addition rounds off is summed too (Neumaier, "Rundungsfehleranalyse einiger
+/// Verfahren zur Summation endlicher Summen", 1974), so the norm does not depend on threads, placement, or in which units
+/// parameters are and in which order. Not finite when a gradient is not.
 #[must_use]
 pub fn global_norm(partials: impl IntoIterator<Item = f64>) -> f64 {
-    ieee(|| partials.into_iter().fold(0.0, |sum, partial| sum + partial).sqrt())
+    ieee(|| {
+        let (mut sum, mut rest) = (0.0f64, 0.0f64);
+        for partial in partials {
+            let total = sum + partial;
+            let (larger, smaller) = if sum >= partial { (sum, partial) } else { (partial, sum) };
+            rest += (larger - total) + smaller;
+            sum = total;
+        }
+        if sum.is_finite() { (sum + rest).sqrt() } else { sum.sqrt() }
+    })
 }
 
 /// What every gradient is multiplied with: min(1, `max_norm` / (`norm` + 1e-6)), rounded once to fp32. The norm must be
@@ -35,8 +45,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_norm_is_the_root_of_the_sum_in_order() {
+    fn the_norm_is_the_root_of_the_sum_whatever_its_order() {
         assert_eq!(global_norm([9.0, 16.0]), 5.0);
+        let mut random = crate::random::SplitMix(7);
+        let mut parts: Vec<f64> = (0..10_000).map(|_| (random.draw() % 1_000_003) as f64 * 1e-7).collect();
+        let norm = global_norm(parts.iter().copied());
+        parts.reverse();
+        assert_eq!(global_norm(parts.iter().copied()), norm);
+        parts.sort_by(f64::total_cmp);
+        assert_eq!(global_norm(parts.iter().copied()), norm);
+        let in_order: f64 = parts.iter().sum();
+        parts.rotate_left(5_000);
+        assert_ne!(in_order, parts.iter().sum::<f64>(), "where a plain sum depends on it");
         assert_eq!(global_norm([]), 0.0);
         assert!(global_norm([1.0, f64::NAN]).is_nan());
         assert_eq!(global_norm([1.0, f64::INFINITY]), f64::INFINITY);

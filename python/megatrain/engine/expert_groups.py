@@ -62,7 +62,7 @@ def _find(decoder: Decoder) -> list[Experts | str]:
         if unit is None:
             found.append("it is not split into halves")
             continue
-        if first in decoder.mixing_layers:
+        if first in decoder.mixing_layers and not decoder.is_tiled(unit):
             found.append("it gets the documents of packed rows as rows of their own")
             continue
         half = decoder.module_of(unit)
@@ -121,7 +121,9 @@ class Routed:
         }
         self._experts, self._order, counts = expert_grads.sort_by_expert(called.index, num_experts)
         self._ends: list[int] = [0, *torch.cumsum(counts, dim=0).long().tolist()]
-        self._rows = self._states.new_empty(len(self._order), self._states.shape[1])
+        self._weighted = torch.promote_types(self._states.dtype, self._weights.dtype)
+        """Type of what experts return once it is multiplied by the weights."""
+        self._rows: Tensor | None = None
         """(tokens K, width), ordered by expert: what they return, and in backward the gradients of what they are
         given."""
         self._grad: Tensor | None = None
@@ -131,17 +133,21 @@ class Routed:
     def compute(self, experts: SummedExperts, group: tuple[int, int]) -> None:
         """Forward of a group of experts: its first one, and the one after its last."""
         begin, end, rows, weights = self._of(group)
+        if self._rows is None:
+            self._rows = self._room(self._weighted)
         if begin < end:
             self._give_others(experts, group)
             self._rows[begin:end] = experts.compute(rows, *self._owners(group), weights)
 
     def result(self) -> Tensor:
         """What the experts return, (tokens, width), once all groups have computed."""
+        assert self._rows is not None
         return expert_grads.sum_of_chosen(self._rows, self._order, self._states)
 
     def begin_backward(self, grad: Tensor) -> None:
         """`grad` (tokens, width) is that of the result."""
-        self._grad = grad
+        self._grad = grad.to(self._weighted)
+        self._rows = self._room(self._states.dtype)
         self._of_others = {name: torch.zeros_like(tensor) for name, tensor in self._others.items()}
 
     def backward(
@@ -150,6 +156,7 @@ class Routed:
         """Backward of a group of experts. Returns the gradients of `parameters`, as far as they are not added to their
         sums."""
         assert self._grad is not None
+        assert self._rows is not None
         begin, end, rows, weights = self._of(group)
         if begin == end:
             return [torch.zeros_like(parameter) for parameter in parameters]
@@ -177,11 +184,15 @@ class Routed:
     def gradients(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of what the experts were called with, hidden states (tokens, width) and weights (tokens, K), and of the
         parameters that are not spread; once all groups have computed."""
+        assert self._rows is not None
         of_states = torch.zeros_like(self._states)
         of_states.index_put_((self._order // self._chosen,), self._rows, accumulate=True)
         of_weights = torch.empty_like(self._of_weights)
         of_weights[self._order] = self._of_weights
         return of_states, of_weights.view_as(self._weights), self._of_others
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        return self._states.new_empty((len(self._order), self._states.shape[1]), dtype=dtype)
 
     def _of(self, group: tuple[int, int]) -> tuple[int, int, Tensor, Tensor]:
         """Where a group's rows begin and end in the order by experts, the rows, and their weights."""

@@ -351,11 +351,12 @@ class Pass:
     def _layer(self, template: LayerTemplate, micro: MicroBatch, unit: int, layer: int) -> Any:
         """The `unit`-th unit, which is the `layer`-th layer or half of it, as a function of the micro-batch's hidden
         states."""
-        # in tiles no token sees another one anyway
+        # in tiles, and around experts that are spread, no token sees another one anyway
         by_document = (
             micro.document_buckets is not None
             and layer in micro.document_buckets.layers
             and unit not in self._templates.tiles
+            and self._templates.decoder.units[unit].part is None
         )
         record = micro.recorded
         if by_document and micro.document_buckets is not None:

@@ -132,15 +132,15 @@ def check_plan(plan: Mapping[str, Any]) -> None:
         raise ConfigError(f"plan.kept_tensors must be auto, least or usual, not {kept!r}")
     if fragments in ("whole", "experts") and tiles not in (None, "auto", 1):
         raise ConfigError(
-            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is {fragments}; leave "
-            "one of them out"
+            f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is {fragments}; "
+            "leave one of them out"
         )
     groups = plan.get("expert_groups")
     if groups not in (None, "auto") and (fragments in ("whole", "halves") or tiles not in (None, "auto", 1)):
         other = f"fragments is {fragments}" if fragments in ("whole", "halves") else f"mlp_tiles is {tiles}"
         raise ConfigError(
-            f"plan.expert_groups is {groups}, which spreads the experts of a layer over so many units, and plan.{other}; "
-            "leave one of them out"
+            f"plan.expert_groups is {groups}, which spreads the experts of a layer over so many units, and "
+            f"plan.{other}; leave one of them out"
         )
     for name, other in (("group", "large_group"), ("large_keep", "keep")):
         value, limit = plan.get(name), plan.get(other)

@@ -1,5 +1,5 @@
-"""How a model is cut into units: whole layers, or halves of them, whose MLPs may be computed in tiles of tokens, or have
-their experts spread over several units."""
+"""How a model is cut into units: whole layers, or halves of them, whose MLPs may be computed in tiles of tokens, or
+have their experts spread over several units."""
 
 import bisect
 import dataclasses
@@ -18,6 +18,9 @@ Request = dict[str, Any]
 
 _LEAST_TILE = 1024
 """Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
+_MOST_GROUPS = 1024
+"""Units that groups of experts are at most, in all layers together, where their number is not asked for: of more, a
+plan takes minutes."""
 _MOST_WORK = 0.25
 """The share of a card's memory that torch may allocate at one time for the layer that runs before tiles are preferred,
 which then leave twice as much room. How much it allocates is known to about a tenth; of more than this, a tenth is more
@@ -126,21 +129,26 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
 
 
 def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:
-    """`halves` with the experts of its layers spread over units: over so many, or over more and more. Raises ConfigError
-    where that is `asked` for, or a number of `groups`, and there is none."""
+    """`halves` with the experts of its layers spread over units: over so many, or over more and more. Raises
+    ConfigError where that is `asked` for, or a number of `groups`, and there is none."""
     found = expert_groups.find(halves)
     counts = expert_groups.group_counts(halves, found)
-    if groups != "auto":
-        fitting = [count for count in counts if count == groups]
-        if not fitting:
-            possible = f"it can be {format_names(list(map(str, counts)))}" if counts else "; ".join(_reasons(found))
-            raise ConfigError(f"plan.expert_groups is {groups}; of {type(halves.model).__name__} {possible}")
-        counts = fitting
-    if asked and not counts:
+    if not counts and (asked or groups != "auto"):
+        key = "fragments is experts" if asked else f"expert_groups is {groups}"
         raise ConfigError(
-            f"plan.fragments is experts, but no experts of {type(halves.model).__name__} can be spread over several units: "
-            f"{'; '.join(_reasons(found))}. Leave it out"
+            f"plan.{key}, but no experts of {type(halves.model).__name__} can be spread over several units: "
+            f"{'; '.join(_reasons(found)) or 'they cannot be divided evenly'}. Leave it out"
         )
+    if groups != "auto" and groups not in counts:
+        raise ConfigError(
+            f"plan.expert_groups is {groups}; the experts of {type(halves.model).__name__} can be divided into "
+            f"{format_names(list(map(str, counts)))} groups"
+        )
+    if groups != "auto":
+        counts = [groups]
+    else:  # the first whatever it is, so that there is one where one is asked for
+        spread = sum(not isinstance(found[of], str) for of in halves.structure_of)
+        counts = [count for count in counts if count == counts[0] or count * spread <= _MOST_GROUPS]
     return [expert_groups.cut(halves, found, count) for count in counts]
 
 

@@ -2,9 +2,10 @@
 
 Forward computes what precedes the experts, sorts the tokens by the experts that they are routed to, and has each group
 of experts compute its rows; the sum of a token's rows is taken once all are there, as where the experts are one unit.
-For backward the half's input is kept, and what its experts returned. The half is computed again with that in their
-place. Its backward then runs as far as the experts' result; each group adds the gradients of its weights and makes
-those of its rows; and last the half's backward runs as a whole, in which the experts' part is what the groups have made.
+For backward the half's input is kept, and what its experts returned. The half is computed again with that in the
+experts' place. Its backward then runs as far as the experts' result; each group adds the gradients of its weights and
+makes those of its rows; and last the half's backward runs as a whole, in which the experts' part is what the groups
+have made.
 
 What a group computes depends on its own rows alone, and everything that sums over experts is done with the rows of all
 of them, in the order in which one unit has them: so every number is that of one unit.
@@ -12,10 +13,11 @@ of them, in the order in which one unit has them: so every number is that of one
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain.engine import expert_grads
 from megatrain.engine.device_memory import Region
@@ -27,7 +29,8 @@ from megatrain.models.expert_groups import Boundary, Called, Experts
 from megatrain.models.layer_check import of_zeros
 
 NORM_BLOCK = 65536
-"""Elements of a block of the gradient norm (the core's): groups begin with one, so that the norm is that of one unit."""
+"""Elements of a block of the gradient norm (the core's). Groups begin with one, so that the norm is that of one
+unit."""
 
 
 Found = tuple[Experts | str, ...]
@@ -84,9 +87,13 @@ def _find(decoder: Decoder) -> list[Experts | str]:
             record = decoder.recorder.record(torch.zeros(1, 8, dtype=torch.int64))
         args, kwargs, tuple_output = record.args[first], record.kwargs[first], decoder.recorder.tuple_output
         hidden = torch.zeros(1, 8, decoder.hidden_size, dtype=decoder.dtype)
-        reason = experts.why_not(of_zeros(half), lambda m, h, a=args, k=kwargs, t=tuple_output: LayerCall(m, a, k, t)(h), hidden)  # fmt: skip
+        reason = experts.why_not(of_zeros(half), partial(_run, args, kwargs, tuple_output), hidden)
         found.append(reason or experts)
     return found
+
+
+def _run(args: tuple[Any, ...], kwargs: dict[str, Any], tuple_output: bool, half: nn.Module, hidden: Tensor) -> Tensor:
+    return LayerCall(half, args, kwargs, tuple_output)(hidden)
 
 
 def group_counts(decoder: Decoder, found: Found) -> list[int]:
@@ -152,7 +159,7 @@ class Routed:
 
     def backward(
         self, experts: SummedExperts, group: tuple[int, int], parameters: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
         """Backward of a group of experts. Returns the gradients of `parameters`, as far as they are not added to their
         sums."""
         assert self._grad is not None
@@ -179,7 +186,7 @@ class Routed:
         for name, grad in zip(wanted, rest, strict=False):
             assert grad is not None
             self._of_others[name][slice(*group)] = grad
-        return rest[len(wanted) :]
+        return list(rest[len(wanted) :])
 
     def gradients(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of what the experts were called with, hidden states (tokens, width) and weights (tokens, K), and of the

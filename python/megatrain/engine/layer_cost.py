@@ -121,14 +121,21 @@ def measure(
     decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, *, compiled: bool = False, least: bool = True
 ) -> Measured:
     """Measures a layer, or half of one, with a micro-batch of `rows` by `seq` tokens on a kind of device."""
+    # of one model, however it is cut
+    known = _KNOWN.setdefault(decoder.recorder, {})
+    key = unit.structure, unit.half, unit.part, rows, seq, device, compiled, least
+    if key not in known:
+        known[key] = (
+            _measure_compiled(decoder, unit, rows, seq, device, least)
+            if compiled
+            else _measure(decoder, unit, rows, seq, device)
+        )
+    return known[key]
+
+
+def _measure(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str) -> Measured:
     first = unit.layer
     assert first is not None
-    if compiled:
-        known = _COMPILED.setdefault(decoder, {})
-        key = unit.structure, unit.half, rows, seq, least
-        if key not in known:
-            known[key] = _measure_compiled(decoder, unit, rows, seq, device, least)
-        return known[key]
     module = on_meta(decoder.module_of(unit)).train()  # as it is trained, whatever mode the caller's model is in
     float8.convert(module, decoder.matmul)
     if unit.part is not None:
@@ -195,9 +202,7 @@ def _arguments(decoder: Decoder, layer: int, rows: int, seq: int) -> tuple[tuple
     return known[rows, seq][decoder.structures.index(layer)]
 
 
-_COMPILED: weakref.WeakKeyDictionary[Decoder, dict[tuple[int | str | None, ...], Measured]] = (
-    weakref.WeakKeyDictionary()
-)
+_KNOWN: weakref.WeakKeyDictionary[Recorder, dict[tuple[int | str | None, ...], Measured]] = weakref.WeakKeyDictionary()
 
 
 def _measure_compiled(decoder: Decoder, unit: Unit, rows: int, seq: int, device: str, least: bool) -> Measured:

@@ -54,8 +54,11 @@ def key(
         "packed_rows": decoder.packed_rows(device.type),
         "experts": getattr(decoder.config, "_experts_implementation", None),
         "compiled": compiled,
-        # a graph of a whole layer does not round what passes from one half to the other
-        "fragments": fragments if fragments != "whole" and compiled else None,
+        # a graph of a whole layer does not round what passes from one half to the other; and what is around experts
+        # that are spread over units sees the documents of packed rows together
+        "fragments": fragments
+        if (fragments != "whole" and compiled) or (fragments == "experts" and decoder.mixing_layers)
+        else None,
         # what is made again within a kernel is not rounded on its way
         "kept_tensors": "usual" if compiled and not least else None,
         "mlp_tiles": mlp_tiles if mlp_tiles > 1 else None,

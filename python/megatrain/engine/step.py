@@ -1,7 +1,7 @@
 """One pass over the units: forward, loss, backward. What to compute next, and where everything is, the core says."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -408,27 +408,13 @@ class Pass:
             self._features[m][layer] = feature_grad(grad, visual)
         if self._routed and self._router_grad is None:
             self._balance()
-        if of.part == "after":
-            spread = self._turns.pop((unit, m))
-            assert isinstance(spread, SpreadCall)
-            spread.begin_backward(grad, templates.stage, op.stage)
-            self._spread[m] = spread
-            return
-        weight_grads = template.weight_grads
-        targets = [t for t in self._targets(op) if t is not None]
         if of.part is not None:
-            spread = self._spread[m]
-            weight_grads.begin(targets, first=op.first, in_fp32=self._fp32_sums)
-            if of.experts is not None:
-                assert template.experts is not None
-                of_input, grads = grad, spread.routed.backward(template.experts, of.experts, template.parameters)
-            else:
-                of_input, *grads = spread.backward(template.parameters, self._router_grad)
-                del self._spread[m]
-            self._end_backward(op, of_input, weight_grads.finish(grads))
+            self._backward_part(op, template, of, grad)
             return
         turn = self._turns.pop((unit, m))
         assert not isinstance(turn, SpreadCall)
+        weight_grads = template.weight_grads
+        targets = [t for t in self._targets(op) if t is not None]
         if isinstance(turn, TiledCall):
             without = set(range(len(targets)))
             of_input: Tensor | None = turn.backward_by_tile(
@@ -444,6 +430,28 @@ class Pass:
             of_input, *grads = turn.backward(grad, template.parameters, op.weights, op.stage, self._router_grad)
             without = weight_grads.finish(grads)
         self._end_backward(op, of_input, without)
+
+    def _backward_part(self, op: ComputeOp, template: LayerTemplate, of: Unit, grad: Tensor) -> None:
+        """One of the units that an MLP half is whose experts are spread over several. The gradient of the half's output
+        is passed on until that of its input is made, by what is before the experts."""
+        m = op.micro_batch
+        if of.part == "after":
+            spread = self._turns.pop((op.unit, m))
+            assert isinstance(spread, SpreadCall)
+            spread.begin_backward(grad, self._templates.stage, op.stage)
+            self._spread[m] = spread
+            return
+        template.weight_grads.begin(
+            [t for t in self._targets(op) if t is not None], first=op.first, in_fp32=self._fp32_sums
+        )
+        of_input: Tensor | None = grad
+        grads: Sequence[Tensor | None]
+        if of.experts is not None:
+            assert template.experts is not None
+            grads = self._spread[m].routed.backward(template.experts, of.experts, template.parameters)
+        else:
+            of_input, *grads = self._spread.pop(m).backward(template.parameters, self._router_grad)
+        self._end_backward(op, of_input, template.weight_grads.finish(grads))
 
     def _end_backward(self, op: ComputeOp, of_input: Tensor | None, without: set[int]) -> None:
         assert of_input is not None

@@ -1,9 +1,10 @@
 """The routed experts of a layer spread over several units, so that the device holds a group of them at a time.
 
 The MLP half of such a layer becomes a row of units. The first one computes what precedes the experts (norm, router) and
-notes what they are called with; then each group of experts computes the rows that are routed to it; the last one, which
-has no weights of its own, computes the half with the first one's and what the experts have returned. So nothing here
-knows how an architecture writes its MLP: the module is its own, but for the experts, in whose place a `Boundary` stands.
+notes what they are called with; then each group of experts computes the rows that are routed to it; the last one,
+which has no weights of its own, computes the half with the first one's and what the experts have returned. So nothing
+here knows how an architecture writes its MLP: the module is its own, but for the experts, in whose place a `Boundary`
+stands.
 """
 
 import dataclasses
@@ -83,11 +84,10 @@ class Experts:
         return half
 
     def why_not(self, half: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], hidden: Tensor) -> str:
-        """Why a layer cannot be computed in such units; empty where it can. `half` is a copy of its MLP half that nobody
-        else has, and `run` computes one for `hidden` (batch, seq, width)."""
-        module = half
-        replace_module(module, self.path, Boundary(module.get_submodule(self.path), frozenset(self.weights)))
-        boundary = boundary_of(module)
+        """Why a layer cannot be computed in such units; empty where it can. `half` is a copy of its MLP half that
+        nobody else has, and `run` computes one for `hidden` (batch, seq, width)."""
+        boundary = Boundary(half.get_submodule(self.path), frozenset(self.weights))
+        replace_module(half, self.path, boundary)
         returned: list[Tensor] = []
 
         def answer(hidden_states: Tensor, *_: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Experts:
 
         boundary.answer = answer
         try:
-            output = run(module, hidden)
+            output = run(half, hidden)
         except Exception as error:  # a module may raise anything for what stands in its experts' place
             return f"its MLP cannot be computed around its experts ({type(error).__name__})"
         if len(returned) != 1:

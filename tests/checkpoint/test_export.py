@@ -182,7 +182,7 @@ def test_a_checkpoints_tokenizer_reaches_its_export(tmp_path: Path) -> None:
 def test_integer_buffers_and_frozen_values_are_exported_untouched(tmp_path: Path) -> None:
     source = engine("bf16", seed=5)
     ref = source.decoder.tensors["model.norm.weight"]
-    names = SimpleNamespace(**{k: getattr(ref, k) for k in ("name", "unit", "tensor", "shape", "role", "is_buffer")})
+    names = SimpleNamespace(**{k: getattr(ref, k) for k in ("name", "unit", "tensor", "shape", "is_buffer", "pieces")})
     names.dtype, names.role = torch.int64, "frozen"
     counted = torch.arange(32)
     source.core.planes[ref.unit, ref.tensor].weights = counted

@@ -274,7 +274,7 @@ def test_plans_count_one_part(compiled: bool, monkeypatch: pytest.MonkeyPatch) -
     weights = sum(layer.get_parameter(f"mlp.experts.{name}").nbytes for name in ("gate_up_proj", "down_proj"))
 
     def running() -> int:
-        layer_cost._COMPILED.clear()
+        layer_cost._KNOWN.clear()
         found = layer_cost.measure(decoder, unit, 2, 16, "cuda", compiled=compiled)
         return layer_cost.running_bytes(found, 0, layer_cost.gradient_bytes(unit, decoder))
 

@@ -128,7 +128,7 @@ def request(cut: Cut, whole: int, tiled: int, device: str = "cuda") -> dict[str,
     """What `first_that_fits` reads of a request: a layer works in `whole` bytes, in tiles in no less than `tiled`."""
     work = max(whole // cut.tiles, tiled)
     sizes = {"workspace_bytes": work // 2, "late_workspace_bytes": work, "budget": {"device": 80 * GIB}}
-    return {"device": device, "tiles": cut.tiles, "halves": cut.in_halves, **sizes}
+    return {"device": device, "tiles": cut.tiles, "halves": cut.fragments == "halves", **sizes}
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 8, 32, 64])
@@ -212,7 +212,7 @@ def test_an_engine_whose_layers_do_not_fit_whole_is_cut_into_halves_and_tiles(
         ({"state_on_device": True}, "plan.state_on_device is True; it must be auto or a whole number of at least 0"),
         ({"slabs": 2}, "plan.slabs is 2, and with update: just_in_time every gradient waits in a slab of its own"),
         ({"mlp_tiles": 2, "fragments": "whole"}, "plan.mlp_tiles is 2, which tiles the MLP halves"),
-        ({"fragments": "thirds"}, "plan.fragments must be auto, whole or halves, not 'thirds'"),
+        ({"fragments": "thirds"}, "plan.fragments must be auto, whole, halves or experts, not 'thirds'"),
         ({"kept_tensors": "most"}, "plan.kept_tensors must be auto, least or usual, not 'most'"),
     ],
 )

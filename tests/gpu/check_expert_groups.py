@@ -3,8 +3,8 @@
 Run: python tests/gpu/check_expert_groups.py [--device cuda|cpu] [--layers 1] [--experts 128] [--rows 8]. Layers of
 gpt-oss-120b's width, and of DeepSeek-V3's with an eighth of its experts. Each way of cutting runs in a process of its
 own and prints one JSON line: losses, seconds of a step and those predicted, GiB that were planned and the most that
-were allocated. Exits 1 where a loss or norm differs from that of halves, as far as those repeat their own, or where more
-is allocated than was allowed.
+were allocated. Exits 1 where a loss or norm differs from that of halves, as far as those repeat their own, or where
+more is allocated than was allowed.
 """
 
 import argparse

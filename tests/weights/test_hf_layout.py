@@ -79,6 +79,7 @@ def stand_in(model: PreTrainedModel) -> Any:
             shape=tuple(value.shape),
             dtype=value.dtype,
             role="trainable" if isinstance(value, torch.nn.Parameter) else "frozen",
+            pieces=(),
         )
         for index, (name, value) in enumerate(values.items())
         if name not in aliases

@@ -358,7 +358,7 @@ def test_loading_needs_no_private_memory_beyond_its_buffers(tmp_path: Path, num_
         from megatrain.weights.source import open_weights, resolve
 
         refs = {{f"t{{i}}": Space(unit=0, tensor=i, name=f"t{{i}}", shape=(64 << 20 >> 1,), dtype=torch.bfloat16,
-                role="trainable") for i in range(4)}}
+                role="trainable", pieces=()) for i in range(4)}}
         store = [torch.full((64 << 20 >> 1,), 9, dtype=torch.bfloat16) for _ in range(4)]
         lock, peak = threading.Lock(), [0]
 

@@ -11,7 +11,6 @@ from megatrain import _core
 from megatrain.engine import expert_groups
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.decoder import Decoder
-from megatrain.names import format_names
 
 Request = dict[str, Any]
 """What the core's planner is asked (`profile.plan_request`)."""
@@ -142,7 +141,7 @@ def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:
     if groups != "auto" and groups not in counts:
         raise ConfigError(
             f"plan.expert_groups is {groups}; the experts of {type(halves.model).__name__} can be divided into "
-            f"{format_names(list(map(str, counts)))} groups"
+            f"{', '.join(map(str, counts))} groups"
         )
     if groups != "auto":
         counts = [groups]
@@ -169,7 +168,7 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
 
     def fits(cut: Cut) -> bool:
         # before and after its experts a layer is computed from one slot, which stays taken meanwhile
-        return _fits(asked(cut), slots=3 if cut.fragments == "experts" else 2)
+        return _fits(asked(cut), slots=3) if cut.fragments == "experts" else _fits(asked(cut))
 
     cut = _first(unspread, roomy)
     if cut is None:

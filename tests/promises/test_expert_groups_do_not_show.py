@@ -200,7 +200,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def test_less_memory_is_needed_and_the_plan_cuts_so_where_it_must() -> None:
+def test_a_buffer_holds_one_group() -> None:
     def slot(plan: dict[str, Any]) -> int:
         engine = started("qwen3_moe", plan)
         found = sum(item["bytes"] for item in engine.plan["items"] if item["what"] == "weights: slots")
@@ -210,6 +210,24 @@ def test_less_memory_is_needed_and_the_plan_cuts_so_where_it_must() -> None:
 
     half, quarter = slot({"fragments": "halves", "slots": 2}), slot({**GROUPS, "slots": 3})
     assert quarter < 0.3 * half
+
+
+def test_groups_are_chosen_where_halves_do_not_fit() -> None:
+    least = {"inputs": "host", "activation": "recompute", "state_on_device": 0}
+
+    def needed(plan: dict[str, Any]) -> int:
+        engine = started("qwen3_moe", {**least, **plan})
+        found = int(engine.plan["totals"]["device"])
+        engine.close()
+        return found
+
+    halves = needed({"fragments": "halves", "slots": 2})
+    groups = needed({"fragments": "experts", "expert_groups": 4, "slots": 3})
+    assert groups < halves
+    for budget, kind in ((halves, False), ((halves + groups) // 2, True)):
+        engine = started("qwen3_moe", least, memory={"gpu": budget, "host": "2GiB"})
+        assert any(".experts." in unit["name"] for unit in engine.plan["units"]) == kind
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 //! Smaller states: every body, every division of the work and every number of threads gives the same bits.
-use megatrain_core::adamw::kernels::compact::{CompactMoments, CompactWeights, GROUP, GROUP_BYTES, adamw_compact};
+use megatrain_core::adamw::kernels::compact::{
+    CompactMoments, CompactWeights, GROUP, GROUP_BYTES, adamw_compact, key_from, mix,
+};
 use megatrain_core::adamw::kernels::{self, Values};
 use megatrain_core::adamw::{AdamwScalars, Isa};
 use megatrain_core::host::{Affinity, HostSpan, Pool};
@@ -102,6 +104,16 @@ fn every_body_and_every_division_of_the_work_gives_the_same_bits() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_part_of_a_tensor_is_rounded_as_it_is_within_the_whole() {
+    let mut random = SplitMix(5);
+    for _ in 0..1000 {
+        let (key, begin, counter) = (random.draw(), random.draw() >> 20, random.draw() as u32);
+        let within = mix((begin as u32).wrapping_add(counter), key);
+        assert_eq!(mix(counter, key_from(key, begin)), within);
     }
 }
 

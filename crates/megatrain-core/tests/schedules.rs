@@ -4,7 +4,7 @@ use megatrain_core::schedule::{Edge, Kind, Lane, Op, Pass, Schedule, ScheduleInp
 use proptest::prelude::*;
 
 mod support;
-use support::{any_request, request};
+use support::{any_request, join, request};
 
 fn facts(request: &Request) -> ScheduleInputs {
     ScheduleInputs::new(request, &plan(request).unwrap()).unwrap()
@@ -165,6 +165,30 @@ fn each_rule_is_told_in_words() {
     assert!(error.contains("occurs"), "{error}");
     let error = rule(&|ops| ops.iter_mut().filter(|o| o.kind == Kind::Backward).for_each(|o| o.micro_batch ^= 1));
     assert!(error.contains("in order"), "{error}");
+}
+
+#[test]
+fn a_unit_with_the_weights_of_another_one_is_computed_where_those_are() {
+    let mut base = request(5, 2);
+    join(&mut base, 4, 1); // 2 and 3 are what is between them
+    let facts = facts(&base);
+    let (first, good) = Schedule::steady(&facts, train(2)).unwrap();
+    check(&facts, &good, Some(&first)).unwrap();
+    assert!(!good.ops.iter().any(|op| op.unit == 4 && op.kind == Kind::Load));
+    let slots = |kind: Kind, unit: u32| -> Vec<Option<u32>> {
+        good.ops.iter().filter(|op| (op.kind, op.unit) == (kind, unit)).map(|op| op.slot).collect()
+    };
+    assert_eq!(slots(Kind::Backward, 4), slots(Kind::Backward, 1), "what it has made is used there");
+    assert_eq!(slots(Kind::Forward, 4), slots(Kind::Forward, 1));
+    let between = [slots(Kind::Backward, 3), slots(Kind::Backward, 2)].concat();
+    assert!(between.iter().all(|slot| !slots(Kind::Backward, 1).contains(slot)), "and stays there meanwhile");
+    let mut moved = (*good).clone();
+    let backward: Vec<usize> =
+        (0..moved.ops.len()).filter(|&i| (moved.ops[i].kind, moved.ops[i].unit) == (Kind::Backward, 1)).collect();
+    let other = moved.ops[backward[0]].slot.map(|slot| 1 - slot);
+    backward.iter().for_each(|&op| moved.ops[op].slot = other);
+    let error = check(&facts, &moved, Some(&first)).unwrap_err().to_string();
+    assert!(error.contains("holds (2, 0), not what it reads"), "{error}");
 }
 
 #[test]

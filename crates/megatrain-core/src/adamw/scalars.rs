@@ -1,7 +1,7 @@
 //! Coefficients of an AdamW update.
 use super::kernels::ieee;
-use crate::error::{Error, Result};
 use crate::adamw::kernels::compact::key_from;
+use crate::error::{Error, Result};
 use crate::random::SplitMix;
 
 /// Coefficients of one AdamW update, formed in f64 and rounded once.

@@ -467,7 +467,9 @@ impl Request {
             }
             if let Some(holder) = unit.weights_of {
                 let earlier = self.units.get(holder as usize).filter(|_| holder > 0 && (holder as usize) < index);
-                if !unit.tensors.is_empty() || unit.role != UnitRole::Layer || earlier.is_none_or(|u| u.weights_of.is_some())
+                if !unit.tensors.is_empty()
+                    || unit.role != UnitRole::Layer
+                    || earlier.is_none_or(|u| u.weights_of.is_some())
                 {
                     return Err(Error::WeightsOf { unit: unit.name.clone(), holder });
                 }

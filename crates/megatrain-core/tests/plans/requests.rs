@@ -175,3 +175,28 @@ fn inputs_on_disk_that_one_group_size_does_not_leave_are_planned_with_another() 
     assert_eq!(text(fits(&request).unwrap_err()), said);
     assert!(said.contains("inputs_on_disk"), "{said}");
 }
+
+#[test]
+fn weights_of_another_unit_are_those_of_an_earlier_layer_that_has_some() {
+    let base = model(6, 4);
+    let of = |unit: usize, holder: u32, clear: bool| {
+        let mut request = base.clone();
+        if clear {
+            request.units[unit].tensors.clear();
+        }
+        request.units[unit].weights_of = Some(holder);
+        plan(&request)
+    };
+    of(4, 2, true).unwrap();
+    for (unit, holder, clear) in [(4, 4, true), (4, 5, true), (4, 0, true), (4, 99, true), (4, 2, false), (7, 2, true)]
+    {
+        let error = of(unit, holder, clear).unwrap_err().to_string();
+        assert!(error.contains("only a layer without tensors can be"), "{unit} of {holder}: {error}");
+    }
+    let mut chain = base;
+    for (unit, holder) in [(3, 2), (4, 3)] {
+        chain.units[unit].tensors.clear();
+        chain.units[unit].weights_of = Some(holder);
+    }
+    assert!(plan(&chain).unwrap_err().to_string().contains("those of an earlier layer that has some"));
+}

@@ -23,7 +23,10 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
             return Err(broken(op, "a layer without a place of its own is loaded into a slot, and computed from one"));
         }
         if kind == Kind::Load && (of.on_device || of.weights_of.is_some()) {
-            return Err(broken(op, "weights that live on the device are not loaded, nor those that a unit has of another one"));
+            return Err(broken(
+                op,
+                "weights that live on the device are not loaded, nor those that a unit has of another one",
+            ));
         }
         // What the backward of such a unit has made for that of the other one refers to the weights where they were.
         if kind == Kind::Backward && of.weights_of.is_some() {
@@ -31,7 +34,10 @@ pub(super) fn check_buffers(inputs: &ScheduleInputs, schedule: &Schedule) -> Res
         }
         let before = joined.get(&(op.unit, op.micro_batch));
         if kind == Kind::Backward && before.is_some_and(|slot| *slot != op.slot) {
-            return Err(broken(op, "a unit is computed backward in the slot in which the one that has its weights was"));
+            return Err(broken(
+                op,
+                "a unit is computed backward in the slot in which the one that has its weights was",
+            ));
         }
         let sums = match kind {
             Kind::Loss => train,

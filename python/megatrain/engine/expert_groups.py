@@ -238,6 +238,8 @@ class SpreadCall:
         self._call, self._boundary, self._num_experts, self._reseed = call, boundary, num_experts, reseed
         self.aux: Tensor | None = None
         """The second tensor that the half returned, detached."""
+        self._hidden: Tensor | None = None
+        """The half's input, while its experts compute."""
         self._routed: Routed | None = None
         self._kept: tuple[Tensor, Tensor] | None = None
         """The half's input, and what its experts returned; None where they are on the stage."""
@@ -260,15 +262,16 @@ class SpreadCall:
             self._run(hidden, None)
         except Called as called:
             self._routed = self._route(called)
-        self._kept = hidden, hidden
+        self._hidden = hidden
 
     def after(self) -> Tensor:
         """The half's output, once its experts have computed."""
-        assert self._kept is not None
-        hidden, result = self._kept[0], self.routed.result()
-        self._routed, self._kept = None, (hidden, result)
+        assert self._hidden is not None
+        hidden, result = self._hidden, self.routed.result()
+        self._routed, self._hidden, self._kept = None, None, (hidden, result)
         self._reseed()
-        made = self._run(hidden, lambda *_: result)
+        # a copy: what follows may change it in place
+        made = self._run(hidden, lambda *_: result.clone())
         output, aux = made if isinstance(made, tuple) else (made, None)
         self.aux = aux
         return output

@@ -50,6 +50,8 @@ def run(family: str, given: argparse.Namespace, budget: float, plan: dict[str, A
         plan=plan,
     )
     found, seconds = [], []
+    if device.type == "cuda":  # random weights are drawn there, a layer at a time and in fp32, before the first step
+        torch.cuda.reset_peak_memory_stats()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         batch = []

@@ -1,6 +1,6 @@
 //! Schedules: every one that a plan can ask for is accepted, and every one that has been tampered with is refused.
 use megatrain_core::plan::{Count, Request, UpdateMode, plan};
-use megatrain_core::schedule::{Edge, Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape, check};
+use megatrain_core::schedule::{Dep, Edge, Kind, Lane, Op, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;
 
 mod support;
@@ -189,6 +189,20 @@ fn a_unit_with_the_weights_of_another_one_is_computed_where_those_are() {
     backward.iter().for_each(|&op| moved.ops[op].slot = other);
     let error = check(&facts, &moved, Some(&first)).unwrap_err().to_string();
     assert!(error.contains("holds (2, 0), not what it reads"), "{error}");
+    // Loaded anew elsewhere in between, so that nothing else is wrong.
+    let at = backward[0];
+    moved.ops = renumbered(&moved.ops, at, 1);
+    for op in &mut moved.ops[at + 1..] {
+        op.deps.iter_mut().filter(|dep| !dep.prior && dep.op as usize == at).for_each(|dep| dep.op += 1);
+    }
+    let mut load = Op::new(at as u32, Kind::Load, 1, Lane::Upload);
+    (load.slot, load.priority) = (other, moved.ops[at].priority);
+    let computed = moved.ops[..at].iter().rfind(|op| op.lane == Lane::Compute).unwrap().id;
+    load.deps = vec![Dep { op: computed, edge: Edge::Issued, prior: false }];
+    moved.ops[at] = load;
+    moved.ops[at + 1].deps.push(Dep { op: at as u32, edge: Edge::Issued, prior: false });
+    let error = check(&facts, &moved, Some(&first)).unwrap_err().to_string();
+    assert!(error.contains("computed backward in the slot in which the one that has its weights was"), "{error}");
 }
 
 #[test]

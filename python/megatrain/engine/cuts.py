@@ -128,8 +128,8 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
 
 
 def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:
-    """`halves` with the experts of its layers spread over units: over so many, or over more and more. Raises
-    ConfigError where that is `asked` for, or a number of `groups`, and there is none."""
+    """`halves` with the experts of its layers spread over `groups` units, or where that is auto, over more and more.
+    Raises ConfigError where they cannot be spread so, unless nothing of the kind was `asked` for."""
     found = expert_groups.find(halves)
     counts = expert_groups.group_counts(halves, found)
     if not counts and (asked or groups != "auto"):
@@ -159,7 +159,8 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
     """The first of these `cuts` that fits, `asked` being its request; None where none does. On a card one that leaves
     room beside the layer that runs is preferred, where there is one and it needs less than half as much."""
     whole = asked(found[0])
-    unspread = [cut for cut in found if cut.fragments != "experts"] or list(found)
+    spread = [cut for cut in found if cut.fragments == "experts"]
+    unspread = [cut for cut in found if cut not in spread] or spread
     most = _most_work(whole, unspread, asked)
 
     def roomy(cut: Cut) -> bool:
@@ -171,8 +172,8 @@ def first_that_fits(found: Sequence[Cut], asked: Callable[[Cut], Request]) -> Cu
         return _fits(asked(cut), slots=3) if cut.fragments == "experts" else _fits(asked(cut))
 
     cut = _first(unspread, roomy)
-    if cut is None:
-        cut = _first(found, fits)
+    if cut is None:  # where every amount of room was enough, the others do not fit
+        cut = _first(found if most < float("inf") else spread, fits)
     if cut is None:  # the last resort, which waits for every load
         cut = _first(found, lambda cut: _fits(asked(cut), slots=1))
     return cut

@@ -27,11 +27,11 @@ from megatrain.engine.template import LayerCall
 from megatrain.models.decoder import Decoder
 from megatrain.models.expert_groups import Boundary, Called, Experts
 from megatrain.models.layer_check import of_zeros
+from megatrain.models.types import Unit
 
 NORM_BLOCK = 65536
 """Elements of a block of the gradient norm (the core's). Groups begin with one, so that the norm is that of one
 unit."""
-
 
 Found = tuple[Experts | str, ...]
 """By structure: the experts of its layers, or why these cannot be spread over units."""
@@ -58,38 +58,36 @@ def cut(decoder: Decoder, found: Found, groups: int) -> Decoder:
 
 
 def _find(decoder: Decoder) -> list[Experts | str]:
-    record = None
-    found: list[Experts | str] = []
-    for structure, first in enumerate(decoder.structures):
-        unit = next((u for u in decoder.units if u.structure == structure and u.half == "mlp"), None)
-        if unit is None:
-            found.append("it is not split into halves")
-            continue
-        if first in decoder.mixing_layers and not decoder.is_tiled(unit):
-            found.append("it gets the documents of packed rows as rows of their own")
-            continue
-        half = decoder.module_of(unit)
-        weights = list(expert_grads.expert_weights(half))
-        modules = {id(module): module for module, _ in weights}
-        if len(modules) != 1:
-            found.append("it has no routed experts that run as grouped matmuls in bf16")
-            continue
-        (module,) = modules.values()
-        path = next(name for name, child in half.named_modules() if child is module)
-        names = tuple(name for _, name in weights)
-        sizes = {module.get_parameter(name).shape[0] for name in names}
-        trained = {module.get_parameter(name).requires_grad for name in names}
-        if len(sizes) != 1 or len(trained) != 1:
-            found.append("its experts are not all alike")
-            continue
-        experts = Experts(path, names, sizes.pop())
-        if record is None:
-            record = decoder.recorder.record(torch.zeros(1, 8, dtype=torch.int64))
-        args, kwargs, tuple_output = record.args[first], record.kwargs[first], decoder.recorder.tuple_output
-        hidden = torch.zeros(1, 8, decoder.hidden_size, dtype=decoder.dtype)
-        reason = experts.why_not(of_zeros(half), partial(_run, args, kwargs, tuple_output), hidden)
-        found.append(reason or experts)
+    halves = {unit.structure: unit for unit in reversed(decoder.units) if unit.half == "mlp"}
+    numbers = range(len(decoder.structures))
+    found = [_experts_of(decoder, halves[n]) if n in halves else "it is not split into halves" for n in numbers]
+    if all(isinstance(experts, str) for experts in found):
+        return found
+    record = decoder.recorder.record(torch.zeros(1, 8, dtype=torch.int64))
+    hidden = torch.zeros(1, 8, decoder.hidden_size, dtype=decoder.dtype)
+    for n, first in enumerate(decoder.structures):
+        experts = found[n]
+        if isinstance(experts, Experts):
+            run = partial(_run, record.args[first], record.kwargs[first], decoder.recorder.tuple_output)
+            found[n] = experts.why_not(of_zeros(decoder.module_of(halves[n])), run, hidden) or experts
     return found
+
+
+def _experts_of(decoder: Decoder, unit: Unit) -> Experts | str:
+    """The experts of an MLP half, or why they cannot be spread."""
+    if unit.layer in decoder.mixing_layers and not decoder.is_tiled(unit):
+        return "it gets the documents of packed rows as rows of their own"
+    half = decoder.module_of(unit)
+    weights = list(expert_grads.expert_weights(half))
+    modules = {id(module): module for module, _ in weights}
+    if len(modules) != 1:
+        return "it has no routed experts that run as grouped matmuls in bf16"
+    (module,) = modules.values()
+    path = next(name for name, child in half.named_modules() if child is module)
+    tensors = {name: module.get_parameter(name) for _, name in weights}
+    if len({(tensor.shape[0], tensor.requires_grad) for tensor in tensors.values()}) != 1:
+        return "its experts are not all alike"
+    return Experts(path, tuple(tensors), next(iter(tensors.values())).shape[0])
 
 
 def _run(args: tuple[Any, ...], kwargs: dict[str, Any], tuple_output: bool, half: nn.Module, hidden: Tensor) -> Tensor:
@@ -99,20 +97,14 @@ def _run(args: tuple[Any, ...], kwargs: dict[str, Any], tuple_output: bool, half
 def group_counts(decoder: Decoder, found: Found) -> list[int]:
     """Numbers of groups into which the experts of every layer that has some can be divided, ascending: each group has
     as many, and whole blocks of the gradient norm."""
-    counts: set[int] | None = None
-    for structure, experts in enumerate(found):
+    fitting = []
+    for first, experts in zip(decoder.structures, found, strict=True):
         if isinstance(experts, str):
             continue
-        first = decoder.layers[decoder.structures[structure]]
-        numels = [first.get_parameter(name).numel() // experts.count for name in experts.names]
-        fitting = {
-            groups
-            for groups in range(2, experts.count + 1)
-            if experts.count % groups == 0
-            and all(experts.count // groups * numel % NORM_BLOCK == 0 for numel in numels)
-        }
-        counts = fitting if counts is None else counts & fitting
-    return sorted(counts or ())
+        numels = [decoder.layers[first].get_parameter(name).numel() // experts.count for name in experts.names]
+        sizes = [size for size in range(1, experts.count) if experts.count % size == 0]
+        fitting.append({experts.count // n for n in sizes if all(n * numel % NORM_BLOCK == 0 for numel in numels)})
+    return sorted(set.intersection(*fitting)) if fitting else []
 
 
 class Routed:
@@ -121,7 +113,7 @@ class Routed:
     def __init__(self, called: Called, others: Mapping[str, Tensor], num_experts: int) -> None:
         """`others` are the parameters of all experts that are not spread over units, by name (biases). They are copied:
         the buffer that holds them may hold another unit when a group is computed."""
-        self._states, self._index, self._weights = called.hidden_states.detach(), called.index, called.weights.detach()
+        self._states, self._weights = called.hidden_states.detach(), called.weights.detach()
         self._chosen = called.index.shape[-1]
         self._others = {
             name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in others.items()

@@ -103,7 +103,7 @@ class Experts:
             return f"its MLP calls its experts {len(returned)} times"
         between = nodes_between(output, returned[0])
         # what multiplies by a matrix would add to the sum of that matrix's gradient twice
-        if any("mm" in node.name().lower() for node in between):
+        if any(kind in node.name() for node in between for kind in ("mm", "Mm", "Linear")):
             return "its MLP multiplies what its experts return by a matrix"
         return ""
 

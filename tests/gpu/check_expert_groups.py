@@ -3,8 +3,8 @@
 Run: python tests/gpu/check_expert_groups.py [--device cuda|cpu] [--layers 1] [--experts 128] [--rows 8]. Layers of
 gpt-oss-120b's width, and of DeepSeek-V3's with an eighth of its experts. Each way of cutting runs in a process of its
 own and prints one JSON line: losses, seconds of a step and those predicted, GiB that were planned and the most that
-were allocated. Exits 1 where a loss or norm differs from that of halves, as far as those repeat their own, or where
-more is allocated than was allowed.
+were taken. Torch is refused what is beyond the budget, as on a card that has no more. Exits 1 where a loss or norm
+differs from that of halves, as far as those repeat their own.
 """
 
 import argparse
@@ -50,7 +50,10 @@ def run(family: str, given: argparse.Namespace, budget: float, plan: dict[str, A
         plan=plan,
     )
     found, seconds = [], []
-    if device.type == "cuda":  # random weights are drawn there, a layer at a time and in fp32, before the first step
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        left = budget * GIB - (total - free - torch.cuda.memory_reserved())
+        torch.cuda.set_per_process_memory_fraction(left / total)
         torch.cuda.reset_peak_memory_stats()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -62,10 +65,10 @@ def run(family: str, given: argparse.Namespace, budget: float, plan: dict[str, A
         out = engine.step(batch)
         found.append((out.loss, out.grad_norm))
         seconds.append(time.perf_counter() - start)
-    used = 0.0
+    taken = 0.0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        used = (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()) / GIB
+        taken = (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / GIB
     planned = engine.plan
     line = {
         "family": family,
@@ -73,7 +76,7 @@ def run(family: str, given: argparse.Namespace, budget: float, plan: dict[str, A
         "units": len(planned["units"]),
         "budget_gib": budget,
         "planned_gib": round(planned["totals"]["device"] / GIB, 2),
-        "used_gib": round(used, 2),
+        "taken_gib": round(taken, 2),
         "slots": planned["slots"],
         "step_s": round(sum(seconds[1:]) / (STEPS - 1), 3),
         "predicted_s": round(planned["estimate"]["expected_step_s"], 3),
@@ -117,10 +120,9 @@ def main() -> int:
                 for a, b in zip(one, other, strict=True)
             )
             bits = repeats and ("compile" in plan or given.device == "cpu")
-            fits = line["used_gib"] <= budget
-            shown = {"family": family, "plan": plan, "repeats": repeats, "same": same, "near": near, "fits": fits}
+            shown = {"family": family, "plan": plan, "repeats": repeats, "same": same, "near": near}
             print(json.dumps(shown), flush=True)
-            wrong += not ((same if bits else near) and fits)
+            wrong += not (same if bits else near)
     return 1 if wrong else 0
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.system.safetensors_io import DamagedFile, read_shard
-from megatrain.weights.initialize import initialize
+from megatrain.weights.initialize import DrawnBy, initialize
 from megatrain.weights.loader import load
 from megatrain.weights.matching import match
 from megatrain.weights.source import TensorWeights, open_weights, resolve
@@ -432,6 +433,31 @@ def test_a_rule_in_which_a_parent_draws_its_childrens_weights_is_kept() -> None:
     initialize(halves, cut, 0)
     for name, ref in decoder.tensors.items():
         assert torch.equal(core.master(ref), cut.master(halves.tensors[name])), f"{name} depends on how layers are cut"
+
+
+def test_large_tensors_are_drawn_in_pieces() -> None:
+    def filled(most: int, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        values = torch.full((6, 7), torch.nan)
+        torch.manual_seed(4)
+        with DrawnBy("cpu", most):
+            fill(values)
+        return values
+
+    def normal(values: torch.Tensor) -> object:
+        return torch.nn.init.normal_(values, std=0.5)
+
+    def pieces(draw: Callable[[torch.Tensor], torch.Tensor], *sizes: int) -> torch.Tensor:
+        torch.manual_seed(4)
+        return torch.cat([draw(torch.empty(size)) for size in sizes])
+
+    def drawn_normal(values: torch.Tensor) -> torch.Tensor:
+        return values.normal_(std=0.5)
+
+    assert torch.equal(filled(42, normal).view(-1), pieces(drawn_normal, 42))  # as without
+    assert torch.equal(filled(20, normal).view(-1), pieces(drawn_normal, 20, 20, 2))
+    across = filled(20, lambda values: torch.nn.init.uniform_(values.t(), -1, 1))
+    assert torch.equal(across.t().reshape(-1), pieces(lambda values: values.uniform_(-1, 1), 20, 20, 2))
+    assert not filled(5, lambda values: torch.nn.init.trunc_normal_(values, std=0.1)).isnan().any()
 
 
 @pytest.mark.parametrize("old", ["whole", "without its shards", "damaged"])

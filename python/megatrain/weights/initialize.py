@@ -2,20 +2,26 @@
 
 The rule (`_init_weights` of the model's class) runs on a copy of each module with real memory. Random numbers are keyed
 by seed and module name, so they depend neither on order nor on the plan, only on the kind of device that draws them. A
-card is used where there is one: it draws billions of numbers in the time in which a processor core draws millions.
+card is used where there is one: it draws billions of numbers in the time in which a processor core draws millions. It
+draws at most `DRAWN` numbers at a time, so that it needs no memory that the plan has not: values are kept on the host.
 """
 
 import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import ConfigError
 from megatrain.weights.planes import write_plane
 from megatrain.weights.types import Core, Decoder, TensorRef
+
+DRAWN = 2**27
+"""Random numbers that a card draws at a time. Part of what a seed means there: larger tensors are drawn in pieces."""
 
 
 def initialize(
@@ -83,7 +89,7 @@ def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tens
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 # NaN, so that a parameter that no rule initialises is found
-                values = torch.full(parameter.shape, torch.nan, device=device)
+                values = torch.full(parameter.shape, torch.nan)
                 owner._parameters[name] = nn.Parameter(values, requires_grad=False)
     rule = _rule(model, root)
     # children first, as transformers does: a parent may initialise its children's weights again
@@ -96,7 +102,7 @@ def _draw(model: nn.Module, root: str, seed: int, device: str) -> dict[str, Tens
         if any(bool(p.isnan().any()) for p in part.parameters(recurse=False)):
             _draw_by_constructor(rule, part, name, seed, device)
     named = [*module.named_parameters(), *module.named_buffers()]
-    return {f"{root}.{name}": tensor.detach().cpu().contiguous().view(-1) for name, tensor in named}
+    return {f"{root}.{name}": tensor.detach().contiguous().view(-1) for name, tensor in named}
 
 
 def _draw_by_constructor(rule: Callable[[nn.Module], None], part: nn.Module, name: str, seed: int, device: str) -> None:
@@ -128,10 +134,32 @@ def _rule(model: nn.Module, root: str) -> Callable[[nn.Module], None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int, name: str, device: str) -> Iterator[None]:
-    """Seeds the device's generator by (seed, name), and restores its state afterwards."""
+    """Seeds random numbers by (seed, name), and has tensors filled with them by `device`. Restores the generators'
+    states afterwards."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     cards = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.random.fork_rng(devices=cards):
-        generator = torch.cuda.default_generators[cards[0]] if cards else torch.default_generator
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    with torch.random.fork_rng(devices=cards), DrawnBy(device) if cards else contextlib.nullcontext():
+        for generator in [torch.default_generator, *(torch.cuda.default_generators[card] for card in cards)]:
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
+
+
+class DrawnBy(TorchDispatchMode):
+    """Has a device draw the random numbers that tensors on the host are filled with, `most` at a time."""
+
+    def __init__(self, device: str, most: int = DRAWN) -> None:
+        super().__init__()
+        self._device, self._most = device, most
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        fills = func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+        if not fills or args[0].device.type != "cpu" or (kwargs or {}).get("generator") is not None:
+            return func(*args, **(kwargs or {}))
+        target, *given = args
+        values = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+        for piece in values.split(self._most):
+            drawn = torch.empty_like(piece, device=self._device)
+            piece.copy_(func(drawn, *given, **(kwargs or {})))
+        return target if target.is_contiguous() else target.copy_(values.view(target.shape))

@@ -47,13 +47,10 @@ def run(family: str, given: argparse.Namespace, budget: float, plan: dict[str, A
         micro_batches=2,
         max_grad_norm=1.0,
         memory={"gpu": int(budget * GIB), "host": f"{given.host}GiB"},
-        plan=plan,
+        plan={**plan, "hold_torch": True},
     )
     found, seconds = [], []
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        left = budget * GIB - (total - free - torch.cuda.memory_reserved())
-        torch.cuda.set_per_process_memory_fraction(left / total)
         torch.cuda.reset_peak_memory_stats()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

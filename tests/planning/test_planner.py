@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config import Config
+from megatrain.engine.runtime import hold_torch
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.presets import SHAPES
 from megatrain.planning import optimizer_groups, planner
@@ -42,10 +44,24 @@ def test_the_engine_is_asked_for_every_number_of_the_plan_section() -> None:
     from megatrain.engine.runtime import PLAN_KEYS
 
     numbers = {field.name for field in dataclasses.fields(PlanConfig)} - {"micro_batch"}
-    assert PLAN_KEYS - numbers == {"accumulate", "loss_workspace", "more_workspace", "trace", "isa"}, (
+    assert PLAN_KEYS - numbers == {"accumulate", "loss_workspace", "more_workspace", "hold_torch", "trace", "isa"}, (
         "what only a caller of the engine can use"
     )
     assert numbers <= PLAN_KEYS
+
+
+def test_torch_is_held_to_a_limit_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "hold_torch" not in run_plan("tiny", 2).engine_options()["plan"], "all that is free may be used"
+    limited = run_plan("tiny", 2, memory={"gpu": "3GiB"})
+    assert limited.engine_options()["plan"]["hold_torch"] is True
+    held: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", held.append)
+    hold_torch(limited.budget["device"], limited.plan)
+    items = {item["what"]: item["bytes"] for item in limited.plan["items"] if item["tier"] == "device"}
+    ours = sum(size for what, size in items.items() if not what.endswith("(torch)"))
+    outside = items["context and libraries (torch)"]
+    assert held == [((3 << 30) - ours - outside) / (8 << 30)]
 
 
 def test_a_run_that_goes_on_computes_compiled_or_not_as_before_unless_it_is_told_otherwise() -> None:

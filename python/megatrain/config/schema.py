@@ -425,7 +425,7 @@ class MemoryConfig:
     """How much of each memory may be used."""
 
     gpu: Size | Literal["auto"] = "auto"
-    """Device memory; `auto`: what is free."""
+    """Device memory, what torch caches included; `auto`: what is free."""
     host: Size | Literal["auto"] = "auto"
     """Host memory; `auto`: what the machine or its control group leaves."""
     nvme: NvmeConfig | None = None

@@ -98,6 +98,7 @@ class Engine:
         - `plan`: values to use instead of the planner's own, such as {"slots": 3}. `loss_workspace` is the most that a
           `loss_fn` allocates on the device beside `head.logprobs`; give it when the loss is not a cross-entropy of all
           logits at once. `more_workspace` adds bytes that torch was found to need beyond the planned ones.
+          `hold_torch` refuses torch, all of it in this process, what goes beyond the limit of device memory.
         - `freeze`: patterns of parameter names that are not trained.
         - `label_smoothing`, `z_loss`: terms of the built-in loss.
         - `deterministic`: the same bits on every run on CUDA, at some cost in speed.

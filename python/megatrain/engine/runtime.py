@@ -61,6 +61,7 @@ PLAN_KEYS = frozenset(
         "loss_chunk",
         "loss_workspace",
         "more_workspace",
+        "hold_torch",
         "compile",
         "fragments",
         "mlp_tiles",
@@ -117,6 +118,7 @@ class Runtime:
         if device.type == "cuda":
             chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
             self.settings.setdefault("loss_chunk", chunk)
+        self._holds_torch = device.type == "cuda" and bool(self.settings.get("hold_torch"))
         self._rates = dict(rates or {})
         declared = self.settings.get("loss_workspace")
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
@@ -319,6 +321,8 @@ class Runtime:
         core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
+            if self._holds_torch:
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
     def _start(
@@ -360,6 +364,8 @@ class Runtime:
             log.warning("%s", warning)
         before, self.cut = self.cut, cut
         try:
+            if self._holds_torch:
+                hold_torch(asked["budget"]["device"], json.loads(planned))
             fill(core)
             templates = self._build(core, asked, json.loads(planned))
             if self.device.type == "cpu":
@@ -600,6 +606,15 @@ def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset
 def _torch_bytes(plan: dict[str, Any]) -> int:
     """What a plan allows torch to allocate."""
     return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
+
+
+def hold_torch(budget: int, plan: Mapping[str, Any]) -> None:
+    """Refuses torch, all of it in this process, what a plan leaves it of `budget` bytes of the current card: it gives
+    back what it has cached first, as on a card that has no more."""
+    context = sum(int(item["bytes"]) for item in plan["items"] if item["what"].startswith("context"))
+    left = budget - int(plan["totals"]["device"]) + _torch_bytes(plan) - context
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
 
 
 def _placement(plan: dict[str, Any]) -> dict[str, Any]:

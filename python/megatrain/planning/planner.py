@@ -77,9 +77,11 @@ class RunPlan:
         memory: dict[str, Any] = {"gpu": self.budget["device"], "host": self.budget["host"]}
         if self.disk is not None:
             memory["nvme"] = {"path": self.disk.paths, "size": self.budget["disk"]}
+        # a limit that was given is kept to, for whoever shares the card
+        held = self.device == "cuda" and self.budget["device"] < self.machine.gpu_budget()
         return {
             "memory": memory,
-            "plan": self.options,
+            "plan": self.options | ({"hold_torch": True} if held else {}),
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
             "rates": self.rates,

@@ -221,8 +221,10 @@ class Passes:
         return self._run(body, finish=self.immediate)
 
     def _refuse_loss(self, loss_fn: LossFn | None) -> None:
-        """Raises ConfigError for a loss function that cannot be called, or that makes a setting meaningless."""
+        """Raises ConfigError for a loss function that cannot be called, or that makes a setting meaningless, and for
+        none where the model's own loss is not the built-in one."""
         if loss_fn is None:
+            self._runtime.decoder.refuse_other_loss()
             return
         if not callable(loss_fn):
             raise ConfigError(f"loss_fn must be a function of (hidden, head, batch), not {loss_fn!r}")

@@ -106,6 +106,7 @@ class TrainerMixin(_Trainer):
         if args is None:
             refusals.check_arguments(self.args)
         refusals.check_engine(self.engine, self.args)
+        self.engine.decoder.refuse_other_loss()
         if hasattr(self, "aux_loss_enabled"):
             refusals.check_router(self.engine, self.aux_loss_enabled)
         # the plan decides what is kept; stock would put its own checkpointing around the layers of the model

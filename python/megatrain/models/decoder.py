@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.config.default_length import max_positions
+from megatrain.errors import ConfigError
 from megatrain.models import expert_groups
 from megatrain.models.expert_groups import Experts
 from megatrain.models.halves import HALVES, Split
@@ -68,6 +69,8 @@ class Decoder:
     """What is done with images; None for a model of text alone."""
     head: HeadKind
     """How logits are computed."""
+    other_loss: str | None
+    """In what the loss of the model's own forward differs from the one that is trained; None where it does not."""
     tied: bool
     """Whether the head's weight is the embedding's."""
     router: RouterLoss | None
@@ -146,6 +149,16 @@ class Decoder:
         check_rope(config)
         model = build_without_storage(config, PRECISIONS[precision], attention, experts, trust_remote_code)
         return cls(model, freeze=freeze, precision=precision, matmul=matmul, frozen_dtypes=frozen_dtypes)
+
+    def refuse_other_loss(self) -> None:
+        """Raises ConfigError where the model's own forward has another loss than the cross-entropy of the next token,
+        which is what is trained unless a step is given a `loss_fn`."""
+        if self.other_loss is not None:
+            raise ConfigError(
+                f"the forward of {type(self.model).__name__} has another loss than the cross-entropy of the next "
+                f"token, which the engine trains: {self.other_loss}. Give a model of the stock class (with PEFT: LoRA "
+                "rather than AdaLoRA), or give Engine.step a loss_fn, whose sum is then all that is trained"
+            )
 
     @property
     def dtype(self) -> torch.dtype:

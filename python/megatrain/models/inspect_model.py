@@ -18,6 +18,7 @@ from megatrain.models.halves import Split, find_splits
 from megatrain.models.layer_check import try_layers
 from megatrain.models.lm_head import HeadKind, probe_head
 from megatrain.models.moe import find_router_loss
+from megatrain.models.own_loss import find_other_loss
 from megatrain.models.packing import use_varlen_attention
 from megatrain.models.per_document import layers_mixing_documents
 from megatrain.models.recorder import Recorder
@@ -108,6 +109,7 @@ def _inspect(
         probe=found,
         vision_spec=vision,
         head=head,
+        other_loss=find_other_loss(parts, head),
         tied=tied,
         router=router,
         gates=gates,

@@ -241,6 +241,8 @@ def prepare_run(
     config.require("data")
     model_setup, tokenizer = _for_a_run(config, facts.read(folder), resume)
     decoder, machine = model_setup.decoder, model_setup.machine
+    if folder is not None:
+        decoder.refuse_other_loss()
     keep_threads(model_setup, numerics)
     samples = config.eval.samples
     check_prompts(tokenizer, samples.prompts, samples.max_new_tokens, config.data.seq_len)

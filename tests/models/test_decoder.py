@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,51 @@ def test_what_cannot_be_trained_exactly_is_refused_by_name(kind: str, changes: d
 def test_a_configuration_that_is_no_models_is_refused_with_what_to_write(written: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Decoder.from_config(written)
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": HUGE}, "num_hidden_layers is 1000000000, more than the 4,096 that a model may have"),
+        ({"head_dim": HUGE}, "head_dim is 1000000000, more than the 1,048,576"),
+        ({"hidden_size": HUGE}, "hidden_size is 1000000000, more than the 1,048,576"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 10{30}, more than the 9,2"),
+        ({"model_type": "gpt2", "n_layer": HUGE}, "n_layer is 1000000000, more than the 4,096"),
+        ({"model_type": "qwen2", "num_hidden_layers": HUGE}, "num_hidden_layers is"),  # lists its layers by kind
+        ({"model_type": "llava", "text_config": {"model_type": "qwen2", "num_hidden_layers": HUGE}},
+         r"text_config\.num_hidden_layers is"),
+        ({"model_type": "llava", "vision_config": {"image_size": HUGE}}, r"vision_config\.image_size is"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_size_of_no_model_is_refused_before_it_is_built(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    written = {"model_type": "llama", **(SIZES if "model_type" not in changes else {}), **changes}
+    with pytest.raises(ConfigError, match=rf"^model\.config\.{words}"):
+        load_config(written)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=rf"config\.json: {words}"):
+        load_config(tmp_path)
+    if changes.keys() <= SIZES.keys():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+        with pytest.raises(ConfigError, match=rf"^model\.config\.{words}"):
+            load_config(tmp_path, overrides=changes)
+        made = config()
+        made.__dict__.update(changes)  # by hand, or as a GGUF file says
+        with pytest.raises(ConfigError, match=f"^llama: {words}"):
+            Decoder.from_config(made)
+
+
+@pytest.mark.parametrize("key", ["text_config", "decoder", "vision_config"])
+@pytest.mark.parametrize("value", [{"a": 1}, {}, 5, [], "x"], ids=str)
+def test_what_stands_in_the_place_of_a_part_of_a_model_and_is_none_is_refused(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, key: value}))
+    with pytest.raises(ConfigError, match=rf"llama: {key} is {re.escape(repr(value))}, which LlamaConfig does not"):
+        Decoder.from_config(tmp_path)
 
 
 def test_keys_that_the_models_class_or_code_reads_are_taken() -> None:

@@ -72,6 +72,7 @@ def load_config(
             raise ConfigError(f"model.config.model_type is {kind!r}, not the name of a kind of model such as llama")
         of_newer = _of_newer(keys.get("transformers_version"))
         _check_kind(kind, of_newer)
+        _refuse_sizes(keys, "model.config.")
         try:
             config = AutoConfig.for_model(kind, **keys)
         except Exception as error:  # a configuration class may raise anything for a value it refuses
@@ -79,10 +80,12 @@ def load_config(
         _refuse_unknown(config, source, "model.config.", of_newer)
         return config
     if isinstance(source, (str, Path)):
+        _refuse_sizes(_written(Path(source)), f"{Path(source) / 'config.json'}: ")
+        _refuse_sizes(overrides or {}, "model.config.")
         try:
             config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **arguments)
         except Exception as error:  # the same, and whatever remote code raises
-            reason = f"{_reason(error)}{_of_newer(_writer(Path(source)))}"
+            reason = f"{_reason(error)}{_of_newer(_written(Path(source)).get('transformers_version'))}"
             raise ConfigError(f"model.path: no configuration of a model in {source}: {reason}") from error
         if extra := _unknown(config, vars(config)):
             log.info(
@@ -118,6 +121,7 @@ def check(config: Any) -> None:
     kind = config.model_type
     refuse_kind(config, kind)
     if not getattr(config, "auto_map", None) and not _has_class(config):
+        _refuse_no_part(config, "vision_config")
         raise ConfigError(f"{kind} is not a causal language model in the installed transformers")
     if getattr(text_config(config), "num_attention_heads", None) is None:
         raise ConfigError(
@@ -127,11 +131,28 @@ def check(config: Any) -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the language part. Raises ConfigError where there are several."""
+    """The configuration of the language part. Raises ConfigError where there are several, and where what stands in its
+    place is none."""
     try:
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
     except ValueError as error:
         raise ConfigError(f"{config.model_type} has several language parts: {_reason(error)}") from None
+    if text is not config:
+        _refuse_no_part(config, next((key for key, part in vars(config).items() if part is text), "text_config"))
+    return text
+
+
+def _refuse_no_part(config: Any, key: str) -> None:
+    """Raises ConfigError where the configuration of a part of a model was not read as one, as for a class that does not
+    have the part."""
+    from transformers import PretrainedConfig
+
+    part = getattr(config, key, None)
+    if part is not None and not isinstance(part, PretrainedConfig):
+        raise ConfigError(
+            f"{config.model_type}: {key} is {_short(part)}, which {type(config).__name__} does not read as the "
+            "configuration of a part; remove it from config.json, or name the model_type that has such a part"
+        )
 
 
 def refuse_kind(config: Any, name: str) -> None:
@@ -168,6 +189,7 @@ def _refuse_numbers(text: Any, name: str) -> None:
         value = getattr(text, key, None)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
+    _refuse_sizes(text.to_dict(), f"{name}: ")
     for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
         if (value := count(key)) is not None and value < 1:
             raise ConfigError(f"{name}: {key} is {value}; it must be at least 1")
@@ -184,6 +206,35 @@ def _refuse_numbers(text: Any, name: str) -> None:
             raise ConfigError(f"{name}: {key} is {value}; it is a probability, from 0 to below 1")
 
 
+_LARGEST = (
+    (re.compile(r"(num_|n_)?(hidden_|encoder_|decoder_)?layers?|depth"), 4096),
+    (
+        re.compile(
+            r"\w*(hidden_size|head_dim|embed_dim|image_size|patch_size|state_size|_rank|_heads?|experts?|channels)"
+            r"|n_embd|d_model"
+        ),
+        1 << 20,
+    ),
+)
+"""Keys of a configuration by which a constructor makes so many modules, or buffers of so many numbers, and the most that
+they may be: more than any model has."""
+_LONGEST_INTEGER = (1 << 63) - 1
+"""That torch takes."""
+
+
+def _refuse_sizes(described: Mapping[str, Any], prefix: str) -> None:
+    """Raises ConfigError for a size, nested parts included, that is larger than that of any model."""
+    for key, value in described.items():
+        if isinstance(value, Mapping):
+            _refuse_sizes(value, f"{prefix}{key}.")
+        elif isinstance(value, int):
+            most = next((most for keys, most in _LARGEST if keys.fullmatch(str(key))), _LONGEST_INTEGER)
+            if value > most:
+                raise ConfigError(
+                    f"{prefix}{key} is {value}, more than the {most:,} that a model may have; write its number"
+                )
+
+
 def sees(config: Any) -> bool:
     """Whether a model takes images; False for a configuration of None."""
     return getattr(config, "vision_config", None) is not None
@@ -195,12 +246,13 @@ def _has_class(config: Any) -> bool:
     return type(config) in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
-def _writer(folder: Path) -> Any:
-    """The release of transformers that has written the `config.json` of a folder; None where that does not say."""
+def _written(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder; empty for whatever is not there, or is no configuration."""
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["transformers_version"]
-    except (OSError, ValueError, KeyError, TypeError):  # of whatever is not there, or is no configuration
-        return None
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _of_newer(version: Any) -> str:
@@ -285,6 +337,11 @@ def _reason(error: BaseException) -> str:
     """The message of an exception of transformers in one paragraph; its validators put the reason into the cause."""
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _LONGEST else shown[:_LONGEST] + " …"
 
 
 _LONGEST = 300

@@ -150,8 +150,8 @@ def _refuse_no_part(config: Any, key: str) -> None:
     part = getattr(config, key, None)
     if part is not None and not isinstance(part, PretrainedConfig):
         raise ConfigError(
-            f"{config.model_type}: {key} is {_short(part)}, which {type(config).__name__} does not read as the "
-            "configuration of a part; remove it from config.json, or name the model_type that has such a part"
+            f"{config.model_type}: {key} is {_shortened(repr(part))}, which {type(config).__name__} does not read as "
+            "the configuration of a part; remove it from config.json, or name the model_type that has such a part"
         )
 
 
@@ -216,8 +216,8 @@ _LARGEST = (
         1 << 20,
     ),
 )
-"""Keys of a configuration by which a constructor makes so many modules, or buffers of so many numbers, and the most that
-they may be: more than any model has."""
+"""Keys of a configuration by which a constructor makes so many modules, or buffers of so many numbers, and the most
+that they may be: more than any model has."""
 _LONGEST_INTEGER = (1 << 63) - 1
 """That torch takes."""
 
@@ -336,13 +336,12 @@ def _words_of_model(module: str) -> frozenset[str]:
 def _reason(error: BaseException) -> str:
     """The message of an exception of transformers in one paragraph; its validators put the reason into the cause."""
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
 
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _LONGEST else shown[:_LONGEST] + " …"
-
-
 _LONGEST = 300
-"""Characters kept of another library's message: some list every model that exists."""
+"""Characters kept of a value, or of another library's message: some list every model that exists."""

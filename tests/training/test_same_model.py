@@ -9,8 +9,11 @@ from transformers import AutoConfig
 
 from megatrain import Trainer
 from megatrain.cli import main
+from megatrain.config import ModelConfig
 from megatrain.errors import ConfigError
 from megatrain.models.hf_config import differences
+from megatrain.training.setup import as_before
+from megatrain.weights.source import ModelFiles
 from support.families import FAMILIES, build
 from support.runs import MODEL, settings
 
@@ -44,7 +47,9 @@ def test_a_resume_with_another_configuration_of_the_model_is_refused(
     ):
         Trainer(config).fit()
     assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "another configuration of the model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "another configuration of the model" in said
+    assert "output.dir" not in said, "an evaluation begins no run"
     files = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in files] == ["step-2"], "nothing was written"
 
@@ -55,6 +60,21 @@ def test_what_computes_nothing_may_differ(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     file.write_text(json.dumps(written | {"transformers_version": "4.0.0", "use_cache": False, "eos_token_id": 7}))
     assert Trainer(config).fit().step == 4
+
+
+def test_what_is_to_be_put_back_is_what_holds_the_configuration(tmp_path: Path) -> None:
+    own, overrides = ModelConfig(path="of/hub"), ModelConfig(path="of/hub", config={"rms_norm_eps": 0.5})
+    folder, gguf = ModelFiles(str(tmp_path), tmp_path), ModelFiles(str(tmp_path), tmp_path, tmp_path / "own.gguf")
+    hub = ModelFiles("of/hub", tmp_path)
+    for model, files, words in (
+        (own, None, "Put model.config back"),
+        (own, folder, f"Put the config.json of {tmp_path} back"),
+        (overrides, folder, f"Put the config.json of {tmp_path} and model.config back"),
+        (own, gguf, f"Put the file {tmp_path / 'own.gguf'}, which holds it, back"),
+        (own, hub, "Name the revision of of/hub that it was written with (model.revision)"),
+        (overrides, hub, "that it was written with (model.revision), and put model.config back"),
+    ):
+        assert as_before(model, files).endswith(words)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from support.runs import settings
+import megatrain
+from megatrain.checkpoint.hf_folder import MODEL_FILES
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.training.setup import prepare_run
+from support.reference import build
+from support.runs import MODEL, settings
 from support.tiny_tokenizer import tiny_tokenizer
 from support.trainer import fit
 
@@ -56,3 +62,35 @@ def test_an_export_has_what_belongs_to_its_model_whatever_its_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert ("<|other|>" in tokenizer.get_vocab()) == (changed in ("tokenizer", "both"))
         assert (tokenizer.chat_template == TEMPLATE) == (changed in ("template", "both"))
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{bad", r"is not JSON \(.*\); it is copied into every checkpoint and export"),
+        (b"\xff{}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1]", "holds no JSON object but a list"),
+        (b'"x"', "holds no JSON object but a str"),
+    ],
+    ids=["cut off", "not UTF-8", "too deep", "list", "text"],
+)
+def test_a_file_that_is_copied_into_exports_is_read_before_the_run(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    AutoConfig.for_model(**MODEL, vocab_size=300).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(content)
+    config = settings(tmp_path)
+    config["model"] = {"path": str(tmp_path / "model"), "init": "random", "tokenizer": config["model"]["tokenizer"]}
+    message = rf"{name} {words}"
+    with pytest.raises(ConfigError, match=message):
+        prepare_run(Config.from_dict(config), folder=tmp_path / "run")
+    for options in ({"model_dir": tmp_path / "model"}, {"tokenizer_dir": str(tmp_path / "model")}):
+        with pytest.raises(ConfigError, match=message):
+            megatrain.Engine(build(), device="cpu", **options)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")  # whose folder is taken where the model has none
+    (tmp_path / "tokenizer" / name).write_bytes(content)
+    config["model"] = {"config": MODEL, "tokenizer": str(tmp_path / "tokenizer")}
+    with pytest.raises(ConfigError, match=message):
+        prepare_run(Config.from_dict(config), folder=tmp_path / "run")

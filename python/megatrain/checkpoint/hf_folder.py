@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.errors import StorageError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.system import safetensors_io
 from megatrain.system.atomic import flushing, storage_error, write_file
 from megatrain.system.safetensors_io import Entry, Shard
@@ -164,6 +164,25 @@ def write_model_files(
                 tokenizer.save_pretrained(str(folder))
         except OSError as error:
             raise storage_error(error, folder) from None
+
+
+def check_model_files(folder: str | Path | None) -> None:
+    """Raises ConfigError for a file of `MODEL_FILES` in a folder that cannot be read or is no JSON object: its copy in
+    a checkpoint or an export could not be loaded. Nothing is copied from a folder of None."""
+    if folder is None:
+        return
+    remedy = "it is copied into every checkpoint and export, so fetch it again, or remove it"
+    for path in (Path(folder) / name for name in MODEL_FILES):
+        if not path.exists():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON ({error}); {remedy}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path} holds no JSON object but a {type(found).__name__}; {remedy}")
 
 
 def _names_code(folder: Path) -> bool:

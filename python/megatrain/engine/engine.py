@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint import export
+from megatrain.checkpoint.hf_folder import check_model_files
 from megatrain.checkpoint.save import PendingCheckpoint
 from megatrain.config.constraints import refuse_unrepeatable
 from megatrain.engine import options as arguments
@@ -131,6 +132,7 @@ class Engine:
         # of its own: another engine may be given the same one, and each moves its rate
         self.optimizer: AdamW = copy.deepcopy(optimizer) if optimizer is not None else AdamW()
         self.update = update
+        check_model_files(tokenizer_dir if model_dir is None else model_dir)
         core_device, torch_device = open_device(device)
         if isinstance(model, Decoder):
             if freeze or matmul != "bf16":

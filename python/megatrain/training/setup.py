@@ -18,9 +18,9 @@ import torch
 
 from megatrain import _core
 from megatrain.checkpoint.checkpoint import Checkpoint
-from megatrain.checkpoint.hf_folder import beside_tensors
+from megatrain.checkpoint.hf_folder import beside_tensors, check_model_files
 from megatrain.checkpoint.step_folders import steps_in
-from megatrain.config import Config, TokenizerTraining
+from megatrain.config import Config, ModelConfig, TokenizerTraining
 from megatrain.config.default_length import max_positions
 from megatrain.config.validation import check_schedule_length
 from megatrain.data import Dataset, Loader, by_name, fingerprint, prepare
@@ -136,7 +136,9 @@ def _for_a_plan(config: Config, machine: Machine) -> ModelSetup:
     return _with_room_to_unpack(model_setup) if _is_gguf(config, files) else model_setup
 
 
-def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
+def _for_a_run(
+    config: Config, machine: Machine, resume: Path | None, goes_on: bool = True
+) -> "tuple[ModelSetup, PreTrainedTokenizerBase]":
     device = planner.choose_device(config, machine)
     planner.choose_matmul(config, planner.choose_precision(config, device, machine), device, machine)
     files = _files(config, plan_only=False)
@@ -152,22 +154,36 @@ def _for_a_run(config: Config, machine: Machine, resume: Path | None) -> "tuple[
     stored = _types(source) if resume is None else Checkpoint.open(resume).types()
     model_setup = _model_setup(config, machine, files, source, stored, tokenizer)
     if resume is not None:
-        _refuse_another_model(config, model_setup.decoder, resume)
+        _refuse_another_model(model_setup, resume, goes_on)
     if unpacked is not None:
         model_setup = dataclasses.replace(_with_room_to_unpack(model_setup), unpacked=unpacked)
     return model_setup, tokenizer
 
 
-def _refuse_another_model(config: Config, decoder: Decoder, checkpoint: Path) -> None:
+def _refuse_another_model(model_setup: ModelSetup, checkpoint: Path, goes_on: bool) -> None:
     """Raises ConfigError where the model's configuration is no longer the one that a checkpoint was written with: the
-    same weights would compute something else."""
-    changed = differences(decoder.config, Checkpoint.open(checkpoint).config())
+    same weights would compute something else. `goes_on`: whether a run goes on from there, which could begin anew."""
+    changed = differences(model_setup.decoder.config, Checkpoint.open(checkpoint).config())
     if changed:
-        where = f"the config.json of {config.model.path}" if config.model.path else "model.config"
+        remedy = as_before(model_setup.config.model, model_setup.files)
+        anew = ", or name another output.dir to start anew" if goes_on else ""
         raise ConfigError(
-            f"{checkpoint} was written with another configuration of the model: {'; '.join(changed)}. Put {where} "
-            "back, or name another output.dir to start anew"
+            f"{checkpoint} was written with another configuration of the model: {'; '.join(changed)}. {remedy}{anew}"
         )
+
+
+def as_before(model: ModelConfig, files: ModelFiles | None) -> str:
+    """What to do for a model to have the configuration again that it had."""
+    if files is None:
+        return "Put model.config back"
+    if files.gguf is not None:
+        what = f"the file {files.gguf}, which holds it,"
+    elif Path(files.name).expanduser().is_dir() or files.name.startswith("python:"):
+        what = f"the config.json of {files.name}"
+    else:
+        also = ", and put model.config back" if model.config else ""
+        return f"Name the revision of {files.name} that it was written with (model.revision){also}"
+    return f"Put {what}{' and model.config' if model.config else ''} back"
 
 
 def _with_room_to_unpack(model_setup: ModelSetup) -> ModelSetup:
@@ -239,10 +255,12 @@ def prepare_run(
 ) -> PlannedRun:
     """Everything of a run but its engine. Raises ConfigError, DoesNotFit with the sum, StorageError."""
     config.require("data")
-    model_setup, tokenizer = _for_a_run(config, facts.read(folder), resume)
+    model_setup, tokenizer = _for_a_run(config, facts.read(folder), resume, goes_on=folder is not None)
     decoder, machine = model_setup.decoder, model_setup.machine
     if folder is not None:
         decoder.refuse_other_loss()
+    check_model_files(_model_folder(config, model_setup.files))
+    end_tokens(model_setup)
     keep_threads(model_setup, numerics)
     samples = config.eval.samples
     check_prompts(tokenizer, samples.prompts, samples.max_new_tokens, config.data.seq_len)
@@ -504,17 +522,26 @@ def _types(source: Weights | None) -> dict[str, torch.dtype] | None:
 
 def end_tokens(model_setup: ModelSetup) -> tuple[set[int], str]:
     """The tokens at which the exported model stops when it generates, and what says so: its generation config, which is
-    kept, or its configuration."""
+    kept, or its configuration. Raises ConfigError for what are no tokens of the model."""
     text = text_config(model_setup.decoder.config)
     ends, named = getattr(text, "eos_token_id", None), "its configuration"
+    where = f"the configuration of {text.model_type}"
     copied = _model_folder(model_setup.config, model_setup.files)
     own = None if copied is None else copied / "generation_config.json"
     if own is not None and own.is_file():
         with contextlib.suppress(OSError, ValueError, RecursionError):
             content = json.loads(own.read_text(encoding="utf-8"))
             if isinstance(content, dict):
-                ends, named = content.get("eos_token_id"), str(own)
-    return set(ends if isinstance(ends, list) else [ends]) - {None}, named
+                ends, named, where = content.get("eos_token_id"), str(own), str(own)
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    size = model_setup.decoder.num_embeddings
+    for token in listed:
+        if type(token) is not int or not 0 <= token < size:
+            raise ConfigError(
+                f"{where}: eos_token_id is {ends!r}, and {token!r} is no token of the model; write a number from 0 to "
+                f"{size - 1}, a list of such, or null for none"
+            )
+    return set(listed), named
 
 
 def _warn_of_ends(model_setup: ModelSetup, tokenizer: "PreTrainedTokenizerBase", train: Dataset) -> None:

@@ -1,6 +1,7 @@
 """The report: one page, whole, without outside parts, from a run in any state, or from several."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -112,6 +113,11 @@ def test_a_measured_step_is_drawn_lane_by_lane(tmp_path: Path, capsys: pytest.Ca
     assert timeline.count("<title>backward layers.0, micro-batch") == 2  # of one step, though three were traced
     assert "compute" in timeline
     assert "busy" in timeline
+    operation = {"ph": "X", "name": "embed x", "ts": 1.0, "dur": 2.0, "tid": 1, "args": {"micro_batch": 0}}
+    for wrong in ({"ts": math.nan}, {"ts": 10**400}, {"dur": -1.0}, {"dur": math.inf}, {"args": [1]}, {"ts": "x"}):
+        trace.write_text(json.dumps([operation | wrong]))
+        with pytest.raises(ConfigError, match="is no trace of `megatrain bench --trace`"):
+            report.page([run], trace)
     trace.write_text("{}")
     assert main(["report", str(run), "--trace", str(trace)]) == 2
     assert "is no trace of `megatrain bench --trace`" in capsys.readouterr().err
@@ -152,3 +158,80 @@ def test_a_run_that_was_killed_is_not_reported_as_training(tmp_path: Path) -> No
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         report.page([tmp_path])
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("loss", "abc", "loss is 'abc', not a number or null"),
+    ("loss", [1], r"loss is \[1\], not a number or null"),
+    ("loss", True, "loss is True, not a number or null"),
+    ("grad_norm", True, "grad_norm is True"),
+    ("eval_loss", {}, r"eval_loss is \{\}, not"),
+    ("tokens", "9", "tokens is '9'"),
+    ("tokens", 10**400, "tokens is 10{59}…, not a number"),
+    ("host_peak_bytes", "1GiB", "host_peak_bytes is '1GiB'"),
+    ("step", "x", "step is 'x', not a whole number from 0 on"),
+    ("step", None, "step is None, not a whole number"),
+    ("step", 1.5, "step is 1.5, not a whole number"),
+    ("lanes", 5, "lanes is 5, not a mapping"),
+    ("lanes", {"compute": None}, "lanes.compute is None, not a number"),
+    ("eval_sets", [1], r"eval_sets is \[1\], not a mapping"),
+    ("eval_sets", {"a": 3}, "eval_sets.a is 3, not a mapping"),
+    ("eval_sets_before", {"a": {"loss": "x"}}, "eval_sets_before.a.loss is 'x'"),
+    ("samples", 3, "samples is 3, not a list"),
+    ("samples", ["x", 3], r"samples\[1\] is 3, not text"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), WRONG, ids=[f"{key}-{value!r:.9}" for key, value, _ in WRONG])
+def test_a_metric_of_a_wrong_type_is_refused_with_its_line(
+    tmp_path: Path, key: str, value: Any, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run", 3)
+    metrics = run / "metrics.jsonl"
+    good = metrics.read_text()
+    metrics.write_text(good + json.dumps(json.loads(good.splitlines()[-1]) | {key: value}) + "\n")
+    with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 4: {words}.*; remove the line"):
+        report.page([run])
+    assert main(["report", str(run)]) == 2
+    assert "metrics.jsonl, line 4" in capsys.readouterr().err
+
+
+def test_a_damaged_line_is_passed_over_and_null_says_nothing(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", 3)
+    metrics = run / "metrics.jsonl"
+    empty = dict.fromkeys(("loss", "grad_norm", "lanes", "eval_sets", "eval_sets_before", "samples", "tokens"))
+    lines = [b"\xff\xfe", b"[" * 100_000, b"[1]", json.dumps({"step": 4, **empty}).encode()]
+    metrics.write_bytes(metrics.read_bytes() + b"\n".join(lines) + b"\n")
+    assert "<td>4 of 100</td>" in report.page([run])
+    metrics.write_bytes(metrics.read_bytes() + b'{"loss": 3.0}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 8 has no step; remove the line"):
+        report.page([run])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("plan.json", {"items": 5}, "items is 5, not a list"),
+        ("plan.json", {"items": ["x"]}, r"items\[0\] is 'x', not a mapping"),
+        ("plan.json", {"items": [{"what": "a", "tier": [], "bytes": 1}]}, r"items\[0\]\.tier is \[\], not text"),
+        ("plan.json", {"items": [{"what": "a", "tier": "host", "bytes": "1"}]}, r"items\[0\]\.bytes is '1', not a num"),
+        ("data.json", {"train": 5}, "train is 5, not a mapping"),
+        ("data.json", {"eval_sets": {"a": [1]}}, r"eval_sets\.a is \[1\], not a mapping"),
+        ("data.json", {"train": {"num_tokens": "many"}}, "train.num_tokens is 'many', not a number"),
+        ("data.json", {"eval": {"lengths": {"min": "x"}}}, "eval.lengths.min is 'x', not a number"),
+        ("data.json", {"train": {"histogram": [[1, 2]]}}, r"train\.histogram\[0\] is \[1, 2\], not a list of 3"),
+        ("data.json", {"train": {"dropped": [["a", "b", "c"]]}}, r"dropped\[0\]\[1\] is 'b', not a number"),
+        ("data.json", {"train": {"notes": "x"}}, "notes is 'x', not a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_else_is_of_a_wrong_type_is_refused_with_its_file(
+    tmp_path: Path, file: str, content: Any, words: str
+) -> None:
+    run = a_run(tmp_path / "run", 3)
+    (run / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"{re.escape(file)}: .*{words}.*; remove the file"):
+        report.page([run])
+    for harmless in ("[1]", "{", "[" * 100_000, "{}", '{"items": null, "train": null, "eval_sets": null}'):
+        (run / file).write_text(harmless)
+        assert "</html>" in report.page([run])

@@ -447,3 +447,15 @@ def test_an_evaluation_that_gave_way_to_a_stop_is_made_up(tmp_path: Path) -> Non
     wanted, found = (read_metrics(tmp_path / name) for name in ("straight", "parted"))
     assert found[3]["eval_loss_before"] == wanted[2]["eval_loss"]
     assert read_status(tmp_path / "parted")["best_step"] == read_status(tmp_path / "straight")["best_step"]
+
+
+def test_a_record_that_somebody_has_changed_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    stopped_after_two_steps(config)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines()
+    odd = [{"loss": "abc"}, {"step": "x"}, {"step": None, "loss": [1]}, {"grad_norm": {}}]
+    lines = [first, *(json.dumps(json.loads(second) | changed) for changed in odd), '{"\udcff": 1}']
+    metrics.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+    fit(config)
+    assert [row.get("step") for row in read_metrics(tmp_path / "run")] == [1, 2, "x", None, 2, None, 3, 4, 5, 6]

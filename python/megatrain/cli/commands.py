@@ -78,12 +78,12 @@ def _train(args: argparse.Namespace) -> int:
 
 def _print_result(run: Path, result: "Result", as_json: bool) -> None:
     from megatrain.training.metrics import without_progress
-    from megatrain.training.run_dir import read_metrics
+    from megatrain.training.run_dir import number_in, read_metrics
 
     early = not result.stopped and result.step < result.total_steps
     warning = ""
     if not result.stopped and result.loss is not None:
-        warning = without_progress([record["loss"] for record in read_metrics(run) if "loss" in record])
+        warning = without_progress([number_in(record, "loss") for record in read_metrics(run) if "loss" in record])
     answer = {
         "step": result.step,
         "total_steps": result.total_steps,

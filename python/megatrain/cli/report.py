@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.cli import charts, timeline
+from megatrain.cli import charts, report_files, timeline
 from megatrain.cli.charts import Chart, Series
 from megatrain.errors import ConfigError
 from megatrain.system.hardware import format_bytes
@@ -67,7 +67,7 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str, trace: Path | None) -> _Run:
-    records = run_dir.read_metrics(folder)
+    records = report_files.records(folder)
     if not records:
         raise ConfigError(f"{folder} has no metrics.jsonl with a finished step; give the folder of a run (output.dir)")
     own = folder / run_dir.TRACE
@@ -76,8 +76,8 @@ def _read(folder: Path, name: str, trace: Path | None) -> _Run:
         folder=folder,
         records=records,
         status=run_dir.read_status(folder) | {"state": run_dir.state_of(folder)},
-        plan=_json(folder / run_dir.PLAN),
-        data=_json(folder / run_dir.DATA),
+        plan=report_files.plan(folder),
+        data=report_files.data(folder),
         trace=trace if trace is not None else own if own.is_file() else None,
     )
 
@@ -222,11 +222,13 @@ def _differences(runs: Sequence[_Run]) -> list[tuple[str, list[str]]]:
     flat = []
     for run in runs:
         try:
-            flat.append(dict(_flat(yaml.safe_load(_text(run.folder / run_dir.CONFIG)) or {})))
+            flat.append(dict(_flat(yaml.safe_load(report_files.text(run.folder / run_dir.CONFIG)) or {})))
         except yaml.YAMLError:
             flat.append({})
     keys = sorted({key for one in flat for key in one} - {"output.dir"})
-    rows = [(key, [json.dumps(one.get(key), ensure_ascii=False).strip('"') for one in flat]) for key in keys]
+    rows = [
+        (key, [json.dumps(one.get(key), ensure_ascii=False, default=str).strip('"') for one in flat]) for key in keys
+    ]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -240,7 +242,8 @@ def _sections(run: _Run) -> dict[str, Any]:
     """What the page shows of one run alone."""
     samples = [(record["step"], text) for record in run.records for text in record.get("samples", [])]
     texts = [
-        (name, _text(run.folder / file)) for name, file in (("Configuration", run_dir.CONFIG), ("Log", run_dir.LOG))
+        (name, report_files.text(run.folder / file))
+        for name, file in (("Configuration", run_dir.CONFIG), ("Log", run_dir.LOG))
     ]
     items = [i for i in run.plan.get("items", []) if {"what", "tier", "bytes"} <= i.keys()]
     return {
@@ -309,18 +312,3 @@ def _data_set(name: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         "notes": [*summary.get("formats", []), *summary.get("notes", [])],
         "histogram": charts.histogram("Rows by their length in tokens", bins) if bins else "",
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text(path) or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

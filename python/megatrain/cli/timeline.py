@@ -68,10 +68,11 @@ def from_trace(path: Path) -> tuple[list[Span], float]:
         spans = [_of_event(one, rows) for one in events if one["ph"] == "X"]
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no trace of `megatrain bench --trace` ({type(error).__name__}: {error})"
         ) from None
+    spans = [one for one in spans if one.end > one.start]
     if not spans:
         raise ConfigError(f"the trace {path} holds no operation; record one with megatrain bench --trace FILE")
     # a step's first computation is the embedding of its first micro-batch
@@ -83,14 +84,16 @@ def from_trace(path: Path) -> tuple[list[Span], float]:
 
 def _of_event(event: dict[str, Any], rows: dict[int, str]) -> Span:
     kind, _, unit = str(event["name"]).partition(" ")
-    start = event["ts"] / 1e6
+    start, length = event["ts"] / 1e6, event["dur"] / 1e6
+    if not (math.isfinite(start) and 0 <= length < math.inf):
+        raise ValueError(f"an operation at {event['ts']} of {event['dur']}")
     micro_batch = event.get("args", {}).get("micro_batch", 0)
     return Span(
         rows.get(event["tid"], str(event["tid"])),
         kind,
         f"{unit}, micro-batch {micro_batch}",
         start,
-        start + event["dur"] / 1e6,
+        start + length,
     )
 
 

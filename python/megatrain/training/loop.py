@@ -36,7 +36,7 @@ from megatrain.training.progress import Display, eval_sets
 from megatrain.training.replan import FasterPlan, StepTimes
 from megatrain.training.result import Result
 from megatrain.training.resume import Position
-from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder
+from megatrain.training.run_dir import DISK_ERRORS, MetricsFile, RunFolder, number_in
 from megatrain.training.spikes import StepSpikes
 from megatrain.training.stop import RunStopped, Stop
 from megatrain.training.watchdog import Stall, Watchdog
@@ -109,7 +109,7 @@ class TrainingLoop:
         """Measurements from before the first step, for the first record."""
         self.spikes: StepSpikes = StepSpikes()
         for record in folder.metrics()[-metrics.RECENT :]:
-            self.spikes.add(record.get("loss"), record.get("grad_norm"))
+            self.spikes.add(number_in(record, "loss"), number_in(record, "grad_norm"))
 
     def measure_steps(self, start_s: float, final: bool) -> None:
         """Measures the first steps and, where the plan is not `final`, changes it where that pays. `start_s`: seconds

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,7 +228,7 @@ class RunFolder:
         path = self.path / METRICS
         try:
             if path.exists():
-                kept = [line for line, record in _lines(path) if record.get("step", 0) <= step]
+                kept = [line for _, line, record in _lines(path) if (number_in(record, "step") or 0) <= step]
                 write_whole(path, "".join(kept))
             file = MetricsFile(path)
         except OSError as error:
@@ -242,7 +242,7 @@ class RunFolder:
 
     def loss(self, step: int) -> float | None:
         """The training loss recorded for a step; None when there is no record."""
-        return next((one.get("loss") for one in reversed(self.metrics()) if one.get("step") == step), None)
+        return next((number_in(one, "loss") for one in reversed(self.metrics()) if one.get("step") == step), None)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, ascending. `checkpoint.verify` checks whether each is complete."""
@@ -312,8 +312,20 @@ class RunFolder:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl`, without a last line that a kill cut in half. Empty when there is no file."""
+    return [record for _, record in numbered_metrics(run)]
+
+
+def numbered_metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The same, each with the number of its line."""
     path = run / METRICS
-    return [record for _, record in _lines(path)] if path.exists() else []
+    return [(number, record) for number, _, record in _lines(path)] if path.exists() else []
+
+
+def number_in(record: Mapping[str, Any], key: str) -> float | None:
+    """A number of a record of `metrics.jsonl`; None where there is none, also where somebody has written something
+    else."""
+    value = record.get(key)
+    return value if isinstance(value, (int, float)) else None
 
 
 def read_correction(run: Path) -> dict[str, Any]:
@@ -326,7 +338,7 @@ def _read_plan(run: Path) -> dict[str, Any]:
     """`plan.json`, or an empty mapping."""
     try:
         found = json.loads((run / PLAN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -335,7 +347,7 @@ def read_status(run: Path) -> dict[str, Any]:
     """`status.json`, or an empty mapping."""
     try:
         status = json.loads((run / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}
 
@@ -388,12 +400,13 @@ def _shortened(reason: str) -> str:
     return reason if len(reason) <= _LONGEST_REASON else reason[: _LONGEST_REASON - 1] + "…"
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number, line, record) of each whole line of JSON."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and line.endswith("\n"):
-                yield line, record
+                yield number, line, record

@@ -225,6 +225,10 @@ class Engine:
     def next(self) -> ComputeOp | None:
         """The next op once its inputs are on their way and the compute stream waits for them; None when the pass has
         no more."""
+    def route(self, unit: int, wanted: list[bool]) -> None:
+        """Names the experts of `unit` that the micro-batch needs whose forward is being computed, in the unit that
+        routes to them (`routed` of a plan request). Raises ValueError at another time, or when not every expert is
+        named as wanted or not."""
     def finish(self, op: ComputeOp) -> None:
         """The op's work has been launched on the compute stream."""
     def gradient_norm(self) -> float:

@@ -303,6 +303,19 @@ pub enum Error {
         /// The one whose weights it asks for.
         holder: u32,
     },
+    /// Experts that cannot be sent in part.
+    #[error(
+        "unit {unit} is to be sent in part, as unit {by} routes tokens to its {experts} experts; only a layer after that unit can \
+         be, all of whose tensors have as many rows, and none that routes is itself sent so"
+    )]
+    Routed {
+        /// The unit.
+        unit: String,
+        /// The one that routes.
+        by: u32,
+        /// The experts that it is said to have.
+        experts: u32,
+    },
     /// Two units share a name.
     #[error("two units are called {unit}; every unit needs a name of its own")]
     DuplicateUnit {
@@ -645,6 +658,24 @@ pub enum Error {
     /// A call needs a pass.
     #[error("no pass has begun")]
     NoPass,
+    /// Experts were named at another time than while the unit that routes computes forward, or not as many as there are.
+    #[error(
+        "{given} experts of unit {unit} were named; its {experts} are named while the forward of the unit that routes to them is computed"
+    )]
+    NotRouting {
+        /// The unit.
+        unit: usize,
+        /// Those that were named.
+        given: usize,
+        /// Its experts; 0 where it is not sent in part.
+        experts: usize,
+    },
+    /// A unit is to be sent in part, and nobody said which.
+    #[error("nobody has named the experts of unit {unit} that tokens are routed to")]
+    NotRouted {
+        /// The unit.
+        unit: String,
+    },
     /// Another operation was asked for before the last one had been finished.
     #[error("operation {id} was handed out and has not been finished")]
     NotFinished {

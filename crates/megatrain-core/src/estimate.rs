@@ -304,7 +304,8 @@ impl Durations<'_> {
         match op.kind {
             Kind::Load => {
                 let image = &self.placement.parts[unit][op.part as usize].image;
-                image.end - image.start
+                let share = self.request.units[unit].routed.map_or(1.0, |routed| routed.share);
+                ((image.end - image.start) as f64 * share) as u64
             }
             Kind::FetchActivation | Kind::OffloadActivation => self.placement.staged[unit].bytes(op.micro_batch),
             Kind::OffloadGrad if op.slab.is_some() => self.grad_bytes(op),

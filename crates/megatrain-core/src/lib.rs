@@ -64,7 +64,7 @@ pub mod plan {
     pub(crate) use self::placement::{TRANSFER_WINDOW, disk_cuts, largest_torch_lines, part_bytes, torch_lines};
     pub use self::plan::{Activation, Forecast, Place, Plan, State, Totals, UnitPlan};
     pub use self::request::{
-        Auto, Budget, Count, DeviceKind, Rates, Request, Requests, UnitRequest, UnitRole, UpdateMode,
+        Auto, Budget, Count, DeviceKind, Rates, Request, Requests, Routed, UnitRequest, UnitRole, UpdateMode,
     };
     pub use crate::planner::{fits, plan};
 }

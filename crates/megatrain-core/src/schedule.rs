@@ -366,8 +366,8 @@ impl Schedule {
         Ok((Arc::new(first), Arc::new(second)))
     }
 
-    /// Units whose weights need not be loaded again after this pass: those that it has not updated and that the next
-    /// one would not evict. With fewer slots than layers, others have taken a layer's slot by the time it is used again, and
+    /// Units whose weights need not be loaded again after this pass: those that it has not updated, that are there in
+    /// whole, and that the next one would not evict. With fewer slots than layers, others have taken a layer's slot by the time it is used again, and
     /// keeping some back would leave too few slots to load ahead.
     #[must_use]
     pub fn leaves(&self, inputs: &ScheduleInputs) -> Vec<Resident> {
@@ -380,11 +380,12 @@ impl Schedule {
             places.insert(place(op.unit, op.slot), op.unit);
         }
         let updates = self.ops.iter().filter(|op| op.kind == Kind::Update).map(|op| op.unit);
-        let updated: std::collections::HashSet<u32> = updates.collect();
+        let in_part = (0u32..).zip(&inputs.units).filter(|(_, u)| u.routed_by.is_some()).map(|(unit, _)| unit);
+        let reloaded: std::collections::HashSet<u32> = updates.chain(in_part).collect();
         let all_in_slots = inputs.units.iter().filter(|u| !u.own_place).count() <= inputs.slots as usize;
         let kept = places
             .into_iter()
-            .filter(|&((_, slot), unit)| !updated.contains(&unit) && (slot.is_none() || all_in_slots));
+            .filter(|&((_, slot), unit)| !reloaded.contains(&unit) && (slot.is_none() || all_in_slots));
         let mut resident: Vec<Resident> = kept.map(|((_, slot), unit)| Resident { unit, slot }).collect();
         resident.sort_unstable();
         resident

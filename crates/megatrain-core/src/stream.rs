@@ -50,6 +50,7 @@ mod lanes;
 #[expect(unsafe_code, reason = "queues copies of host memory")]
 mod memory;
 mod passes;
+mod routes;
 mod rows;
 mod save;
 mod schedules;
@@ -275,6 +276,15 @@ impl Engine {
     /// layer's input could not be written to disk or read again, until the pass is abandoned.
     pub fn next(&self, limit: Duration) -> Result<Poll<Option<ComputeOp>>> {
         self.shared.next(limit)
+    }
+
+    /// Names the experts of `unit` that the micro-batch needs whose forward the caller is computing, in the unit that routes
+    /// to them: those that any micro-batch of its group needs are sent ([`crate::plan::Routed`]).
+    ///
+    /// # Errors
+    /// [`crate::Error::NotRouting`] at another time, or when not every expert is named as wanted or not.
+    pub fn route(&self, unit: usize, wanted: &[bool]) -> Result<()> {
+        self.shared.route(unit, wanted)
     }
 
     /// The operation's work has been launched on the compute stream.

@@ -4,7 +4,7 @@ use megatrain_core::schedule::{Dep, Edge, Kind, Lane, Op, Pass, Schedule, Schedu
 use proptest::prelude::*;
 
 mod support;
-use support::{any_request, join, request};
+use support::{any_request, join, request, route};
 
 fn facts(request: &Request) -> ScheduleInputs {
     ScheduleInputs::new(request, &plan(request).unwrap()).unwrap()
@@ -203,6 +203,31 @@ fn a_unit_with_the_weights_of_another_one_is_computed_where_those_are() {
     moved.ops[at + 1].deps.push(Dep { op: at as u32, edge: Edge::Issued, prior: false });
     let error = check(&facts, &moved, Some(&first)).unwrap_err().to_string();
     assert!(error.contains("computed backward in the slot in which the one that has its weights was"), "{error}");
+}
+
+#[test]
+fn a_unit_that_is_sent_in_part_is_sent_for_each_group_of_micro_batches() {
+    let mut base = request(4, 4);
+    route(&mut base, 3);
+    (base.requests.slots, base.requests.group) = (Some(9), Some(2));
+    let facts = facts(&base);
+    for pass in [Pass::Train, Pass::Eval] {
+        let (first, good) = Schedule::steady(&facts, Shape::new(pass, 4)).unwrap();
+        check(&facts, &good, Some(&first)).unwrap();
+        let loads = |unit: u32| -> Vec<u32> {
+            good.ops.iter().filter(|op| (op.kind, op.unit) == (Kind::Load, unit)).map(|op| op.micro_batch).collect()
+        };
+        assert_eq!(loads(3), [0, 2], "although there is a slot for each layer");
+        assert_eq!(loads(2).len(), usize::from(pass == Pass::Train));
+        assert!(good.leaves(&facts).iter().all(|held| held.unit != 3));
+        let mut early = (*good).clone();
+        let load = early.ops.iter().position(|op| (op.kind, op.unit) == (Kind::Load, 3)).unwrap();
+        let routed = good.ops.iter().find(|op| (op.kind, op.unit, op.micro_batch) == (Kind::Forward, 2, 1)).unwrap().id;
+        assert!(good.ops[load].deps.contains(&Dep { op: routed, edge: Edge::Issued, prior: false }));
+        early.ops[load].deps.retain(|dep| dep.prior || dep.op != routed);
+        let error = check(&facts, &early, Some(&first)).unwrap_err().to_string();
+        assert!(error.contains("which weights are sent is known before they are"), "{error}");
+    }
 }
 
 #[test]

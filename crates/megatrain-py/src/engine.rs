@@ -158,6 +158,10 @@ impl Engine {
         Ok(self.wait(py, |engine| engine.next(SLICE))?.map(ComputeOp::from))
     }
 
+    fn route(&self, py: Python<'_>, unit: usize, wanted: Vec<bool>) -> PyResult<()> {
+        detached(py, || self.engine.route(unit, &wanted))
+    }
+
     fn finish(&self, py: Python<'_>, op: &ComputeOp) -> PyResult<()> {
         let id = op.id();
         detached(py, || self.engine.finish(id))

@@ -128,9 +128,24 @@ pub struct UnitRequest {
     /// layer that is spread over several units is computed with the weights of what precedes them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights_of: Option<u32>,
+    /// Of a unit of experts, those of which are sent that tokens are routed to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub routed: Option<Routed>,
     /// Whether its backward makes again what matmuls read of its forward, rather than finding it among what was kept.
     #[serde(default = "yes")]
     pub remakes: bool,
+}
+
+/// How a unit of experts is sent in part: every tensor of it has the experts along its first dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Routed {
+    /// The layer unit before it whose forward decides which experts each micro-batch needs.
+    pub by: u32,
+    /// How many experts it has.
+    pub experts: u32,
+    /// The share of them that a group of micro-batches is expected to need.
+    pub share: f64,
 }
 
 const fn yes() -> bool {
@@ -380,6 +395,7 @@ impl UnitRequest {
             ramp_s: 0.0,
             captures: true,
             weights_of: None,
+            routed: None,
             remakes: true,
         }
     }
@@ -472,6 +488,17 @@ impl Request {
                     || earlier.is_none_or(|u| u.weights_of.is_some())
                 {
                     return Err(Error::WeightsOf { unit: unit.name.clone(), holder });
+                }
+            }
+            if let Some(Routed { by, experts, share }) = unit.routed {
+                let earlier = self.units.get(by as usize).filter(|_| by > 0 && (by as usize) < index);
+                let divided = unit.tensors.iter().all(|t| t.shape.first() == Some(&u64::from(experts)));
+                if unit.role != UnitRole::Layer || earlier.is_none_or(|u| u.routed.is_some()) || !divided {
+                    return Err(Error::Routed { unit: unit.name.clone(), by, experts });
+                }
+                if !(share > 0.0 && share <= 1.0) {
+                    let what = format!("unit {}: share", unit.name);
+                    return Err(Error::WrongNumber { what, value: share, allowed: "above 0 and at most 1" });
                 }
             }
             let numbers = [

@@ -79,10 +79,14 @@ impl Builder<'_> {
         }
         let groups: Vec<std::ops::Range<u32>> = self.inputs.groups.ranges(total).collect();
         let mut turns = Vec::new();
-        for _ in &groups {
-            turns.extend((1..=layers).map(|unit| self.inputs.holder(unit)));
+        for group in &groups {
+            let turn = |unit: u32| {
+                let holder = self.inputs.holder(unit);
+                (holder, self.inputs.sent(holder, group.start))
+            };
+            turns.extend((1..=layers).map(turn));
             if train {
-                turns.extend((1..=layers).rev().map(|unit| self.inputs.holder(unit)));
+                turns.extend((1..=layers).rev().map(turn));
             }
         }
         let mut turns = assign(self.inputs, &turns, self.resident).into_iter();
@@ -113,7 +117,7 @@ impl Builder<'_> {
         }
         for unit in 1..head {
             let turn = turns.next().flatten();
-            self.load(self.inputs.holder(unit), turn);
+            self.load(self.inputs.holder(unit), group.start, turn);
             for mb in group.clone() {
                 let stage = self.next_stage(unit, mb, train);
                 self.push(Kind::Forward, unit, mb, Lane::Compute, self.computed, |op| {
@@ -150,7 +154,7 @@ impl Builder<'_> {
         }
         for unit in (1..head).rev() {
             let turn = turns.next().flatten();
-            self.load(self.inputs.holder(unit), turn);
+            self.load(self.inputs.holder(unit), group.start, turn);
             // Across groups a sum is formed apart or in a buffer of the unit's own, so a shared one serves one use.
             let grad = self.grad_buffer(unit, last);
             for mb in group.clone() {
@@ -227,10 +231,12 @@ impl Builder<'_> {
         }
     }
 
-    fn load(&mut self, unit: u32, turn: Option<Turn>) {
+    /// Loads a unit for the group that begins with `micro_batch`.
+    fn load(&mut self, unit: u32, micro_batch: u32, turn: Option<Turn>) {
         if let Some(Turn { slot, load: true }) = turn {
             let buffer = self.read_weights(unit);
-            self.push(Kind::Load, unit, 0, Lane::Upload, self.computed, |op| {
+            let sent = self.inputs.sent(unit, micro_batch);
+            self.push(Kind::Load, unit, sent, Lane::Upload, self.computed, |op| {
                 (op.slot, op.weight_buffer) = (Some(slot), buffer);
             });
         }

@@ -36,6 +36,8 @@ pub(super) enum Resource {
     Store(u32),
     /// How often a unit has been updated.
     Count(u32),
+    /// What a unit's forward has decided about which weights of others are sent.
+    Route(u32),
     /// The loss, which the caller has found to be finite.
     Loss,
     /// The caller's decision.
@@ -82,7 +84,9 @@ fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<
     let reads_weights = |list: &mut Vec<_>, u: u32| {
         let holder = inputs.holder(u);
         match op.slot {
-            Some(slot) if u == op.unit => list.push((Resource::Slot(slot), Access::Read(holder, 0))),
+            Some(slot) if u == op.unit => {
+                list.push((Resource::Slot(slot), Access::Read(holder, inputs.sent(holder, mb))));
+            }
             _ => list.extend(parts(holder).map(|part| (Resource::Own(holder, part), Access::Read(holder, 0)))),
         }
     };
@@ -94,10 +98,19 @@ fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<
             list.push((Resource::Grad(grad), if fresh { Access::Write(u, mb) } else { Access::Add(u, mb) }));
         }
     };
+    // Which weights are sent is known when the last micro-batch of the group has been routed.
+    let reads_route = |list: &mut Vec<_>| {
+        if let Some(by) = inputs.unit(unit).routed_by {
+            let last =
+                inputs.groups.ranges(shape.micro_batches).find(|group| group.contains(&mb)).map_or(mb, |g| g.end - 1);
+            list.push((Resource::Route(by), Access::Read(by, last)));
+        }
+    };
     match op.kind {
         Kind::Load if inputs.unit(unit).weights_on_disk => {
+            reads_route(list);
             list.push((weight_buffer(op), Access::Read(unit, 0)));
-            list.push((op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot), Access::Write(unit, 0)));
+            list.push((op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot), Access::Write(unit, mb)));
         }
         Kind::ReadWeights => {
             for part in 0..inputs.unit(unit).disk_parts {
@@ -107,6 +120,7 @@ fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<
             list.push((weight_buffer(op), Access::Write(unit, 0)));
         }
         Kind::Load => {
+            reads_route(list);
             // The whole of a unit is sent, whatever the parts in which it is updated.
             let images = if inputs.unit(unit).updated_apart() {
                 0..inputs.unit(unit).update_parts()
@@ -115,13 +129,17 @@ fn list_accesses(inputs: &ScheduleInputs, shape: Shape, op: &Op, list: &mut Vec<
             };
             list.extend(images.map(|part| (Resource::Image(unit, part), Access::Read(unit, 0))));
             let place = op.slot.map_or(Resource::Own(unit, op.part), Resource::Slot);
-            list.push((place, Access::Write(unit, 0)));
+            list.push((place, Access::Write(unit, mb)));
         }
         Kind::Embed => reads_weights(list, unit),
         Kind::Forward => {
             reads_weights(list, unit);
             if let (Pass::Train, Some(stage)) = (shape.pass, op.stage) {
                 list.push((Resource::Stage(stage), Access::Write(unit, mb)));
+            }
+            if inputs.unit(unit).routes {
+                let first = inputs.groups.start(mb) == mb;
+                list.push((Resource::Route(unit), if first { Access::Write(unit, mb) } else { Access::Add(unit, mb) }));
             }
         }
         Kind::Loss => {

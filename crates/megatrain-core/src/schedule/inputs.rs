@@ -1,4 +1,6 @@
 //! What a schedule depends on, and no more: counts and flags of a plan.
+use std::collections::HashSet;
+
 use crate::error::Result;
 use crate::plan::{Groups, Placement, Plan, Request, Staged, State, UpdateMode};
 
@@ -64,6 +66,10 @@ pub struct UnitInputs {
     pub staged: Staged,
     /// The unit with whose weights it is computed, where it has none.
     pub weights_of: Option<u32>,
+    /// The unit whose forward decides which of its weights are sent, where that is not all of them.
+    pub routed_by: Option<u32>,
+    /// Whether its forward decides that of others.
+    pub routes: bool,
 }
 
 impl ScheduleInputs {
@@ -78,6 +84,7 @@ impl ScheduleInputs {
     /// The inputs of a plan that has been placed.
     #[must_use]
     pub fn from_placement(request: &Request, plan: &Plan, placement: &Placement) -> Self {
+        let routing: HashSet<u32> = request.units.iter().filter_map(|unit| Some(unit.routed?.by)).collect();
         let unit = |u: usize| UnitInputs {
             trains: placement.trains(u),
             on_device: plan.units[u].state == State::Device,
@@ -91,6 +98,8 @@ impl ScheduleInputs {
             sums_apart: placement.accumulator[u].is_some(),
             staged: placement.staged[u],
             weights_of: request.units[u].weights_of,
+            routed_by: request.units[u].routed.map(|routed| routed.by),
+            routes: routing.contains(&(u as u32)),
         };
         Self {
             units: (0..plan.units.len()).map(unit).collect(),
@@ -120,6 +129,12 @@ impl ScheduleInputs {
     /// The unit with whose weights a unit is computed: itself, or the one that it has them of.
     pub(crate) fn holder(&self, unit: u32) -> u32 {
         self.unit(unit).weights_of.unwrap_or(unit)
+    }
+
+    /// What of a unit's weights is on the device while a micro-batch is computed: of one that is sent in part, what the group
+    /// of micro-batches that begins with this one needs; of all others everything, which is 0.
+    pub(super) fn sent(&self, unit: u32, micro_batch: u32) -> u32 {
+        if self.unit(unit).routed_by.is_some() { self.groups.start(micro_batch) } else { 0 }
     }
 
     pub(crate) fn unit(&self, unit: u32) -> &UnitInputs {

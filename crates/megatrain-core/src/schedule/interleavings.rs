@@ -261,6 +261,8 @@ fn inputs(layers: u32, immediate: bool) -> ScheduleInputs {
         sums_apart: false,
         staged: Staged::none(),
         weights_of: None,
+        routed_by: None,
+        routes: false,
     };
     let layer = UnitInputs { trains: true, on_device: false, own_place: false, ..frozen };
     let layer = |index| UnitInputs { own_slab: (!immediate).then_some(index), ..layer };

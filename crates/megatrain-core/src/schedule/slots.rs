@@ -13,29 +13,32 @@ pub(super) struct Turn {
 /// Assigns slots to `turns` (layers in the order in which a pass computes them). The layer whose next turn is farthest
 /// makes room (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: it loads least); among layers without a next turn, the one whose last turn is longest
 /// ago, since its slot is free first. `resident` layers are in their slots already.
-pub(super) fn assign(inputs: &ScheduleInputs, turns: &[u32], resident: &[Resident]) -> Vec<Option<Turn>> {
+///
+/// A layer's number comes with what of it is sent ([`ScheduleInputs::sent`]).
+pub(super) fn assign(inputs: &ScheduleInputs, turns: &[(u32, u32)], resident: &[Resident]) -> Vec<Option<Turn>> {
     let mut next: Vec<usize> = vec![usize::MAX; turns.len()];
-    let mut seen: HashMap<u32, usize> = HashMap::new();
+    let mut seen: HashMap<(u32, u32), usize> = HashMap::new();
     for (i, unit) in turns.iter().enumerate().rev() {
         next[i] = seen.insert(*unit, i).unwrap_or(usize::MAX);
     }
     // (unit, its next turn, its last turn)
-    let mut slots: Vec<Option<(u32, usize, usize)>> = vec![None; inputs.slots as usize];
+    let mut slots: Vec<Option<((u32, u32), usize, usize)>> = vec![None; inputs.slots as usize];
     for held in resident {
         if let Some(slot) = held.slot {
-            slots[slot as usize] = Some((held.unit, seen.get(&held.unit).copied().unwrap_or(usize::MAX), 0));
+            let unit = (held.unit, 0);
+            slots[slot as usize] = Some((unit, seen.get(&unit).copied().unwrap_or(usize::MAX), 0));
         }
     }
     turns
         .iter()
         .enumerate()
         .map(|(i, &unit)| {
-            if inputs.unit(unit).own_place {
+            if inputs.unit(unit.0).own_place {
                 return None;
             }
             let held = slots.iter().position(|s| s.is_some_and(|(u, ..)| u == unit));
             let slot = held.unwrap_or_else(|| {
-                let worth = |s: &Option<(u32, usize, usize)>| match s {
+                let worth = |s: &Option<(_, usize, usize)>| match s {
                     None => (usize::MAX, usize::MAX),
                     Some((_, next, last)) => (*next, usize::MAX - 1 - last),
                 };

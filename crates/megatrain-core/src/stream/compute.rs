@@ -107,6 +107,7 @@ impl Shared {
         core.progress.take_op(id);
         let awaited = core.progress.awaited(id);
         let op = core.progress.op(id);
+        self.begin_routing(&mut core, &op);
         drop(core);
         let prepared = guarded(|| self.prepare_compute(&op, shape, &awaited));
         let start = prepared.map_err(|cause| self.fail(&op, &cause))?;

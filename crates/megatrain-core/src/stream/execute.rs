@@ -74,13 +74,19 @@ impl Shared {
             None => self.memory.store.image(unit).expect("weights that are loaded are on the host or read from disk"),
         };
         let part = &self.placement.parts[unit][op.part as usize].image;
-        let place = place.slice(part.start, part.end - part.start);
+        let whole = place.slice(part.start, part.end - part.start);
         if self.options.poison {
-            self.device.fill(Stream::Upload, &place, 0xff)?;
+            self.device.fill(Stream::Upload, &whole, 0xff)?;
         }
-        // SAFETY: the schedule orders every write of the image (an update, state that returns), or of the buffer that weights
-        // on disk are read to, before or after its loads, which `schedule::check` has proved; `Engine::write` writes it only while nothing is under way.
-        unsafe { self.device.copy_to_device(Stream::Upload, &within(image, part, 1), &place) }
+        let sent = self.routed_bytes(unit)?.unwrap_or_else(|| vec![part.clone()]);
+        for bytes in &sent {
+            let place = place.slice(bytes.start, bytes.end - bytes.start);
+            // SAFETY: the schedule orders every write of the image (an update, state that returns), or of the buffer that
+            // weights on disk are read to, before or after its loads, which `schedule::check` has proved; `Engine::write`
+            // writes it only while nothing is under way.
+            unsafe { self.device.copy_to_device(Stream::Upload, &within(image, bytes, 1), &place) }?;
+        }
+        Ok(())
     }
 
     fn stage(&self, op: &Op) -> (DeviceMemory, HostSpan) {

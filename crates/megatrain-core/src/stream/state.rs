@@ -91,6 +91,8 @@ pub(super) struct EngineState {
     pub(super) resident: Vec<Resident>,
     /// The save that has been begun, until somebody has heard how it ended.
     pub(super) saving: Option<Saving>,
+    /// By unit that is sent in part: which of its experts the group of micro-batches that was routed last needs.
+    pub(super) routes: HashMap<usize, Vec<bool>>,
     pub(super) counters: Counters,
     /// Whether one operation runs at a time.
     pub(super) synchronous: bool,

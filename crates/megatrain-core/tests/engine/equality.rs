@@ -78,6 +78,37 @@ fn immediate_updates_equal_unclipped_ones_just_in_time() {
     }
 }
 
+#[test]
+fn experts_that_are_sent_alone_do_not_show() {
+    for update in [UpdateMode::JustInTime, UpdateMode::Immediate] {
+        for (name, base) in precisions(&Request { update, ..request(5, 3) }) {
+            let mut routed = base;
+            for unit in [2, 4] {
+                route(&mut routed, unit);
+            }
+            let mut whole = routed.clone();
+            whole.units.iter_mut().for_each(|unit| unit.routed = None);
+            let clip = (update == UpdateMode::JustInTime).then_some(0.5);
+            let reference = train_through(&whole, queueing(0), &synchronous(), 3, clip);
+            for (seed, (placement, request)) in placements(&routed).into_iter().enumerate() {
+                let poison = Options { poison: true, ..options() };
+                let run = start(&request, queueing(seed as u64), &poison);
+                for step in 0..3 {
+                    // What an evaluation was sent is no part of what the step needs.
+                    run.toy.begin(&run.engine, Pass::Eval, 2, false).unwrap();
+                    run.toy.compute(&run.engine, step + 1).unwrap();
+                    run.toy.step(&run.engine, step, clip).unwrap();
+                }
+                assert!(run.toy.state(&run.engine).unwrap() == reference, "{name}, {placement}");
+                let unsent = run.toy.unsent.load(std::sync::atomic::Ordering::Relaxed);
+                let units = plan(&request).unwrap().units;
+                let streamed = [2, 4].iter().any(|&unit: &usize| units[unit].state != State::Device);
+                assert_eq!(unsent > 0, streamed, "{name}, {placement}: {unsent} elements were not sent");
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 

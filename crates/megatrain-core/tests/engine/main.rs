@@ -10,12 +10,12 @@ use megatrain_core::layout::{Dtype, Master, Moments, Precision, StateFormat};
 use megatrain_core::plan::{Activation, Count, Place, Plan, Region, Request, State, UpdateMode, plan};
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
-use megatrain_core::stream::{Begin, Engine, Group, Options, PlaneName};
+use megatrain_core::stream::{Begin, Engine, Group, Options, Phase, PlaneName};
 use proptest::prelude::*;
 
 #[path = "../support/mod.rs"]
 mod support;
-use support::{FOREVER, GROUPS, Toy, any_request, ready, request};
+use support::{FOREVER, GROUPS, Toy, any_request, ready, request, route};
 
 mod equality;
 mod passes;

@@ -3,6 +3,31 @@
 use super::*;
 
 #[test]
+fn experts_are_named_while_they_are_routed_to() {
+    let mut base = request(3, 1);
+    route(&mut base, 2);
+    let run = start(&base, queueing(0), &options());
+    let refusal = |unit: usize, wanted: &[bool]| run.engine.route(unit, wanted).unwrap_err().to_string();
+    assert!(refusal(2, &[true; 37]).contains("37 experts of unit 2 were named; its 37 are named while"));
+    run.toy.begin(&run.engine, Pass::Train, 1, false).unwrap();
+    let failure = loop {
+        match run.engine.next(FOREVER).map(ready) {
+            Ok(Some(op)) => {
+                run.toy.launch(&run.engine, &op, 0);
+                if (op.phase, op.unit) == (Phase::Forward, 1) {
+                    assert!(refusal(2, &[true; 36]).contains("36 experts of unit 2"));
+                    assert!(refusal(3, &[true; 37]).contains("its 0 are named"));
+                    assert!(refusal(9, &[]).contains("experts of unit 9"));
+                }
+                run.engine.finish(op.id).unwrap();
+            }
+            other => break other.unwrap_err().to_string(),
+        }
+    };
+    assert!(failure.contains("nobody has named the experts of unit layers.1 that tokens are routed to"), "{failure}");
+}
+
+#[test]
 fn fewer_micro_batches_than_planned_are_a_step_too() {
     let base = request(4, 4);
     let run = |options: &Options, seed| {

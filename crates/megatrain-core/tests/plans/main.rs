@@ -3,8 +3,8 @@ use megatrain_core::error::{Error, Tier};
 use megatrain_core::estimate::{estimate, forecast};
 use megatrain_core::layout::Precision;
 use megatrain_core::plan::{
-    Activation, Auto, Budget, Count, DeviceKind, Place, Plan, Rates, Request, Requests, State, UnitRole, UpdateMode,
-    fits, plan,
+    Activation, Auto, Budget, Count, DeviceKind, Place, Plan, Rates, Request, Requests, Routed, State, UnitRole,
+    UpdateMode, fits, plan,
 };
 use megatrain_core::schedule::{Kind, Lane, Pass, Schedule, ScheduleInputs, Shape, check};
 use proptest::prelude::*;

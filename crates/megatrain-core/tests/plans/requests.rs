@@ -177,6 +177,34 @@ fn inputs_on_disk_that_one_group_size_does_not_leave_are_planned_with_another() 
 }
 
 #[test]
+fn a_unit_is_sent_in_part_as_an_earlier_layer_routes_to_its_experts() {
+    let base = model(6, 4);
+    let of = |unit: usize, routed: Routed| {
+        let mut request = base.clone();
+        request.units[unit].tensors.iter_mut().for_each(|tensor| tensor.shape = vec![8, tensor.numel() / 8]);
+        request.units[unit].routed = Some(routed);
+        (request.requests.slots, request.requests.state_on_device) = (Some(2), Some(Count::Units(0)));
+        plan(&request)
+    };
+    let good = Routed { by: 2, experts: 8, share: 0.25 };
+    let in_part = of(4, good).unwrap().estimate.lanes["upload"];
+    assert!(in_part < of(4, Routed { share: 1.0, ..good }).unwrap().estimate.lanes["upload"]);
+    for (unit, routed) in [
+        (4, Routed { by: 4, ..good }),
+        (4, Routed { by: 0, ..good }),
+        (4, Routed { by: 99, ..good }),
+        (4, Routed { experts: 4, ..good }),
+        (7, good),
+    ] {
+        let error = of(unit, routed).unwrap_err().to_string();
+        assert!(error.contains("is to be sent in part") && error.contains("as many rows"), "{unit}: {error}");
+    }
+    for share in [0.0, -1.0, 1.5, f64::NAN] {
+        assert!(of(4, Routed { share, ..good }).unwrap_err().to_string().contains("layers.3: share"));
+    }
+}
+
+#[test]
 fn weights_of_another_unit_are_those_of_an_earlier_layer_that_has_some() {
     let base = model(6, 4);
     let of = |unit: usize, holder: u32, clear: bool| {

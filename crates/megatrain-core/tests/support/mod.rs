@@ -12,7 +12,7 @@ use megatrain_core::disk::{Disk, SimDisk};
 use megatrain_core::error::Result;
 use megatrain_core::layout::{Dtype, Precision, Role, TensorSpec};
 use megatrain_core::plan::{
-    Activation, Budget, Count, Place, Plan, Region, Request, Requests, UnitRequest, UnitRole, UpdateMode,
+    Activation, Budget, Count, Place, Plan, Region, Request, Requests, Routed, UnitRequest, UnitRole, UpdateMode,
 };
 use megatrain_core::schedule::Pass;
 use megatrain_core::store::Plane;
@@ -65,6 +65,20 @@ pub fn join(request: &mut Request, unit: usize, holder: usize) {
     request.units[unit].weights_of = Some(holder as u32);
 }
 
+/// Gives a unit experts, `WIDTH` of them, those of which are sent that the unit before it routes to.
+pub fn route(request: &mut Request, unit: usize) {
+    let experts = WIDTH as u64;
+    for tensor in &mut request.units[unit].tensors {
+        tensor.shape = vec![experts, tensor.numel().div_ceil(experts)];
+    }
+    request.units[unit].routed = Some(Routed { by: unit as u32 - 1, experts: WIDTH as u32, share: 0.5 });
+}
+
+/// Whether the toy routes a micro-batch to an expert of a unit.
+fn wants(unit: u32, micro_batch: u32, step: u64, expert: usize) -> bool {
+    (expert * 7 + unit as usize + 3 * micro_batch as usize + step as usize).is_multiple_of(3)
+}
+
 /// Any request that a plan can be made for: the whole product of what may be asked for.
 pub fn any_request() -> impl Strategy<Value = Request> {
     let counts = (1usize..7, 1u32..6, 1u32..9, 1u32..6, 2u32..5, 1u32..4);
@@ -98,7 +112,8 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             r.large_keep = r.keep.map(|keep| keep.min(weights));
             if host_inputs {
                 // Layers that are kept in no group, and maybe those that are not in the large one only.
-                let kept = if r.large_group > r.group { r.large_keep } else { r.keep };
+                let apart = r.large_group > r.group && r.large_group < Some(micro_batches);
+                let kept = if apart { r.large_keep } else { r.keep };
                 r.inputs_on_disk = Some(inputs_on_disk.min(layers as u32 - kept.unwrap_or(0)));
                 request.budget.disk = 1 << 30;
             }
@@ -106,6 +121,14 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             if joins > 1 {
                 for unit in (joins..=layers).step_by(joins) {
                     join(&mut request, unit, unit + 1 - joins);
+                }
+            }
+            // Some that are sent in part, as the unit before them routes.
+            if slabs == 1 {
+                for unit in (2..=layers).step_by(2) {
+                    if request.units[unit].weights_of.is_none() {
+                        route(&mut request, unit);
+                    }
                 }
             }
             // Some units without anything to train.
@@ -177,6 +200,8 @@ pub struct Toy {
     pub rows: Option<Vec<u64>>,
     /// Whether the engine is given these rows.
     pub give_rows: bool,
+    /// Elements of experts that a micro-batch was not routed to and that were never sent: where buffers are poisoned.
+    pub unsent: Arc<std::sync::atomic::AtomicUsize>,
     hidden: Activations,
     grads: Activations,
 }
@@ -208,9 +233,9 @@ fn put(memory: &mut SimMemory, at: &DeviceMemory, precision: Precision, values: 
 
 impl Toy {
     pub fn new(device: SimDevice, request: Request) -> Self {
-        let spoil = Arc::default();
+        let (spoil, unsent) = (Arc::default(), Arc::default());
         let (hidden, grads) = (Activations::default(), Activations::default());
-        Self { device, request, spoil, rows: None, give_rows: false, hidden, grads }
+        Self { device, request, spoil, rows: None, give_rows: false, unsent, hidden, grads }
     }
 
     /// Initial weights, the same whatever the plan.
@@ -259,7 +284,19 @@ impl Toy {
     pub fn compute(&self, engine: &Engine, step: u64) -> Result<()> {
         while let Some(op) = engine.next(FOREVER).map(ready)? {
             self.launch(engine, &op, step);
+            if op.phase == Phase::Forward {
+                self.route(engine, &op, step)?;
+            }
             engine.finish(op.id)?;
+        }
+        Ok(())
+    }
+
+    /// Names the experts that the micro-batch needs of the units that this one routes to.
+    pub fn route(&self, engine: &Engine, op: &ComputeOp, step: u64) -> Result<()> {
+        for (unit, _) in (0u32..).zip(&self.request.units).filter(|(_, u)| u.routed.is_some_and(|r| r.by == op.unit)) {
+            let wanted: Vec<bool> = (0..WIDTH).map(|expert| wants(unit, op.micro_batch, step, expert)).collect();
+            engine.route(unit as usize, &wanted)?;
         }
         Ok(())
     }
@@ -302,7 +339,7 @@ impl Toy {
         });
         let early = op.tied_grad.filter(|_| op.round_tied).map(|o| embed_plane(Region::Grads, o, sent.dtype().size()));
         let rows = self.rows.clone().filter(|_| op.unit == 0);
-        let (hidden, grads) = (Arc::clone(&self.hidden), Arc::clone(&self.grads));
+        let (hidden, grads, unsent) = (Arc::clone(&self.hidden), Arc::clone(&self.grads), Arc::clone(&self.unsent));
         let op = op.clone();
         let train = !matches!(op.phase, Phase::Loss) || op.grad.is_some();
         let host = self.device.compute_is_host();
@@ -313,7 +350,17 @@ impl Toy {
             let first = layout.tensors[0].element as usize;
             let bias = layout.tensors[2].element as usize;
             let numel = layout.tensors[0].spec.numel() as usize;
-            let w = floats(memory, &weights, precision);
+            let mut w = floats(memory, &weights, precision);
+            let of_experts = layout.tensors.iter().all(|t| t.spec.shape[0] == WIDTH as u64);
+            let unwanted: Vec<usize> = (0..WIDTH).filter(|&e| of_experts && !wants(unit, mb, step, e)).collect();
+            let elements_of = |expert: usize| {
+                let each = numel / WIDTH;
+                (first + expert * each..first + (expert + 1) * each).chain([bias + expert])
+            };
+            for j in unwanted.iter().flat_map(|&expert| elements_of(expert)) {
+                unsent.fetch_add(usize::from(w[j].is_nan()), std::sync::atomic::Ordering::Relaxed);
+                w[j] = 0.0;
+            }
             assert!(w[first..first + numel].iter().all(|x| x.is_finite()), "poisoned weights of unit {unit}");
             let apply = |x: &[f32], w: &[f32]| -> Vec<f32> {
                 (0..WIDTH).map(|i| x[i] * w[first + (i * 11) % numel] + w[bias + i]).collect()
@@ -367,6 +414,7 @@ impl Toy {
                             .filter(|(j, _)| !own(*j))
                             .for_each(|(_, d)| *d = 0.0);
                     }
+                    unwanted.iter().flat_map(|&expert| elements_of(expert)).for_each(|j| dw[j] = 0.0);
                     if let Some(below) = unit.checked_sub(1) {
                         let dx = (0..WIDTH).map(|i| dy[i] * w[first + (i * 11) % numel] + 0.01).collect();
                         grads.insert((below, mb), dx);

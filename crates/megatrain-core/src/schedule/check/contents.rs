@@ -59,7 +59,7 @@ impl Contents {
         // (What is updated early is still to be read by this pass, as it was.)
         if let (Access::Write(..), false, Resource::Image(unit, _)) = (access, op.early, resource) {
             for place in &self.weights {
-                if let Some(content) = self.of.get_mut(place).filter(|content| content.holds == (unit, 0)) {
+                if let Some(content) = self.of.get_mut(place).filter(|content| content.holds.0 == unit) {
                     content.holds = STALE;
                 }
             }
@@ -99,6 +99,7 @@ pub(super) fn read_rule(resource: Resource) -> &'static str {
         }
         Resource::Sums(..) => "the norm is taken after all gradients have been offloaded",
         Resource::Store(_) => "an update follows the sum over passes",
+        Resource::Route(_) => "which weights are sent is known before they are",
         Resource::Loss => "nothing is updated before the loss is known to be finite",
         Resource::ClipDecision => "an update follows the clip decision",
         Resource::Count(_) => COUNTED,
@@ -124,6 +125,9 @@ pub(super) fn write_rule(resource: Resource) -> &'static str {
         Resource::Sums(..) => "norm sums are not overwritten before the clip decision",
         Resource::Store(_) => "the store is not overwritten before the update",
         Resource::Count(_) => COUNTED,
+        Resource::Route(_) => {
+            "a group of micro-batches is routed when the weights for the one before it have been sent"
+        }
         Resource::Loss => "a loss is not replaced before all who wait for it have seen it",
         Resource::ClipDecision => "a clip decision holds until all updates have seen it",
         Resource::Files => APPENDED,

@@ -20,8 +20,8 @@ pub(super) fn check_shape(inputs: &ScheduleInputs, schedule: &Schedule) -> Resul
     }
     for held in &schedule.resident {
         let known = held.unit <= inputs.head() && {
-            let own = inputs.unit(held.unit).own_place;
-            held.slot.map_or(own, |slot| !own && slot < inputs.slots)
+            let of = inputs.unit(held.unit);
+            held.slot.map_or(of.own_place, |slot| !of.own_place && of.routed_by.is_none() && slot < inputs.slots)
         };
         if !known {
             return Err(Error::NotResident { unit: held.unit });
@@ -103,7 +103,10 @@ pub(super) fn check_work(inputs: &ScheduleInputs, schedule: &Schedule) -> Result
     if let Some(op) = schedule.ops.iter().find(|op| !counted(op) && op.early) {
         return Err(broken(op, "only the embedding's gradient and update can be early"));
     }
-    if let Some(op) = schedule.ops.iter().find(|op| op.micro_batch != 0 && !by_micro_batch(op.kind)) {
+    // (What is sent in part is named by the group of micro-batches that needs it, which the weights that are read show.)
+    let in_part = |op: &Op| op.kind == Kind::Load && inputs.unit(op.unit).routed_by.is_some();
+    let names_none = |op: &Op| !by_micro_batch(op.kind) && !in_part(op);
+    if let Some(op) = schedule.ops.iter().find(|op| op.micro_batch != 0 && names_none(op)) {
         return Err(broken(op, "what is not done by micro-batch names none"));
     }
     Ok(())

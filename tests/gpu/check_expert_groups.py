@@ -4,7 +4,8 @@ Run: python tests/gpu/check_expert_groups.py [--device cuda|cpu] [--layers 1] [-
 gpt-oss-120b's width, and of DeepSeek-V3's with an eighth of its experts. Each way of cutting runs in a process of its
 own and prints one JSON line: losses, seconds of a step and those predicted, GiB that were planned and the most that
 were taken. Torch is refused what is beyond the budget, as on a card that has no more. Exits 1 where a loss or norm
-differs from that of halves, as far as those repeat their own.
+differs from that of halves, as far as those repeat their own, or, with few tokens, where the experts that are routed to
+are sent alone.
 """
 
 import argparse
@@ -120,6 +121,15 @@ def main() -> int:
             shown = {"family": family, "plan": plan, "repeats": repeats, "same": same, "near": near}
             print(json.dumps(shown), flush=True)
             wrong += not (same if bits else near)
+        # few tokens need few experts
+        few = argparse.Namespace(**{**vars(given), "rows": 1, "seq": 4})
+        spread = {**eager, "fragments": "experts", "expert_groups": 4}
+        every, some = (apart(family, few, given.budget, {**spread, "sent_experts": sent}) for sent in ("all", "routed"))
+        same, share = some["found"] == every["found"], some["step_s"] / every["step_s"]
+        print(
+            json.dumps({"family": family, "sent": "routed", "same": same, "time_of_all": round(share, 3)}), flush=True
+        )
+        wrong += not same
     return 1 if wrong else 0
 
 

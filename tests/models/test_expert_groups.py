@@ -57,8 +57,9 @@ class Half(nn.Module):
     ],
 )
 def test_what_is_around_experts_is_tried(kind: str, reason: str) -> None:
-    found = Experts("experts", ("up",), 3).why_not(Half(kind), lambda half, hidden: half(hidden), torch.ones(1, 2, 4))
-    assert found == reason
+    found = Experts("experts", ("up",), 3).tried(Half(kind), lambda half, hidden: half(hidden), torch.ones(1, 2, 4))
+    assert found == (reason or Experts("experts", ("up",), 3, chosen=1))
+    assert Experts("experts", ("up",), 8, chosen=2).share(3) == 1 - 0.75**3
 
 
 def test_nodes_between_are_those_on_the_way_alone() -> None:

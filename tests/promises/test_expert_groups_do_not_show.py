@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import AdamW, Engine
+from megatrain.engine.expert_groups import Routed
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
+from megatrain.models.expert_groups import Called
 from support.resume import same, state
 
 pytestmark = pytest.mark.skipif(
@@ -79,10 +81,16 @@ def batches(step: int, count: int, packed: bool = False) -> list[dict[str, Tenso
     return found
 
 
-def trained(engine: Engine, micro_batches: int = 2, packed: bool = False) -> tuple[Any, ...]:
-    outs = [engine.step(batches(step, micro_batches, packed)) for step in range(3)]
+def trained(engine: Engine, micro_batches: int = 2, packed: bool = False, length: int = 24) -> tuple[Any, ...]:
+    """Of three steps and an evaluation; `length` is that of a micro-batch in tokens."""
+
+    def of(step: int, count: int) -> list[dict[str, Tensor]]:
+        found = batches(step, count, packed)
+        return found if length == 24 else [{key: ids[:1, :length] for key, ids in each.items()} for each in found]
+
+    outs = [engine.step(of(step, micro_batches)) for step in range(3)]
     losses = [(out.loss, out.grad_norm, out.aux_loss) for out in outs]
-    found = losses, engine.evaluate(batches(9, 1)), state(engine)
+    found = losses, engine.evaluate(of(9, 1)), state(engine)
     engine.close()
     return found
 
@@ -128,6 +136,65 @@ def test_every_placement_gives_the_same_bits(family: str, placement: str) -> Non
     plan = options.pop("plan", {})
     wanted = trained(started(family, {"fragments": "whole", **{k: plan[k] for k in plan if k == "group"}}, **options))
     assert_same(trained(started(family, {**GROUPS, **plan}, **options)), wanted)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_experts_that_are_sent_alone_give_the_same_bits(
+    family: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight experts few micro-batches of two tokens need all; weights that were not sent are NaN."""
+    options = {"micro_batch": (1, 2), **PLACEMENTS[placement]}
+    plan = options.pop("plan", {})
+    whole = {"fragments": "whole", **{k: plan[k] for k in plan if k == "group"}}
+    wanted = trained(started(family, whole, 3, **options), 3, length=2)
+    sent: list[bool] = []
+    wants = Routed.wanted
+
+    def noted(self: Routed, group: tuple[int, int]) -> list[bool]:
+        sent.extend(wants(self, group))
+        return wants(self, group)
+
+    monkeypatch.setattr(Routed, "wanted", noted)
+    assert_same(trained(started(family, {**GROUPS, **plan}, 3, **options), 3, length=2), wanted)
+    assert any(sent)
+    assert not all(sent)
+
+
+def test_which_experts_are_sent_follows_the_tokens_of_a_micro_batch() -> None:
+    def sent(tokens: int, **plan: Any) -> list[float | None]:
+        engine = started("qwen3_moe", {**GROUPS, **plan}, micro_batch=(1, tokens))
+        request = engine._runtime.request(engine._runtime.cut, (1, tokens), 2)
+        engine.close()
+        return [
+            unit["routed"]["share"] if "routed" in unit else None
+            for unit in request["units"]
+            if "experts" in unit["name"]
+        ]
+
+    assert sent(2) == [1 - 0.75**2] * 8
+    assert sent(24) == [None] * 8
+    assert sent(2, sent_experts="all") == [None] * 8
+    assert sent(24, sent_experts="routed") == [1 - 0.75**24] * 8
+
+
+def test_a_router_that_does_not_repeat_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started("qwen3_moe", GROUPS, micro_batch=(1, 2))
+    calls = []
+    init = Routed.__init__
+
+    def elsewhere(self: Routed, called: Called, *given: Any) -> None:
+        calls.append(called)
+        if len(calls) > 4:  # backward, after two layers' forward of two micro-batches
+            called.index = (called.index + 4) % 8
+        init(self, called, *given)
+
+    monkeypatch.setattr(Routed, "__init__", elsewhere)
+    with pytest.raises(
+        ConfigError, match=r"layers\.1.*its router sends tokens to experts .* set plan.sent_experts to all"
+    ):
+        engine.step([{key: ids[:1, :2] for key, ids in each.items()} for each in batches(0, 2)])
+    engine.close()
 
 
 def test_state_and_weights_on_disk_give_the_same_bits(tmp_path: Path) -> None:

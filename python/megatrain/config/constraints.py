@@ -84,6 +84,9 @@ FRAGMENTS = ("auto", "whole", "halves", "experts")
 KEPT_TENSORS = ("auto", "least", "usual")
 """What compiled layers keep for backward."""
 
+SENT_EXPERTS = ("auto", "all", "routed")
+"""Which experts of a group are sent to the device."""
+
 _LEAST = {
     "micro_batch": 1,
     "slots": 1,
@@ -130,6 +133,14 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     kept = plan.get("kept_tensors") or "auto"
     if kept not in KEPT_TENSORS:
         raise ConfigError(f"plan.kept_tensors must be auto, least or usual, not {kept!r}")
+    sent = plan.get("sent_experts") or "auto"
+    if sent not in SENT_EXPERTS:
+        raise ConfigError(f"plan.sent_experts must be auto, all or routed, not {sent!r}")
+    if fragments in ("whole", "halves") and sent != "auto":
+        raise ConfigError(
+            f"plan.sent_experts is {sent}, which is about experts in groups, and plan.fragments is {fragments}; leave "
+            "one of them out"
+        )
     if fragments in ("whole", "experts") and tiles not in (None, "auto", 1):
         raise ConfigError(
             f"plan.mlp_tiles is {tiles}, which tiles the MLP halves of layers, and plan.fragments is {fragments}; "

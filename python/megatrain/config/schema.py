@@ -493,6 +493,10 @@ class PlanConfig:
     expert_groups: int | Literal["auto"] = "auto"
     """Groups in which the routed experts of a layer are sent where `fragments` is experts: a divisor of their number.
     auto: as few as fit."""
+    sent_experts: Literal["auto", "all", "routed"] = "auto"
+    """Which experts of such a group are sent: all, while what is before them is computed; or those that the tokens of a
+    group of micro-batches are routed to, once that is known. The numbers are the same. auto: routed where a micro-batch
+    has so few tokens that it needs at most half of them."""
     mlp_tiles: int | Literal["auto"] = "auto"
     """Tiles of tokens in which the MLP halves of layers are computed, so that the activations of one tile exist at a
     time; backward computes each again. More than 1 changes rounding, so a run that goes on keeps what it began with.

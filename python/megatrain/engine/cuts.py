@@ -11,6 +11,7 @@ from megatrain import _core
 from megatrain.engine import expert_groups
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.models.decoder import Decoder
+from megatrain.models.expert_groups import Experts
 
 Request = dict[str, Any]
 """What the core's planner is asked (`profile.plan_request`)."""
@@ -20,6 +21,9 @@ _LEAST_TILE = 1024
 _MOST_GROUPS = 1024
 """Units that groups of experts are at most, in all layers together, where their number is not asked for: of more, a
 plan takes minutes."""
+_MOST_ROUTED = 0.5
+"""Only the experts that tokens are routed to are sent where a micro-batch is expected to need no larger share of them:
+others are copied while what precedes them is computed."""
 _MOST_WORK = 0.25
 """The share of a card's memory that torch may allocate at one time for the layer that runs before tiles are preferred,
 which then leave twice as much room. How much it allocates is known to about a tenth; of more than this, a tenth is more
@@ -46,6 +50,8 @@ class Cut:
 
     decoder: Decoder
     tiles: int = 1
+    sent: Literal["all", "routed"] = "all"
+    """Which experts of a group are sent to the device: see `plan.sent_experts`."""
     keeps: Literal["auto", "least", "usual"] = "auto"
     """What compiled layers keep for backward: see `plan.kept_tensors`. auto until it is known what fits."""
 
@@ -72,7 +78,7 @@ class Cut:
         """What `plan` of an engine must ask for to get this cut."""
         kept = {} if self.keeps == "auto" else {"kept_tensors": self.keeps}
         if self.fragments == "experts":
-            return {"fragments": "experts", "expert_groups": self.expert_groups, **kept}
+            return {"fragments": "experts", "expert_groups": self.expert_groups, "sent_experts": self.sent, **kept}
         if self.fragments == "halves":
             return {"fragments": "halves", "mlp_tiles": self.tiles, **kept}
         return {"fragments": "whole", **kept}
@@ -112,19 +118,27 @@ def cuts(decoder: Decoder, requests: Mapping[str, Any], tokens: int) -> list[Cut
             f"{'; '.join(_reasons(decoder.untiled.values()))}. Leave it out"
         )
     if several:
-        return [Cut(halves, tiles, keeps)]
+        return [Cut(halves, tiles, keeps=keeps)]
     if fragments == "whole":
         return [Cut(decoder, keeps=keeps)]
     spread = [] if fragments == "halves" else _expert_groups(halves, groups, asked=fragments == "experts")
+    sent: Any = requests.get("sent_experts") or "auto"
+    experts = [Cut(cut, sent=_sent(cut, tokens) if sent == "auto" else sent, keeps=keeps) for cut in spread]
     if fragments == "experts" or groups != "auto":
-        return [Cut(cut, keeps=keeps) for cut in spread]
+        return experts
     counts = [2**power for power in range(1, tokens.bit_length()) if tiles == "auto" and tokens >> power >= _LEAST_TILE]
     return [
         *([Cut(decoder, keeps=keeps)] if fragments == "auto" else []),
         Cut(halves, keeps=keeps),
-        *(Cut(halves, count, keeps) for count in counts if any(map(halves.is_tiled, halves.units))),
-        *(Cut(cut, keeps=keeps) for cut in spread),
+        *(Cut(halves, count, keeps=keeps) for count in counts if any(map(halves.is_tiled, halves.units))),
+        *experts,
     ]
+
+
+def _sent(spread: Decoder, tokens: int) -> Literal["all", "routed"]:
+    """Which experts are sent: where few are needed, the copies of those are shorter than what they wait for."""
+    needed = [experts.share(tokens) for experts in spread.experts if isinstance(experts, Experts)]
+    return "routed" if max(needed) <= _MOST_ROUTED else "all"
 
 
 def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:

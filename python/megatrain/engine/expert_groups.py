@@ -24,6 +24,7 @@ from megatrain.engine.device_memory import Region
 from megatrain.engine.expert_grads import SummedExperts
 from megatrain.engine.saved_tensors import STAGE_ALIGN
 from megatrain.engine.template import LayerCall
+from megatrain.errors import ConfigError
 from megatrain.models.decoder import Decoder
 from megatrain.models.expert_groups import Boundary, Called, Experts
 from megatrain.models.layer_check import of_zeros
@@ -69,7 +70,7 @@ def _find(decoder: Decoder) -> list[Experts | str]:
         experts = found[n]
         if isinstance(experts, Experts):
             run = partial(_run, record.args[first], record.kwargs[first], decoder.recorder.tuple_output)
-            found[n] = experts.why_not(of_zeros(decoder.module_of(halves[n])), run, hidden) or experts
+            found[n] = experts.tried(of_zeros(decoder.module_of(halves[n])), run, hidden)
     return found
 
 
@@ -128,6 +129,10 @@ class Routed:
         self._grad: Tensor | None = None
         self._of_weights = torch.empty_like(self._weights.reshape(-1))
         self._of_others: dict[str, Tensor] = {}
+
+    def wanted(self, group: tuple[int, int]) -> list[bool]:
+        """Of each expert of a group whether any token is routed to it."""
+        return [self._ends[expert] < self._ends[expert + 1] for expert in range(*group)]
 
     def compute(self, experts: SummedExperts, group: tuple[int, int]) -> None:
         """Forward of a group of experts: its first one, and the one after its last."""
@@ -226,8 +231,12 @@ class SpreadCall:
         boundary: Boundary,
         num_experts: int,
         reseed: Callable[[], None],  # puts the random state where the half's forward found it
+        name: str = "",  # of the layer, whose experts are sent as they are routed to in forward
     ) -> None:
         self._call, self._boundary, self._num_experts, self._reseed = call, boundary, num_experts, reseed
+        self._name = name
+        self._wanted: list[bool] | None = None
+        """Of each expert whether it was needed in forward, where others may not be on the device in backward."""
         self.aux: Tensor | None = None
         """The second tensor that the half returned, detached."""
         self._hidden: Tensor | None = None
@@ -255,6 +264,8 @@ class SpreadCall:
         except Called as called:
             self._routed = self._route(called)
         self._hidden = hidden
+        if self._name:
+            self._wanted = self._routed.wanted((0, self._num_experts))
 
     def after(self) -> Tensor:
         """The half's output, once its experts have computed."""
@@ -290,6 +301,7 @@ class SpreadCall:
 
         def answer(states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             routed = self._routed = self._route(Called(states, index, weights))
+            self._require_as_before(routed)
             others = [p for p in self._boundary._parameters.values() if p is not None]
             made: Tensor = _Answer.apply(routed, result, states, weights, *others)
             self._result = made
@@ -321,6 +333,19 @@ class SpreadCall:
         """Lets go of the graph, and so of all that it has saved."""
         self._outputs = []
         self._routed = self._result = self._leaf = self._grad = None
+
+    def _require_as_before(self, routed: Routed) -> None:
+        """Raises ConfigError where tokens are routed to experts that they were not routed to in forward, and which may
+        not have been sent."""
+        if self._wanted is None:
+            return
+        wanted = zip(routed.wanted((0, self._num_experts)), self._wanted, strict=True)
+        if more := [expert for expert, (now, before) in enumerate(wanted) if now and not before]:
+            raise ConfigError(
+                f"{self._name}: computed again for backward, its router sends tokens to experts {more[:5]}, which it "
+                "did not in forward and which were not sent to the device; set plan.sent_experts to all, or "
+                "train.deterministic to true"
+            )
 
     def _on_stage(self, stage: Region, at: int) -> list[Tensor]:
         assert self._staged is not None

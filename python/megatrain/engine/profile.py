@@ -33,6 +33,7 @@ def plan_request(
     decoder: Decoder,
     *,
     tiles: int = 1,  # of tokens, in which the MLP halves of layers are computed
+    routed: bool = False,  # whether of groups of experts those are sent that tokens are routed to
     least: bool = True,  # whether compiled layers keep as little as they can, or what torch chooses
     micro_batch: tuple[int, int],  # (rows, seq) of the largest micro-batch
     micro_batches: int,  # most micro-batches of one step
@@ -99,6 +100,7 @@ def plan_request(
                 "kept_bytes": work.kept_bytes + inputs * aligned_input if unit.role == "layer" else 0,
                 "input_bytes": inputs * aligned_input,
                 **({"weights_of": unit.weights_of} if unit.weights_of is not None else {}),
+                **({"routed": _routed(decoder, number, tokens)} if routed and unit.experts is not None else {}),
                 "flops": head_flops if unit.role == "head" else work.flops,
                 **_beside_matmuls(
                     unit,
@@ -144,6 +146,16 @@ def plan_request(
         },
         "rates": {k: v for k, v in (rates or {}).items() if k in RATES},
     }
+
+
+def _routed(decoder: Decoder, number: int, tokens: int) -> dict[str, Any]:
+    """How the group of experts that is this unit is sent in part (`Routed` of the core)."""
+    unit = decoder.units[number]
+    assert unit.structure is not None
+    experts = decoder.experts[unit.structure]
+    assert experts is not None
+    before = (by for by in range(number, 0, -1) if decoder.units[by].part == "before")
+    return {"by": next(before), "experts": unit.tensors[0].shape[0], "share": max(experts.share(tokens), 1e-6)}
 
 
 def _kind(unit: Unit) -> tuple[Any, ...]:

@@ -66,6 +66,7 @@ PLAN_KEYS = frozenset(
         "fragments",
         "mlp_tiles",
         "expert_groups",
+        "sent_experts",
         "kept_tensors",
     }
 )
@@ -193,6 +194,7 @@ class Runtime:
         return plan_request(
             cut.decoder,
             tiles=cut.tiles,
+            routed=cut.sent == "routed",
             least=cut.least,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
@@ -566,6 +568,7 @@ class Runtime:
             torch_bytes=_torch_bytes(plan),
             heap=None,
             graphs=LayerGraphs(captured) if captured else None,
+            routed=_routed_units(request),
         )
 
     def _layer_templates(
@@ -590,6 +593,15 @@ class Runtime:
                 )
             templates[number] = made[key]
         return templates
+
+
+def _routed_units(request: Mapping[str, Any]) -> dict[int, list[int]]:
+    """By unit that routes: the units of which it decides what is sent."""
+    routed: dict[int, list[int]] = {}
+    for number, unit in enumerate(request["units"]):
+        if "routed" in unit:
+            routed.setdefault(unit["routed"]["by"], []).append(number)
+    return routed
 
 
 def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset[int]:

@@ -67,6 +67,8 @@ class StepTemplates:
     """On the CPU, where torch allocates from malloc's heap."""
     graphs: LayerGraphs | None
     """None where layers are launched kernel by kernel."""
+    routed: dict[int, list[int]]
+    """By unit that routes: the units of experts of which those alone are sent that it routes to."""
 
     @property
     def lighter(self) -> list[str]:
@@ -170,6 +172,8 @@ class Pass:
         self._turns: dict[tuple[int, int], CheckpointedCall | SpreadCall] = {}
         self._spread: dict[int, SpreadCall] = {}
         """By micro-batch: the layer whose experts it passes through, where those are spread over several units."""
+        self._core: Engine | None = None
+        """What this pass is computed for, once it has begun."""
         self._rows: dict[int, RowSums] = {}
         # by the step alone: a plan with accumulators for more micro-batches than there are must not change the bits
         self._fp32_sums = count > 1 or templates.grads[0].dtype == torch.float32
@@ -217,6 +221,7 @@ class Pass:
             self._recording.capture(self._templates, fp32_sums=self._fp32_sums)
 
     def _run(self, core: Engine, on_loss: Callable[[Tensor], None] | None, check: Callable[[], None]) -> None:
+        self._core = core
         with torch.no_grad():  # templates switch gradients on where a graph is wanted
             while (op := core.next()) is not None:
                 check()
@@ -317,9 +322,21 @@ class Pass:
             assert of.layer is not None
             layer = of.layer
             call = self._layer(template, micro, op.unit, layer)
-            spread = SpreadCall(call, template.boundary, template.num_experts, lambda: self._reseed(m, layer + 1))
+            groups = templates.routed.get(op.unit, ())
+            spread = SpreadCall(
+                call,
+                template.boundary,
+                template.num_experts,
+                lambda: self._reseed(m, layer + 1),
+                of.name if groups else "",
+            )
             spread.before(hidden)
             self._spread[m] = spread
+            for unit in groups:
+                experts = templates.decoder.units[unit].experts
+                assert experts is not None
+                assert self._core is not None
+                self._core.route(unit, spread.routed.wanted(experts))
         elif of.experts is not None:
             assert template.experts is not None
             self._spread[m].routed.compute(template.experts, of.experts)

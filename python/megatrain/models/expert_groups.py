@@ -63,6 +63,8 @@ class Experts:
     """Names in that module of the weights that hold one matrix an expert, (E, ., .)."""
     count: int
     """How many experts there are."""
+    chosen: int = 0
+    """To how many of them a token is routed (K); 0 where that has not been tried."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -83,14 +85,21 @@ class Experts:
         replace_module(half, self.path, own)
         return half
 
-    def why_not(self, half: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], hidden: Tensor) -> str:
-        """Why a layer cannot be computed in such units; empty where it can. `half` is a copy of its MLP half that
-        nobody else has, and `run` computes one for `hidden` (batch, seq, width)."""
+    def share(self, tokens: int) -> float:
+        """The share of the experts that `tokens` tokens need, if each is routed to any of them alike."""
+        return 1 - (1 - self.chosen / self.count) ** tokens
+
+    def tried(self, half: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], hidden: Tensor) -> "Experts | str":
+        """These, or why a layer cannot be computed in such units. `half` is a copy of its MLP half that nobody else
+        has, and `run` computes one for `hidden` (batch, seq, width)."""
         boundary = Boundary(half.get_submodule(self.path), frozenset(self.weights))
         replace_module(half, self.path, boundary)
         returned: list[Tensor] = []
+        chosen = 0
 
-        def answer(hidden_states: Tensor, *_: Tensor) -> Tensor:
+        def answer(hidden_states: Tensor, index: Tensor, _weights: Tensor) -> Tensor:
+            nonlocal chosen
+            chosen = index.shape[-1]
             returned.append(torch.zeros_like(hidden_states).requires_grad_())
             return returned[-1] * 1
 
@@ -105,7 +114,7 @@ class Experts:
         # what multiplies by a matrix would add to the sum of that matrix's gradient twice
         if any(kind in node.name() for node in between for kind in ("mm", "Mm", "Linear")):
             return "its MLP multiplies what its experts return by a matrix"
-        return ""
+        return dataclasses.replace(self, chosen=chosen)
 
 
 def boundary_of(module: nn.Module) -> Boundary:

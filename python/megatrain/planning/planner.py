@@ -256,7 +256,7 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
         {"activation": "recompute", "group": 1},
         {"group": 1},
     ]
-    asked = {key: getattr(config.plan, key) for key in ("fragments", "mlp_tiles", "expert_groups")}
+    asked = {key: getattr(config.plan, key) for key in ("fragments", "mlp_tiles", "expert_groups", "sent_experts")}
     ways = [cut.options for cut in cuts(decoder, asked, math.prod(run_plan.micro_batch))]
     present = [all(run_plan.options.get(key) == value for key, value in way.items()) for way in ways]
     changes += ways[present.index(True) + 1 :] if any(present) else []
@@ -495,6 +495,7 @@ class SplitPlanner:
         return plan_request(
             cut.decoder,
             tiles=cut.tiles,
+            routed=cut.sent == "routed",
             least=cut.least,
             micro_batch=(rows, self.config.data.seq_len),
             micro_batches=micro_batches,

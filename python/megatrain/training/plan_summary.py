@@ -183,7 +183,9 @@ def _sent(report: "Forecast") -> str:
     whole = sum(isinstance(decoder.splits[of], str) for of in decoder.structure_of)
     stay = f" ({whole} whole: {'; '.join(why)})" if whole else ""
     if (groups := run_plan.options.get("expert_groups", 1)) > 1:
-        apart = f"attention and MLP apart{stay}, experts in {groups} groups"
+        routed = ", of which those are sent that tokens are routed to"
+        some = routed if run_plan.options.get("sent_experts") == "routed" else ""
+        apart = f"attention and MLP apart{stay}, experts in {groups} groups{some}"
         return f"{decoder.num_layers}, sent as {units} units, {apart}"
     tiles = run_plan.options["mlp_tiles"]
     length = -(-math.prod(run_plan.micro_batch) // tiles)

@@ -340,6 +340,12 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
             r"plan\.mlp_tiles is 4, .* plan\.fragments is whole; leave one of them out",
         ),
         ({"plan": {"keep": 2, "activation": "recompute"}}, r"plan\.keep is 2, .* plan\.activation is recompute"),
+        ({"plan": {"offload": 2, "activation": "recompute"}}, r"plan\.offload is 2, and plan\.activation is recompute"),
+        ({"plan": {"offload": -1}}, r"plan\.offload is -1; it must be at least 0"),
+        (
+            {"plan": {"sent_experts": "routed", "fragments": "halves"}},
+            r"plan\.sent_experts is routed, .* plan\.fragments is halves",
+        ),
         ({"plan": {"slabs": 2}}, r"plan\.slabs is 2, .*; leave it out, or write train\.update: immediate"),
         ({"plan": {"group": 0}}, r"plan\.group is 0; it must be at least 1"),
         ({"plan": {"large_group": 0}}, r"plan\.large_group is 0; it must be at least 1"),

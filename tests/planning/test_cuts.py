@@ -161,6 +161,7 @@ def test_more_tiles_are_advised_where_there_is_anything_to_tile(
     [
         ({"activation": "recompute", "inputs": "device"}, 0.001),
         ({"activation": "offload", "inputs": "host", "keep": 1, "stage_buffers": 3}, 0.001),
+        ({"offload": 1, "keep": 1, "inputs": "host", "stage_buffers": 3}, 0.001),
         ({"fragments": "halves", "mlp_tiles": 4, "keep": 3}, 0.06),
     ],
 )

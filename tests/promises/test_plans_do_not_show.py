@@ -92,6 +92,7 @@ def test_how_micro_batches_are_grouped_does_not_show(group: int, tied: bool) -> 
         {"inputs": "host", "stage_buffers": 2},
         {"activation": "offload", "inputs": "host"},
         {"large_keep": 0, "state_on_device": 2},
+        {"offload": 1, "inputs": "host"},
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -131,7 +132,15 @@ def test_layers_whose_state_visits_the_device_do_not_show(layers: int, parts: in
 def drawn(number: int) -> dict[str, Any]:
     """A plan out of the whole product of what may be asked for, the same for the same number."""
     pick = random.Random(number).choice
-    kept = pick([{"activation": "keep"}, {"activation": "recompute"}, {"activation": "offload"}, {"keep": 2}])
+    kept = pick(
+        [
+            {"activation": "keep"},
+            {"activation": "recompute"},
+            {"activation": "offload"},
+            {"keep": 2},
+            {"keep": 0, "offload": 2},
+        ]
+    )
     plan = kept | {
         "slots": pick([2, 3, 4, 6]),
         "group": pick([1, 2, 3]),

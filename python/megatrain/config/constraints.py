@@ -95,6 +95,7 @@ _LEAST = {
     "large_group": 1,
     "large_keep": 0,
     "keep": 0,
+    "offload": 0,
     "state_on_device": 0,
     "updates_on_device": 0,
     "state_on_disk": 0,
@@ -161,6 +162,11 @@ def check_plan(plan: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"plan.keep is {plan['keep']}, which keeps activations, and plan.activation is recompute, which keeps "
             "none; leave one of them out"
+        )
+    if plan.get("offload") and plan.get("activation"):
+        raise ConfigError(
+            f"plan.offload is {plan['offload']}, and plan.activation is {plan['activation']}, which is about all units; "
+            "leave one of them out"
         )
 
 

@@ -467,6 +467,10 @@ class PlanConfig:
     activation: Literal["keep", "offload", "recompute"] | None = None
     """What becomes of activations: kept by all layers; or, of those that `keep` does not count, sent to the host
     (`offload`) or recomputed."""
+    offload: int | None = None
+    """Units of decoder layers whose activations are sent to the host, while the others that `keep` does not count are
+    recomputed: spread evenly among those, so that the link has the time in which the others are computed. null: none,
+    or all with `activation: offload`."""
     inputs: Literal["device", "host"] | None = None
     """Where the inputs of layers that are not kept wait for backward. null: on the device while they fit."""
     inputs_on_disk: int | None = None

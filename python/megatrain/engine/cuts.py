@@ -34,6 +34,7 @@ _ASIDE = (
     "keep",
     "large_keep",
     "activation",
+    "offload",
     "inputs",
     "inputs_on_disk",
     "state_on_device",

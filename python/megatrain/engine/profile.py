@@ -297,6 +297,7 @@ REQUESTS = (
     "large_keep",
     "activation",
     "keep",
+    "offload",
     "inputs",
     "state_on_device",
     "updates_on_device",

@@ -43,7 +43,6 @@ def _numbers(plan: dict[str, Any]) -> dict[str, Any]:
     """What to ask for to get this plan again, with other tokens in a micro-batch."""
     units, layers = plan["units"], plan["units"][1:-1]
     kept = sum(unit["activation"] == "keep" for unit in layers)
-    large = {unit["large_activation"] for unit in layers if "large_activation" in unit}
     left = [unit for unit in layers if unit["activation"] != "keep" or "large_activation" in unit]
     numbers: dict[str, Any] = {
         "group": plan["group"],
@@ -52,7 +51,8 @@ def _numbers(plan: dict[str, Any]) -> dict[str, Any]:
         "large_keep": len(layers) - len(left) if plan["large_group"] else None,
         "inputs": "device" if all(unit["input"] == "device" for unit in left) else "host",
         "inputs_on_disk": sum(unit["input"] == "disk" for unit in layers),
-        "activation": "offload" if "offload" in large | {unit["activation"] for unit in layers} else None,
+        "activation": None,
+        "offload": sum("offload" in (unit["activation"], unit.get("large_activation")) for unit in layers) or None,
         "state_on_device": sum(unit["state"] == "device" for unit in units),
         "updates_on_device": sum(unit["state"] == "host" and unit["update"] == "device" for unit in layers),
         "state_on_disk": sum(unit["state"] == "disk" for unit in units),

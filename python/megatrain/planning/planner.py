@@ -261,6 +261,8 @@ def safer(config: Config, decoder: "Decoder", run_plan: RunPlan, shortfall: int)
     present = [all(run_plan.options.get(key) == value for key, value in way.items()) for way in ways]
     changes += ways[present.index(True) + 1 :] if any(present) else []
     for change in changes:
+        if "activation" in change and config.plan.offload:
+            continue
         if any(getattr(config.plan, key) not in (None, "auto", value) for key, value in change.items()):
             continue
         correction = run_plan.correction | {"more_workspace": more} | change

@@ -201,6 +201,9 @@ pub struct Requests {
     pub activation: Option<Activation>,
     /// Layers whose activations are kept, the last ones.
     pub keep: Option<u32>,
+    /// Layers whose activations are offloaded to the host while the others that are not kept are recomputed: spread evenly
+    /// among those, so that copies have the time in which the others are computed.
+    pub offload: Option<u32>,
     /// Where layer inputs wait: on the device or on the host.
     pub inputs: Option<Place>,
     /// Layers whose inputs wait on disk instead of on the host, with their activations where those are offloaded: spread evenly
@@ -621,6 +624,7 @@ impl Request {
                 _ => {}
             }
         }
+        self.check_offload(layers)?;
         self.check_inputs(layers)?;
         if let Some(Count::Units(count)) = r.state_on_device {
             if count as usize > self.units.len() {
@@ -671,6 +675,31 @@ impl Request {
         Ok(())
     }
 
+    fn check_offload(&self, layers: usize) -> Result<()> {
+        let r = &self.requests;
+        let Some(offload) = r.offload else { return Ok(()) };
+        if r.activation.is_some() {
+            return Err(contradicts("plan.offload", offload, "plan.activation, which is about all layers"));
+        }
+        let left = layers - self.least_kept(layers);
+        if offload as usize > left {
+            return Err(exceeds("plan.offload", offload, left, "units of layers that are not kept"));
+        }
+        Ok(())
+    }
+
+    /// Layers that are kept whatever is chosen: fewer may be in a large group.
+    fn least_kept(&self, layers: usize) -> usize {
+        let r = &self.requests;
+        if r.large_group.is_some() {
+            return r.large_keep.map_or(0, |keep| keep as usize);
+        }
+        match r.activation {
+            Some(Activation::Keep) => layers,
+            _ => r.keep.map_or(0, |keep| keep as usize),
+        }
+    }
+
     fn check_inputs(&self, layers: usize) -> Result<()> {
         let r = &self.requests;
         if r.inputs == Some(Place::Disk) {
@@ -684,12 +713,7 @@ impl Request {
                 "plan.inputs, by which all of them wait on the device",
             ));
         }
-        let kept = match r.activation {
-            Some(Activation::Keep) => layers,
-            _ => r.keep.map_or(0, |keep| keep as usize),
-        };
-        // Fewer may be kept in a large group.
-        let kept = if r.large_group.is_some() { r.large_keep.map_or(0, |keep| keep as usize) } else { kept };
+        let kept = self.least_kept(layers);
         if count as usize > layers - kept {
             return Err(exceeds("plan.inputs_on_disk", count, layers - kept, "units of layers that are not kept"));
         }

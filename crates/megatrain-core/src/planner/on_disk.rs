@@ -155,7 +155,7 @@ impl Space<'_> {
         let with = |count: usize| {
             let mut found = InputsOnDisk { layers: count, ..InputsOnDisk::default() };
             for layer in evenly(left, count).map(|index| index + 1) {
-                let bytes = self.left_on_host(layer);
+                let bytes = self.left_on_host(layer, left);
                 let times = if layer <= left_in_others { all } else { large };
                 found.disk = found.disk.saturating_add(bytes.saturating_mul(groups.large().into()));
                 found.moved = found.moved.saturating_add(bytes.saturating_mul(times.into()));

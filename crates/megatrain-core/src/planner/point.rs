@@ -21,6 +21,8 @@ pub(super) struct Point {
     /// activations are kept there, as many as `keep` at most.
     pub(super) large: u32,
     pub(super) large_keep: usize,
+    /// Layers of the others that are offloaded, the rest being recomputed: see [`evenly`].
+    pub(super) offload: usize,
     /// Where the inputs of the other layers wait.
     pub(super) inputs: Place,
     /// Device weight buffers.
@@ -56,9 +58,9 @@ impl Point {
         let weights = &on_disk[..self.weights];
         let left = layers - if self.large > 0 { self.large_keep } else { self.keep };
         let inputs_on_disk: Vec<usize> = evenly(left, self.inputs_on_disk).map(|index| 1 + index).collect();
-        let offloads = request.requests.activation == Some(Activation::Offload);
-        let other = if offloads { Activation::Offload } else { Activation::Recompute };
+        let offloaded: Vec<usize> = evenly(left, self.offload).map(|index| 1 + index).collect();
         let unit = |index: usize| {
+            let other = if offloaded.contains(&index) { Activation::Offload } else { Activation::Recompute };
             let layer = (1..=layers).contains(&index);
             let kept = !layer || index > layers - self.keep;
             let large_kept = self.large == 0 || !layer || index > layers - self.large_keep;

@@ -7,7 +7,7 @@ use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::point::{Point, hosted_layers};
+use super::point::{Point, evenly, hosted_layers};
 use crate::error::Result;
 use crate::estimate::{adding_s, allowance, simulated_micro_batches};
 use crate::layout::UnitLayout;
@@ -60,8 +60,12 @@ pub(super) struct Space<'a> {
     pub(super) layouts: &'a Arc<[UnitLayout]>,
     pub(super) rates: Rates,
     pub(super) group: u32,
-    /// By the number of layers that are not kept: the first ones.
-    first_layers: Vec<FirstLayers>,
+    /// Layers that are offloaded, of those that are not kept.
+    offload: usize,
+    /// Each layer where it is recomputed, and where it is offloaded.
+    layers: Vec<[FirstLayers; 2]>,
+    /// The same of so many first layers.
+    first_layers: Vec<[FirstLayers; 2]>,
     /// By the number of layers that are kept: bytes that the last ones keep of a micro-batch.
     kept: Vec<u64>,
     /// Landing places under immediate updates: see [`waiting_slabs`].
@@ -82,6 +86,46 @@ struct FirstLayers {
     forward_s: f64,
     backward_s: f64,
     recompute_s: f64,
+}
+
+impl FirstLayers {
+    /// One layer.
+    fn of(request: &Request, rates: &Rates, unit: usize, activation: Activation) -> Self {
+        let (sizes, times) = (&request.units[unit], f64::from(request.micro_batches));
+        let again = if activation == Activation::Offload { 0.0 } else { sizes.recompute_s(rates) };
+        let mut layer = Self {
+            inputs: sizes.input_bytes,
+            forward_s: times * sizes.forward_s(rates),
+            backward_s: times * sizes.backward_s(rates),
+            recompute_s: times * again,
+            ..Self::default()
+        };
+        for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
+            let name = sizes.name.clone();
+            let (state, update, weights_on_disk) = (State::Host, Place::Host, false);
+            let large_activation = None;
+            let choice = UnitPlan { name, state, activation, large_activation, input, update, weights_on_disk };
+            let one = Staged::new(sizes, &choice, Groups::equal(1));
+            layer.crossing[index] = u64::from(request.micro_batches).saturating_mul(one.largest());
+            layer.stage[index] = one.largest();
+            layer.staged[index] = one.on_host();
+        }
+        layer
+    }
+
+    /// These layers and others.
+    fn with(&self, others: &Self) -> Self {
+        let sum = |a: [u64; 2], b: [u64; 2]| [a[0].saturating_add(b[0]), a[1].saturating_add(b[1])];
+        Self {
+            inputs: self.inputs.saturating_add(others.inputs),
+            stage: [self.stage[0].max(others.stage[0]), self.stage[1].max(others.stage[1])],
+            staged: sum(self.staged, others.staged),
+            crossing: sum(self.crossing, others.crossing),
+            forward_s: self.forward_s + others.forward_s,
+            backward_s: self.backward_s + others.backward_s,
+            recompute_s: self.recompute_s + others.recompute_s,
+        }
+    }
 }
 
 /// What depends on nothing but where units are updated.
@@ -117,37 +161,23 @@ impl<'a> Space<'a> {
         let layers = request.num_layers();
         let rates = request.sustained_rates();
         let group = request.requests.group.unwrap_or(request.micro_batches);
-        let offloads = request.requests.activation == Some(Activation::Offload);
-        let activation = if offloads { Activation::Offload } else { Activation::Recompute };
-        let mut first_layers = vec![FirstLayers::default()];
-        for unit in 1..=layers {
-            let mut sums = first_layers[unit - 1];
-            let sizes = &request.units[unit];
-            sums.inputs = sums.inputs.saturating_add(sizes.input_bytes);
-            let times = f64::from(request.micro_batches);
-            sums.forward_s += times * sizes.forward_s(&rates);
-            sums.backward_s += times * sizes.backward_s(&rates);
-            sums.recompute_s += times * sizes.recompute_s(&rates);
-            for (index, input) in [Place::Device, Place::Host].into_iter().enumerate() {
-                let name = sizes.name.clone();
-                let (state, update, weights_on_disk) = (State::Host, Place::Host, false);
-                let large_activation = None;
-                let choice = UnitPlan { name, state, activation, large_activation, input, update, weights_on_disk };
-                let one = Staged::new(sizes, &choice, Groups::equal(1));
-                let staged = one.largest();
-                let crossing = u64::from(request.micro_batches).saturating_mul(staged);
-                sums.crossing[index] = sums.crossing[index].saturating_add(crossing);
-                sums.stage[index] = sums.stage[index].max(staged);
-                sums.staged[index] = sums.staged[index].saturating_add(one.on_host());
-            }
-            first_layers.push(sums);
+        let offload = match request.requests.activation {
+            Some(Activation::Offload) => layers,
+            _ => request.requests.offload.map_or(0, |count| count as usize),
+        };
+        let kinds = [Activation::Recompute, Activation::Offload];
+        let each: Vec<[FirstLayers; 2]> =
+            (1..=layers).map(|unit| kinds.map(|kind| FirstLayers::of(request, &rates, unit, kind))).collect();
+        let mut first_layers = vec![[FirstLayers::default(); 2]];
+        for (index, layer) in each.iter().enumerate() {
+            first_layers.push([0, 1].map(|kind| first_layers[index][kind].with(&layer[kind])));
         }
         let mut kept = vec![0];
         for count in 1..=layers {
             kept.push(request.units[layers + 1 - count].kept_bytes.saturating_add(kept[count - 1]));
         }
         let waiting_slabs = waiting_slabs(request, &rates, group);
-        Self { request, layouts, rates, group, first_layers, kept, waiting_slabs }
+        Self { request, layouts, rates, group, offload, layers: each, first_layers, kept, waiting_slabs }
     }
 
     /// Every point that is compared.
@@ -290,7 +320,8 @@ impl<'a> Space<'a> {
             (None, Some(_)) => vec![0],
             (None, None) => {
                 let sized = |unit: &&UnitRequest| unit.kept_bytes > 0;
-                spaced(0, self.request.units[1..=layers].iter().rev().take_while(sized).count()).collect()
+                let most = self.request.units[1..=layers].iter().rev().take_while(sized).count();
+                spaced(0, most.min(layers - self.offload)).collect()
             }
         }
     }
@@ -317,6 +348,7 @@ impl<'a> Space<'a> {
                         keep,
                         large: self.asked_large(),
                         large_keep: self.asked_large_keep(keep),
+                        offload: self.offload,
                         inputs,
                         slots,
                         slabs: r.slabs.unwrap_or(self.waiting_slabs),
@@ -351,6 +383,7 @@ impl<'a> Space<'a> {
             keep: 0,
             large: self.asked_large(),
             large_keep: 0,
+            offload: self.offload,
             inputs: Place::Device,
             slots: 0,
             slabs: r.slabs.unwrap_or(self.waiting_slabs),
@@ -381,22 +414,34 @@ impl<'a> Space<'a> {
         (layers - if point.large > 0 { point.large_keep } else { point.keep }, layers - point.keep)
     }
 
-    /// Bytes that a layer leaves on the host of a micro-batch, its input among them, in whole pages.
-    pub(super) fn left_on_host(&self, layer: usize) -> u64 {
-        let staged = |layers: usize| self.first_layers[layers].staged[1];
-        staged(layer).saturating_sub(staged(layer - 1))
+    /// Sums over the first `count` of the `left` layers that are not kept.
+    fn first(&self, count: usize, left: usize) -> FirstLayers {
+        if self.offload == 0 || self.offload >= left {
+            return self.first_layers[count][usize::from(self.offload > 0)];
+        }
+        let mut offloaded = vec![false; left];
+        evenly(left, self.offload).for_each(|index| offloaded[index] = true);
+        let layers = self.layers.iter().zip(offloaded).take(count);
+        layers.fold(FirstLayers::default(), |sums, (layer, offloaded)| sums.with(&layer[usize::from(offloaded)]))
+    }
+
+    /// Bytes that one of the `left` layers which are not kept leaves on the host of a micro-batch, its input among them, in whole
+    /// pages.
+    pub(super) fn left_on_host(&self, layer: usize, left: usize) -> u64 {
+        let offloaded = evenly(left, self.offload).any(|index| index + 1 == layer);
+        self.layers[layer - 1][usize::from(offloaded)].staged[1]
     }
 
     /// Bytes of a staging buffer.
     fn stage_bytes(&self, (large, others): (usize, usize), index: usize) -> u64 {
-        self.first_layers[large].stage[index].max(self.first_layers[others].stage[index])
+        self.first(large, large).stage[index].max(self.first(others, large).stage[index])
     }
 
     fn candidate(&self, point: Point, base: &Base) -> Candidate {
         let point = Point { slabs: point.slabs.min(base.hosted), ..point };
         let (large, others) = self.not_kept(&point);
         let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
-        let staged = |group: u32, first: usize| u64::from(group).saturating_mul(self.first_layers[first].staged[index]);
+        let staged = |group: u32, count: usize| u64::from(group).saturating_mul(self.first(count, large).staged[index]);
         Candidate {
             point,
             device: self.device_bytes(&point, base),
@@ -408,17 +453,18 @@ impl<'a> Space<'a> {
 
     fn device_bytes(&self, point: &Point, base: &Base) -> u64 {
         let not_kept = self.not_kept(point);
+        let (large, others) = not_kept;
         let (groups, index) = (point.groups(self.request), usize::from(point.inputs == Place::Host));
         let slots = u64::from(point.slots.min(base.hosted)).saturating_mul(base.slot);
         let grads = u64::from(point.grad_buffers.min(base.hosted)).saturating_mul(base.grad_buffer);
         let stage = u64::from(point.stage_buffers).saturating_mul(self.stage_bytes(not_kept, index));
         let torch = |group: u32, first: usize| {
-            let inputs = if point.inputs == Place::Device { self.first_layers[first].inputs } else { 0 };
+            let inputs = if point.inputs == Place::Device { self.first_layers[first][0].inputs } else { 0 };
             let kept = self.kept[self.request.num_layers() - first];
             let of_group = |bytes: u64| u64::from(group).saturating_mul(bytes);
             torch_lines(self.request, group, of_group(kept), of_group(inputs))
         };
-        let torch = largest_torch_lines([torch(groups.large(), not_kept.0), torch(groups.others(), not_kept.1)]);
+        let torch = largest_torch_lines([torch(groups.large(), large), torch(groups.others(), others)]);
         total([base.device, slots, grads, stage, total(torch.map(|line| line.1))])
     }
 
@@ -439,15 +485,13 @@ impl<'a> Space<'a> {
         let last = groups.start(request.micro_batches - 1)..request.micro_batches;
         let (last_part, last_is_large) = (part(last.clone()), groups.has_in_large(last.start));
         let of_both = |large: f64, others: f64| large_part * large + (1.0 - large_part) * others;
-        let crosses = |recomputed: usize| self.first_layers[recomputed].crossing[index] as f64;
+        let crosses = |count: usize| self.first(count, large_recomputed).crossing[index] as f64;
         let crossing = of_both(crosses(large_recomputed), crosses(recomputed));
         let upload_s = |bytes: f64| bytes / (rates.h2d_gbs * 1e9);
         let download_s = |bytes: f64| bytes / (rates.d2h_gbs * 1e9);
-        let forward_s = |first: usize| self.first_layers[first].forward_s;
-
-        let offloads = request.requests.activation == Some(Activation::Offload);
-        let backward_s = |first: usize| self.first_layers[first].backward_s;
-        let recompute_s = |first: usize| if offloads { 0.0 } else { self.first_layers[first].recompute_s };
+        let forward_s = |first: usize| self.first_layers[first][0].forward_s;
+        let backward_s = |first: usize| self.first_layers[first][0].backward_s;
+        let recompute_s = |first: usize| self.first(first, large_recomputed).recompute_s;
         let again_s =
             |first: usize| of_both(recompute_s(first.min(large_recomputed)), recompute_s(first.min(recomputed)));
         let adding = (all - 1.0) * adding_s(base.on_host + base.on_device, rates);
@@ -512,6 +556,7 @@ impl<'a> Space<'a> {
             keep: 0,
             large: 0,
             large_keep: 0,
+            offload: self.offload,
             inputs: Place::Device,
             slots: LEAST_SLOTS,
             slabs: 1,
@@ -528,7 +573,7 @@ impl<'a> Space<'a> {
         let slot = placement.slots.first().map_or(0, |slot| slot.len);
         let slab = placement.shared_slabs.first().map_or(0, |&slab| placement.slabs[slab as usize]);
         let grad_buffer = placement.shared_grads.first().map_or(0, |&buffer| placement.grads[buffer as usize].len);
-        let first = &self.first_layers[request.num_layers()];
+        let first = self.first(request.num_layers(), request.num_layers());
         let inputs = u64::from(self.group).saturating_mul(first.inputs);
         let torch = total(torch_lines(request, self.group, 0, inputs).map(|line| line.1));
         let stage = u64::from(plan.stage_buffers).saturating_mul(plan.stage_bytes);

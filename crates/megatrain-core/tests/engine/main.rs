@@ -108,6 +108,11 @@ fn placements(base: &Request) -> Vec<(String, Request)> {
         (r.requests.inputs, r.requests.group, r.requests.stage_buffers) = (Some(Place::Host), Some(2), Some(2));
     });
     add("offloaded", &|r| (r.requests.keep, r.requests.activation) = (Some(2), Some(Activation::Offload)));
+    add("some offloaded, some recomputed", &|r| (r.requests.keep, r.requests.offload) = (Some(1), Some(2)));
+    add("some offloaded in a large group", &|r| {
+        (r.requests.group, r.requests.large_group, r.requests.keep) = (Some(1), Some(2.min(r.micro_batches)), Some(3));
+        (r.requests.large_keep, r.requests.offload) = (Some(1), Some(2));
+    });
     for units in [1, 2, 4, 7] {
         add(&format!("state of {units} units on the device"), &|r| {
             r.requests.state_on_device = Some(Count::Units(units));

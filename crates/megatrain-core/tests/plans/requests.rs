@@ -205,6 +205,39 @@ fn a_unit_is_sent_in_part_as_an_earlier_layer_routes_to_its_experts() {
 }
 
 #[test]
+fn some_of_the_layers_that_are_not_kept_are_offloaded() {
+    let base = model(8, 4);
+    let of = |change: &dyn Fn(&mut Request)| {
+        let mut request = base.clone();
+        (request.requests.keep, request.requests.offload, request.requests.group) = (Some(2), Some(3), Some(4));
+        change(&mut request);
+        plan(&request)
+    };
+    let found = of(&|_| {}).unwrap();
+    let activations: Vec<Activation> = found.units[1..9].iter().map(|unit| unit.activation).collect();
+    let (keep, offload, again) = (Activation::Keep, Activation::Offload, Activation::Recompute);
+    assert_eq!(activations, [again, offload, again, offload, again, offload, keep, keep]);
+    let none = of(&|r| r.requests.offload = Some(0)).unwrap();
+    assert!(found.totals.host > none.totals.host + 3 * 4 * (40 << 20));
+    assert!(found.estimate.lanes["compute"] < none.estimate.lanes["compute"]);
+    assert!(found.estimate.lanes["download"] > none.estimate.lanes["download"]);
+    let all = of(&|r| r.requests.offload = Some(6)).unwrap();
+    assert_eq!(all, of(&|r| (r.requests.offload, r.requests.activation) = (None, Some(offload))).unwrap());
+    let kept = of(&|r| (r.requests.keep, r.requests.offload) = (None, Some(3))).unwrap();
+    assert_eq!(kept.units.iter().filter(|unit| unit.activation == offload).count(), 3, "others are kept or recomputed");
+    let large =
+        of(&|r| (r.requests.group, r.requests.large_group, r.requests.large_keep) = (Some(1), Some(3), Some(0)));
+    let large: Vec<_> = large.unwrap().units[1..9].iter().map(|u| (u.activation, u.large_activation)).collect();
+    assert_eq!(large[1], (offload, None));
+    assert_eq!((large[6], large[7]), ((keep, Some(offload)), (keep, Some(again))));
+    assert!(text(of(&|r| r.requests.offload = Some(7)).unwrap_err()).contains("plan.offload is 7"));
+    for activation in [keep, offload, again] {
+        let error = text(of(&|r| (r.requests.keep, r.requests.activation) = (None, Some(activation))).unwrap_err());
+        assert!(error.contains("plan.offload") && error.contains("plan.activation"), "{error}");
+    }
+}
+
+#[test]
 fn weights_of_another_unit_are_those_of_an_earlier_layer_that_has_some() {
     let base = model(6, 4);
     let of = |unit: usize, holder: u32, clear: bool| {

@@ -110,6 +110,7 @@ pub fn any_request() -> impl Strategy<Value = Request> {
             r.activation = (on_device % 3 == 1).then_some(Activation::Offload);
             r.keep = (on_device % 3 != 1).then_some(on_device.min(layers as u32) / 2);
             r.large_keep = r.keep.map(|keep| keep.min(weights));
+            r.offload = r.keep.filter(|_| weights % 2 == 1).map(|keep| weights.min(layers as u32 - keep));
             if host_inputs {
                 // Layers that are kept in no group, and maybe those that are not in the large one only.
                 let apart = r.large_group > r.group && r.large_group < Some(micro_batches);

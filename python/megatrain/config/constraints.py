@@ -165,8 +165,8 @@ def check_plan(plan: Mapping[str, Any]) -> None:
         )
     if plan.get("offload") and plan.get("activation"):
         raise ConfigError(
-            f"plan.offload is {plan['offload']}, and plan.activation is {plan['activation']}, which is about all units; "
-            "leave one of them out"
+            f"plan.offload is {plan['offload']}, and plan.activation is {plan['activation']}, which is about all "
+            "units; leave one of them out"
         )
 
 

@@ -329,6 +329,71 @@ def test_a_second_pass_is_refused_and_leaves_the_first_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
 
 
+SECOND_CALLS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda ours: ours.step(batches(1)),
+    "larger step": lambda ours: ours.step(batches(2, rows=4)),
+    "forward_backward": lambda ours: ours.forward_backward(batches(1)),
+    "evaluate": lambda ours: ours.evaluate(batches(1, rows=4)),
+    "weight": lambda ours: ours.weight("model.norm.weight"),
+    "change_plan": lambda ours: ours.change_plan({}, {}),
+}
+
+
+@pytest.mark.parametrize("call", SECOND_CALLS.values(), ids=SECOND_CALLS.keys())
+def test_a_call_that_comes_while_another_thread_plans_is_refused(
+    call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, wanted = (engine(build()) for _ in range(2))
+    data, planning, answered, found = batches(1), threading.Event(), threading.Event(), []
+    make = ours._runtime._make
+
+    def slow(*given: Any) -> Any:
+        if not planning.is_set():
+            planning.set()
+            assert answered.wait(HANG_SECONDS)
+        return make(*given)
+
+    monkeypatch.setattr(ours._runtime, "_make", slow)
+    first = threading.Thread(target=lambda: found.append(ours.step(data)), daemon=True)
+    first.start()
+    assert planning.wait(HANG_SECONDS)
+    with pytest.raises(ConfigError, match="another pass of this engine is under way"):
+        call(ours)
+    answered.set()
+    first.join(timeout=HANG_SECONDS)
+    assert found == [wanted.step(data)]
+    assert ours.step(data) == wanted.step(data)
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
+@pytest.mark.parametrize("call", ["larger step", "evaluate", "change_plan"])
+def test_nothing_is_planned_while_another_thread_computes(call: str) -> None:
+    ours, wanted = (engine(build()) for _ in range(2))
+    data, refused = batches(1), []
+
+    def called(hidden: Any, head: Any, _: Any) -> Any:
+        def other() -> None:
+            try:
+                SECOND_CALLS[call](ours)
+            except ConfigError as error:
+                refused.append(str(error))
+
+        # a thread that has looked whether the engine can be used just before the step began
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ours._passes, "check", lambda: None)
+            patch.setattr(ours._passes.guard, "settle", lambda: None)
+            thread = threading.Thread(target=other, daemon=True)
+            thread.start()
+            thread.join(timeout=HANG_SECONDS)
+        return squares(hidden, head, None)
+
+    assert ours.step(data, loss_fn=called) == wanted.step(data, loss_fn=squares)
+    assert len(refused) == 1
+    assert "another pass of this engine is under way" in refused[0]
+    assert ours.step(data) == wanted.step(data)
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_of_the_process_cannot_use_the_engine() -> None:
     ours, data = engine(build()), batches(1)

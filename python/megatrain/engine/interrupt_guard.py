@@ -57,7 +57,7 @@ class GivenUp(BaseException):
 class InterruptGuard:
     """A thread for the work of one engine, and the work that still runs there after an interrupt."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, busy: "threading.Lock | None" = None) -> None:
         self._device = device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._job: _Job | None = None
@@ -67,8 +67,8 @@ class InterruptGuard:
         self._cut = ""
         """Why what ran on the caller's thread cannot be trusted, unless it still runs."""
         self._process = os.getpid()
-        self._busy = threading.Lock()
-        """Held by the work that runs, where no interrupt arrives."""
+        self._busy = busy or threading.Lock()
+        """Held by the work that runs, where no interrupt arrives, and by whoever else `busy` was given to."""
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="megatrain-step", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -153,10 +153,7 @@ class InterruptGuard:
 
         def run() -> T:
             if not self._busy.acquire(blocking=False):
-                raise ConfigError(
-                    "another pass of this engine is under way (in another thread, or this call came from its loss_fn); "
-                    "wait for its end"
-                )
+                raise under_way()
             try:
                 return body()
             finally:
@@ -201,6 +198,14 @@ class InterruptGuard:
                 return context.run(body)
 
         return run
+
+
+def under_way() -> ConfigError:
+    """What a call is told that comes while another one computes or plans."""
+    return ConfigError(
+        "another pass of this engine is under way (in another thread, or this call came from its loss_fn); wait for "
+        "its end"
+    )
 
 
 def observer() -> str | None:

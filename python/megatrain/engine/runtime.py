@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,7 @@ from megatrain.engine.devices import current
 from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
+from megatrain.engine.interrupt_guard import under_way
 from megatrain.engine.keyed_random import KeyedRandom
 from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
@@ -147,6 +149,8 @@ class Runtime:
         """Whether values were moved out of the model; they are lost when setting up fails after that."""
         self._changing = False
         """Whether the core is being replaced, which another thread may see that prepares inputs."""
+        self.busy: threading.Lock = threading.Lock()
+        """Held while a core is made, and by each pass: neither begins during the other, whatever the thread."""
         if micro_batch is not None and micro_batches is not None:
             self._start(micro_batch, micro_batches, self._fill)
 
@@ -279,6 +283,7 @@ class Runtime:
     def planning(self, prepared: StepInputs) -> Iterator[None]:
         """Around the planning of a pass over `prepared`. Where that is refused, what `plan_sums` and `plan_loss_fn`
         asked for is taken back, so that other passes are planned as before."""
+        self._refuse_while_busy()
         core, loss_fn, sums = self._core, self._loss_fn, self.settings.get("accumulate")
         try:
             yield
@@ -330,9 +335,19 @@ class Runtime:
     def _start(
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
     ) -> _core.Engine:
-        """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails."""
-        with current(self.device):
+        """Plans, allocates, fills the store and makes the templates; changes nothing when one of them fails. Raises
+        ConfigError while another thread does so, or computes."""
+        core = self._core
+        self._refuse_while_busy()
+        with self.busy, current(self.device):  # not `acquire`: no interrupt comes between this and the lock's release
+            if self._core is not core:  # another thread was here first
+                raise under_way()
             return self._start_there(micro_batch, micro_batches, fill)
+
+    def _refuse_while_busy(self) -> None:
+        """Raises ConfigError while a core is made, or a pass computes."""
+        if self.busy.locked():
+            raise under_way()
 
     def _start_there(
         self, micro_batch: tuple[int, int], micro_batches: int, fill: Callable[[_core.Engine], None]
@@ -434,6 +449,7 @@ class Runtime:
 
     def _plan_again(self, micro_batch: tuple[int, int], micro_batches: int) -> _core.Engine:
         """A new core for larger steps, with the present one's state; where it does not fit, nothing changes."""
+        self._refuse_while_busy()
         before, decoder = self.core, self.decoder
         before.drain()
         log.info("planning again, for %d micro-batches of %d by %d tokens", micro_batches, *micro_batch)
@@ -457,6 +473,12 @@ class Runtime:
         """Plans again for the same sizes, at other rates and with more numbers asked for, by which all state stays
         where it is. What else the core has is freed before it is allocated again. Where that fails, the plan is the
         one before and the error is raised."""
+        assert self.core is not None  # which makes it
+        self._refuse_while_busy()
+        with self.busy:
+            self._change_plan(rates, numbers)
+
+    def _change_plan(self, rates: Mapping[str, float], numbers: Mapping[str, Any]) -> None:
         core, base = self.core, self._bytes_beside_the_plan()
         assert self.micro_batch is not None
         assert self.micro_batches is not None

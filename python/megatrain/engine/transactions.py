@@ -20,7 +20,7 @@ from megatrain.engine import numerics, repeat_check
 from megatrain.engine.default_device import on_cpu, on_present_default
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
 from megatrain.engine.inputs import InputPreprocessor, StepInputs
-from megatrain.engine.interrupt_guard import InterruptGuard
+from megatrain.engine.interrupt_guard import InterruptGuard, under_way
 from megatrain.engine.options import positive
 from megatrain.engine.runtime import Runtime
 from megatrain.engine.step import Pass, random_key
@@ -120,7 +120,7 @@ class Passes:
         self._deterministic, self._seed = deterministic, seed
         self._router = router
         self._math_reported = False
-        self.guard: InterruptGuard = InterruptGuard(runtime.device)
+        self.guard: InterruptGuard = InterruptGuard(runtime.device, runtime.busy)
         self.waiting: Waiting | None = None
         """None where no pass has been made since the last update."""
         self.num_steps: int = 0
@@ -174,6 +174,7 @@ class Passes:
             raise ConfigError(f"normalizer must be positive and finite, not {normalizer!r}")
         normalizer = None if normalizer is None else float(normalizer)
         self._refuse_other(normalizer)
+        waiting = self.waiting
         # a loss_fn weights what it sums up itself
         weight = float(prepared.num_tokens) if loss_fn is not None else prepared.total_weight
         divisor = weight if normalizer is None else normalizer
@@ -198,7 +199,10 @@ class Passes:
             loss_fn=loss_fn,
         )
 
+
         def body() -> StepOutput | float:
+            if self._runtime.core is not core or self.waiting is not waiting:  # another thread was faster
+                raise under_way()
             run = self._train_twice(core, prepared, options) if check else self._train(core, prepared, options)
             loss = run.loss_sum / divisor
             aux_loss = None
@@ -277,6 +281,8 @@ class Passes:
 
         @torch.inference_mode(False)
         def body() -> Pass:
+            if self._runtime.core is not core:  # another thread has planned again
+                raise under_way()
             run = self._pass(prepared, options, training=False, collect=collect)
             with numerics.arithmetic(self._runtime.device, self._deterministic):
                 try:

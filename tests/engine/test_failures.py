@@ -57,6 +57,45 @@ def test_a_loss_that_is_not_finite_stops_immediate_updates_before_anything_chang
     assert_unchanged(ours, before)
 
 
+@pytest.mark.parametrize("halves", [False, True], ids=["step", "forward_backward"])
+def test_a_loss_that_is_not_finite_skips_the_update_though_its_gradients_are(halves: bool) -> None:
+    ours, twin = engine(build()), engine(build())
+    for one in (ours, twin):
+        one.step(batches(1))
+    before = weights(ours)
+
+    def infinite(hidden: torch.Tensor, head: Any, _: Any) -> torch.Tensor:
+        return head(hidden).sum() + float("inf")
+
+    if halves:
+        assert ours.forward_backward(batches(1), loss_fn=infinite) == math.inf
+        ours.evaluate(batches(1))
+        out = ours.optimizer_step()
+    else:
+        out = ours.step(batches(1), loss_fn=infinite)
+    assert out.skipped
+    assert out.reason == "the loss is not finite"
+    assert out.loss == math.inf
+    assert out.grad_norm > 0
+    assert math.isfinite(out.grad_norm)
+    assert ours.num_steps == 2
+    assert_unchanged(ours, before)
+    assert ours.optimizer_state("model.norm.weight")["step"] == 1
+    assert ours.step(batches(1)) == twin.step(batches(1))
+    assert_unchanged(ours, weights(twin))
+
+
+@pytest.mark.parametrize("update", ["just_in_time", "immediate"])
+@pytest.mark.parametrize("normalizer", [1e-40, 1e39, 1e300])
+def test_a_normalizer_that_fp32_cannot_divide_by_is_refused(update: str, normalizer: float) -> None:
+    ours = engine(build(), update=update, max_grad_norm=None)
+    before = weights(ours)
+    for loss_fn in (None, lambda hidden, head, _: head(hidden).sum()):
+        with pytest.raises(ConfigError, match=r"normalizer is 1e.*1e-30 to 1e\+30"):
+            ours.step(batches(1), loss_fn=loss_fn, normalizer=normalizer)
+    assert_unchanged(ours, before)
+
+
 def test_an_exception_within_a_step_leaves_the_engine_as_it_was() -> None:
     ours, twin = engine(build()), engine(build())
 

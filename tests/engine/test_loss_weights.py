@@ -239,6 +239,19 @@ def test_weights_that_are_none_are_refused_by_micro_batch_and_place(given: Any, 
         ours.step([first, {**second, "loss_weights": given}])
 
 
+@pytest.mark.parametrize("update", ["just_in_time", "immediate"])
+@pytest.mark.parametrize("weight", [1e38, 1e-40])
+def test_weights_whose_sum_fp32_cannot_divide_by_are_refused(update: str, weight: float) -> None:
+    step = [{**batch, "loss_weights": torch.full((2, 32), weight)} for batch in batches(2)]
+    with engine(build(), update=update, max_grad_norm=None) as ours:
+        before = weights(ours)
+        for call in (ours.step, ours.forward_backward, ours.prepare, ours.evaluate):
+            with pytest.raises(ConfigError, match=r"loss_weights .* have the sum .*1e-30 to 1e\+30"):
+                call(step)
+        assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
+        assert ours.step([{**batch, "loss_weights": torch.full((2,), 1e20)} for batch in batches(2)]).loss < 10
+
+
 INTERPRETED = """
 import torch
 from megatrain.engine import loss, loss_triton

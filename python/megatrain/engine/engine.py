@@ -296,11 +296,14 @@ class Engine:
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`). With
         `loss_weights`, numbers from 0 on for each row (batch,) or for each label (batch, seq), every token's loss is
         multiplied by its weight and the sum divided by the sum of the weights, as torch's cross-entropy with class
-        weights does; a weight of 0 is as a label of -100. A `loss_fn` may read them and is divided as without. A
+        weights does; a weight of 0 is as a label of -100. That sum, or `normalizer`, is 1e-30 to 1e30. A `loss_fn` may read them and is divided as without. A
         router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
         `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).
-        Returns when loss and norm are known; updates may still run.
+        Returns when loss and norm are known; updates may still run. Where one of them is not finite, nothing is updated
+        (`skipped`); with `update: immediate`, which cannot be undone, a loss that is not finite stops the step before
+        its backward, and a gradient that is not finite after some updates: both raise EngineBroken.
+
         With `check` forward and backward run twice from the same weights and random state, the second time one
         operation at a time, and gradients and losses are compared bit for bit before the update: about twice the time
         of forward and backward, and all gradients are read twice. It needs just-in-time updates, and on CUDA
@@ -434,7 +437,8 @@ class Engine:
     @on_cpu()
     def all_logits(self, batch: Batch) -> Tensor:
         """Logits (batch, seq, V) of every token of a batch, fp32 on the CPU, computed a few rows at a time: for metrics
-        that need the whole distribution. Updates nothing."""
+        that need the whole distribution. Those of padding, where `attention_mask` is 0, are undefined: they may be
+        others than the model's own forward returns there. Updates nothing."""
         self._usable()
         return self._evaluation.all_logits(batch)
 

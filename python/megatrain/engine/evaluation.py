@@ -65,7 +65,8 @@ class Evaluation:
         return run.collected[0].float().cpu()
 
     def all_logits(self, batch: Batch) -> Tensor:
-        """Logits (batch, seq, V) of every token, fp32 on the CPU, computed a few rows at a time."""
+        """Logits (batch, seq, V) of every token, fp32 on the CPU, computed a few rows at a time; those of padding are
+        undefined (`inputs._without_what_follows`)."""
         prepared = self._preparer.prepare([batch], need_labels=False, keep_empty=True)
 
         def collect(head: HeadTemplate, hidden: Tensor) -> Tensor:

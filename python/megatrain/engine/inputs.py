@@ -34,6 +34,9 @@ that sees, what its processor makes of images too (`pixel_values`, `image_grid_t
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask", "loss_weights")
 """What of a micro-batch is read for any model. A `loss_fn` is given the whole dict: only with one it may hold more."""
 
+LEAST_DIVISOR, MOST_DIVISOR = 1e-30, 1e30
+"""What a loss can be divided by: far beyond, the sum of losses, or one over what it is divided by, is no fp32 number."""
+
 _CACHED_SHAPES = 16
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -181,11 +184,14 @@ class InputPreprocessor:
         # a router's auxiliary loss is taken over the whole step, so that no row of it may be left out
         whole = self.decoder.router is not None and any(m.num_tokens for m in checked)
         used = [m for m in checked if m.num_tokens or keep_empty or whole]
+        total_weight = math.fsum(m.total_weight for m in used)
+        if any(m.weights is not None for m in used) and total_weight:
+            _check_total(total_weight)
         records = [m.record if m.record is not None else self._of_shape(m.shape)[0] for m in used]
         return StepInputs(
             micro_batches=used,
             num_tokens=sum(m.num_tokens for m in used),
-            total_weight=math.fsum(m.total_weight for m in used),
+            total_weight=total_weight,
             tables=self._look_up(used, records),
             empty=[m.index for m in checked if not m.num_tokens and not whole],
             with_loss_fn=more_keys,
@@ -535,6 +541,16 @@ def _loss_weights(where: str, batch: Batch, shape: tuple[int, int]) -> Tensor | 
     shifted = torch.zeros(shape)
     shifted[:, :-1] = narrow[:, 1:]
     return shifted.flatten()
+
+
+def _check_total(weight: float) -> None:
+    """Raises ConfigError where a loss cannot be divided by so large or small a sum of weights."""
+    if not LEAST_DIVISOR <= weight <= MOST_DIVISOR:
+        raise ConfigError(
+            f"the loss_weights of these micro-batches have the sum {weight:g}; fp32 can divide a loss by "
+            f"{LEAST_DIVISOR:g} to {MOST_DIVISOR:g}. The loss is divided by that sum, so multiply all of them by one "
+            "number: it changes nothing else"
+        )
 
 
 def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) -> Tensor:

@@ -19,7 +19,7 @@ from megatrain import _core
 from megatrain.engine import numerics, repeat_check
 from megatrain.engine.default_device import on_cpu, on_present_default
 from megatrain.engine.embed_head import HeadTemplate, LossFn, LossOptions
-from megatrain.engine.inputs import InputPreprocessor, StepInputs
+from megatrain.engine.inputs import LEAST_DIVISOR, MOST_DIVISOR, InputPreprocessor, StepInputs
 from megatrain.engine.interrupt_guard import InterruptGuard, under_way
 from megatrain.engine.options import positive
 from megatrain.engine.runtime import Runtime
@@ -185,6 +185,10 @@ class Passes:
             return self._apply() if apply else 0.0
         if not divisor:
             raise ConfigError("a step with loss_fn and no labels needs a normalizer")
+        if not LEAST_DIVISOR <= divisor <= MOST_DIVISOR:
+            raise ConfigError(
+                f"normalizer is {divisor:g}; fp32 can divide a loss by {LEAST_DIVISOR:g} to {MOST_DIVISOR:g}"
+            )
         with self._runtime.planning(prepared):
             if not apply and not self.num_waiting:
                 self._runtime.plan_sums()
@@ -258,7 +262,7 @@ class Passes:
         )
 
     def apply(self) -> StepOutput:
-        """Clips and applies the gradients that wait, or skips the step when one is not finite."""
+        """Clips and applies the gradients that wait, or skips the step when one or the loss is not finite."""
         return self._run(self._apply, finish=self.immediate)
 
     def discard(self) -> None:
@@ -385,8 +389,24 @@ class Passes:
             reason = "no micro-batch has a supervised token"
             log.warning("%s: nothing was changed", reason)
             return StepOutput(loss=0.0, grad_norm=0.0, num_tokens=0, skipped=True, reason=reason)
+        core = self._runtime.core
+        if not (self.immediate or math.isfinite(waiting.loss)):
+            # gradients may be finite all the same, of a sum that was too large
+            grad_norm = core.gradient_norm()
+            core.abandon()
+            self.waiting = None
+            self.num_steps += 1
+            return StepOutput(
+                loss=waiting.loss,
+                grad_norm=grad_norm,
+                num_tokens=waiting.tokens,
+                skipped=True,
+                reason="the loss is not finite",
+                aux_loss=waiting.aux_loss,
+                total_weight=waiting.weight if waiting.weighted else None,
+            )
         groups, idle = self._runtime.core_groups(waiting.seen)
-        outcome = self._runtime.core.apply(groups, self.max_grad_norm, idle)
+        outcome = core.apply(groups, self.max_grad_norm, idle)
         self.waiting = None
         self.num_steps += 1
         return StepOutput(

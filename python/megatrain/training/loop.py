@@ -336,10 +336,10 @@ class TrainingLoop:
         self.display.step(record, (self.total - step) * self.throughput.step_s, self.config.output.log_every)
         self.callbacks.step(record.as_dict())
         if record.skipped:
-            log.warning("step %d: a gradient is not finite (norm %s); the update was skipped", step, record.grad_norm)
+            log.warning("step %d: %s (norm %s); the update was skipped", step, out.reason, record.grad_norm)
         if position.nonfinite > self.config.train.max_nonfinite:
             raise RunStopped(
-                f"the gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
+                f"the loss or gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
                 f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower train.lr, clip "
                 "with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
             )

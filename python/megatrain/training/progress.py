@@ -145,7 +145,7 @@ class Display:
         ends = record.step in (1, self._total)
         if record.step % every == 0 or ends:
             bound = f", {record.bound_by}" if record.bound_by else ""
-            skipped = ", SKIPPED (gradient not finite)" if record.skipped else ""
+            skipped = ", SKIPPED (loss or gradient not finite)" if record.skipped else ""
             numbers = (
                 f"step {record.step}/{self._total}: loss {record.loss:.4f}, norm {record.grad_norm:.3g}, "
                 f"lr {record.lr:.3g}"

@@ -27,7 +27,7 @@ class Position:
     tokens: int = 0
     """Tokens seen, without padding."""
     nonfinite: int = 0
-    """Consecutive steps whose gradients were not finite."""
+    """Consecutive steps whose loss or gradients were not finite."""
     first_eval_loss: float | None = None
     eval_loss: float | None = None
     """The latest held-out loss."""

@@ -129,7 +129,7 @@ def test_a_closed_engine_says_so() -> None:
 def test_an_engine_cut_off_while_it_was_set_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = megatrain.Engine(build(), device="cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(ours._runtime, "_build", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr("megatrain.engine.runtime.step_templates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             ours.step(batches(1))
     with pytest.raises(EngineBroken, match="load the model again"):

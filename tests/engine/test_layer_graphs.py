@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain import _core
-from megatrain.engine import layer_graphs, runtime
+from megatrain.engine import layer_graphs, step_templates
 from megatrain.engine.inputs import InputPreprocessor, MicroBatch
 from megatrain.engine.layer_graphs import CapturedPass, LayerGraphs, Recording, can_capture
 from megatrain.engine.profile import plan_request
@@ -175,9 +175,9 @@ def test_units_that_stay_on_the_card_are_captured_but_for_tiled_ones(
     end = {"state": "device", "activation": "keep", "input": "device"}
     units = [{"state": place, "activation": activation, "input": inputs} for place in state]
     plan = {"graphs": True, "units": [end, *units, end]}
-    assert runtime._captured_units(plan, {}) == wanted
-    assert runtime._captured_units(plan, {2: 5, 4: 5}) == wanted - {2, 4}
-    assert not runtime._captured_units(plan | {"graphs": False}, {})
+    assert step_templates.captured_units(plan, {}) == wanted
+    assert step_templates.captured_units(plan, {2: 5, 4: 5}) == wanted - {2, 4}
+    assert not step_templates.captured_units(plan | {"graphs": False}, {})
 
 
 class _Graph:

@@ -289,7 +289,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
 ) -> None:
     config = settings(tmp_path)
     with monkeypatch.context() as earlier:
-        earlier.setattr("megatrain.training.loop._fingerprints", lambda _: {})
+        earlier.setattr("megatrain.data.fingerprint.of_run", lambda *_: {})
         stopped_after_two_steps(config)
     assert fit(config).step == 6
     assert [r.message for r in caplog.records if "changes of data are not checked" in r.message]

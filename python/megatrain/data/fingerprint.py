@@ -20,11 +20,24 @@ from megatrain.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatrain.data.dataset import Dataset
+
 _PROBE = "The quick brown fox\n\tjumps 1234567 times; naïve café, 日本語 \U0001f98a <|x|> don't  stop\r\n"
 """Tells apart tokenizers of one vocabulary that merge in another order."""
 _SAMPLE = 1 << 16
 """Characters of the training data whose tokens are compared, at least: what else a tokenizer does to text shows
 there."""
+
+
+def of_run(
+    train: "Dataset", held_out: "Dataset | None", tokenizer: "PreTrainedTokenizerBase", sources: Sequence[SourceConfig]
+) -> dict[str, Any]:
+    """What every checkpoint of a run holds; `sources` are those of the training data."""
+    data = {
+        name: [of_source(part.source) for part in dataset.parts] if dataset is not None else []
+        for name, dataset in (("train", train), ("eval", held_out))
+    }
+    return {"data": data, "tokenizer": of_tokenizer(tokenizer, sources), "date": train.date.isoformat()}
 
 
 def of_source(source: Source) -> dict[str, Any]:

@@ -296,8 +296,9 @@ class Engine:
         The loss is the sum over supervised tokens divided by their number in the whole step (or by `normalizer`). With
         `loss_weights`, numbers from 0 on for each row (batch,) or for each label (batch, seq), every token's loss is
         multiplied by its weight and the sum divided by the sum of the weights, as torch's cross-entropy with class
-        weights does; a weight of 0 is as a label of -100. That sum, or `normalizer`, is 1e-30 to 1e30. A `loss_fn` may read them and is divided as without. A
-        router's auxiliary loss, where the model's configuration asks for one, is taken over all tokens of the step.
+        weights does; a weight of 0 is as a label of -100. That sum, or `normalizer`, is 1e-30 to 1e30. A `loss_fn` may
+        read them and is divided as without. A router's auxiliary loss, where the model's configuration asks for one, is
+        taken over all tokens of the step.
         `loss_fn(hidden, head, batch)` returns another sum to use instead: `head(hidden)` are all logits,
         `head.logprobs(hidden, labels, entropy=False)` log-probabilities in chunks (`LossHead` in `engine/logprobs.py`).
         Returns when loss and norm are known; updates may still run. Where one of them is not finite, nothing is updated

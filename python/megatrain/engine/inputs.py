@@ -35,7 +35,8 @@ KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "padding_mask",
 """What of a micro-batch is read for any model. A `loss_fn` is given the whole dict: only with one it may hold more."""
 
 LEAST_DIVISOR, MOST_DIVISOR = 1e-30, 1e30
-"""What a loss can be divided by: far beyond, the sum of losses, or one over what it is divided by, is no fp32 number."""
+"""What a loss can be divided by. Far beyond, the sum of losses, or one over what it is divided by, is no number of
+fp32."""
 
 _CACHED_SHAPES = 16
 

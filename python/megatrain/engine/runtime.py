@@ -9,27 +9,22 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from megatrain import _core
 from megatrain.engine import options as arguments
 from megatrain.engine.cuts import Cut, cuts, planned, planned_when_idle
-from megatrain.engine.device_memory import CastBuffer, Region
 from megatrain.engine.devices import current
-from megatrain.engine.embed_head import EmbedTemplate, HeadTemplate
 from megatrain.engine.host_heap import HeapLimit, anonymous_bytes
 from megatrain.engine.inputs import StepInputs
 from megatrain.engine.interrupt_guard import under_way
-from megatrain.engine.keyed_random import KeyedRandom
-from megatrain.engine.layer_graphs import LayerGraphs
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, plan_request, staged_bytes
+from megatrain.engine.profile import REQUESTS, core_groups, plan_request
 from megatrain.engine.step import StepTemplates
-from megatrain.engine.template import GradientViews, LayerTemplate, UnitLayout, cast_bytes, unit_layouts
+from megatrain.engine.step_templates import step_templates, torch_bytes
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
 from megatrain.models.decoder import Decoder
 from megatrain.models.types import PRECISIONS
@@ -49,12 +44,6 @@ Load = Callable[[Decoder, _core.Engine], None]
 """Fills the store: called once with the decoder and the core. With an attribute `held_bytes`, so much host memory is
 left free for what it holds meanwhile."""
 
-_REGIONS: tuple[Literal["weights", "grads", "accumulators", "stage"], ...] = (
-    "weights",
-    "grads",
-    "accumulators",
-    "stage",
-)
 _OPTIONS = ("threads", "poison", "synchronous", "huge_pages", "trace", "isa")
 PLAN_KEYS = frozenset(
     {
@@ -270,7 +259,7 @@ class Runtime:
         made = self._first_that_fits(self.micro_batch, self.micro_batches, self._plan["totals"]["disk"])
         cut, planned = made[0], json.loads(made[2])
         if cut == self.cut and _placement(planned) == _placement(self._plan):
-            self._plan, self._made, self.templates.torch_bytes = planned, made, _torch_bytes(planned)
+            self._plan, self._made, self.templates.torch_bytes = planned, made, torch_bytes(planned)
         elif not between_passes:
             raise ConfigError(
                 "the first step with loss_fn plans its memory, and gradients wait for optimizer_step; call that "
@@ -384,7 +373,9 @@ class Runtime:
             if self._holds_torch:
                 hold_torch(asked["budget"]["device"], json.loads(planned))
             fill(core)
-            templates = self._build(core, asked, json.loads(planned))
+            templates = step_templates(
+                core, asked, json.loads(planned), cut, self.device, PRECISIONS[self.grad_precision], self.compiled
+            )
             if self.device.type == "cpu":
                 templates.heap = HeapLimit(base, _memory_bytes(json.loads(planned)))
         except BaseException:
@@ -557,96 +548,12 @@ class Runtime:
             except ValueError as error:
                 raise ConfigError(f"the model's weights cannot be trained: {error}") from None
 
-    def _build(self, core: _core.Engine, request: dict[str, Any], plan: dict[str, Any]) -> StepTemplates:
-        """Templates and views over the core's regions."""
-        decoder = self.decoder
-        layouts = unit_layouts(decoder, json.loads(core.layout()))
-
-        def region(name: Literal["weights", "grads", "accumulators", "stage"]) -> Region | None:
-            buffer = core.region(name)
-            return Region(from_dlpack(buffer)) if len(buffer) else None
-
-        places, grads, sums, stage = (region(n) for n in _REGIONS)
-        assert places is not None
-        size = cast_bytes(decoder)
-        casts = CastBuffer(size, places.device) if size else None
-        captured = _captured_units(plan, self.cut.tiled)
-        return StepTemplates(
-            decoder=decoder,
-            layouts=layouts,
-            weights=places,
-            casts=casts,
-            stage=stage,
-            staged_bytes=staged_bytes(request, plan),
-            tiles=self.cut.tiled,
-            embed=EmbedTemplate(decoder, layouts[0], places, casts),
-            layers=self._layer_templates(layouts, places, casts),
-            head=HeadTemplate(decoder, layouts[-1], places, layouts[0], casts),
-            grads=[GradientViews(grads, layout, PRECISIONS[self.grad_precision]) for layout in layouts],
-            sums=[GradientViews(sums, layout, torch.float32) for layout in layouts],
-            random=KeyedRandom(self.device),
-            group=max(int(plan["group"]), int(plan["large_group"])),
-            keeps=any(unit["activation"] == "keep" for unit in plan["units"][1:-1]),
-            torch_bytes=_torch_bytes(plan),
-            heap=None,
-            graphs=LayerGraphs(captured) if captured else None,
-            routed=_routed_units(request),
-        )
-
-    def _layer_templates(
-        self, layouts: list[UnitLayout], weights: Region, casts: CastBuffer | None
-    ) -> dict[int, LayerTemplate]:
-        """The template of each layer or half of one. A structure has several where its layers' frozen tensors are
-        stored in several types."""
-        made: dict[tuple[Any, ...], LayerTemplate] = {}
-        templates: dict[int, LayerTemplate] = {}
-        for number, unit in enumerate(self.decoder.units):
-            if unit.layer is None:
-                continue
-            if unit.weights_of is not None:
-                templates[number] = templates[unit.weights_of]
-                continue
-            key = unit.structure, unit.half, unit.part, layouts[number].slices
-            if key not in made:
-                # the routes of a micro-batch are known to the host where experts are spread over units
-                compiled = self.compiled and unit.part is None
-                made[key] = LayerTemplate(
-                    self.decoder, number, layouts[number], weights, casts, compiled, self.cut.least
-                )
-            templates[number] = made[key]
-        return templates
-
-
-def _routed_units(request: Mapping[str, Any]) -> dict[int, list[int]]:
-    """By unit that routes: the units of which it decides what is sent."""
-    routed: dict[int, list[int]] = {}
-    for number, unit in enumerate(request["units"]):
-        if "routed" in unit:
-            routed.setdefault(unit["routed"]["by"], []).append(number)
-    return routed
-
-
-def _captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset[int]:
-    """Units that are captured as CUDA graphs (`UnitPlan::can_be_captured` in the core); those in tiles are not."""
-    return frozenset(
-        number
-        for number, unit in enumerate(plan["units"])
-        if plan["graphs"] and 0 < number < len(plan["units"]) - 1 and number not in tiled
-        if unit["state"] == "device" and unit["activation"] != "offload" and unit["input"] == "device"
-        if unit.get("large_activation") is None
-    )
-
-
-def _torch_bytes(plan: dict[str, Any]) -> int:
-    """What a plan allows torch to allocate."""
-    return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))
-
 
 def hold_torch(budget: int, plan: Mapping[str, Any]) -> None:
     """Refuses torch, all of it in this process, what a plan leaves it of `budget` bytes of the current card: it gives
     back what it has cached first, as on a card that has no more."""
     context = sum(int(item["bytes"]) for item in plan["items"] if item["what"].startswith("context"))
-    left = budget - int(plan["totals"]["device"]) + _torch_bytes(plan) - context
+    left = budget - int(plan["totals"]["device"]) + torch_bytes(plan) - context
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
 

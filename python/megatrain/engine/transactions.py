@@ -203,7 +203,6 @@ class Passes:
             loss_fn=loss_fn,
         )
 
-
         def body() -> StepOutput | float:
             if self._runtime.core is not core or self.waiting is not waiting:  # another thread was faster
                 raise under_way()

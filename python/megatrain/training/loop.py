@@ -69,6 +69,8 @@ class TrainingLoop:
         parts: "RunComponents",
         position: Position,
     ) -> None:
+        from megatrain.data import fingerprint  # which loads torch
+
         self.config: Config = config
         self.stop: Stop = stop
         self.display: Display = display
@@ -87,7 +89,12 @@ class TrainingLoop:
         self.saves: CheckpointWriter = CheckpointWriter(config.output, folder, position.step)
         self._announced = self.saves.saved_step
         """The newest checkpoint that callbacks know of."""
-        self.fingerprints: dict[str, Any] = _fingerprints(parts)
+        self.fingerprints: dict[str, Any] = fingerprint.of_run(
+            self.planned.train,
+            self.planned.held_out,
+            self.planned.tokenizer,
+            self.planned.model_setup.config.data.train,
+        )
         """Of the data and the tokenizer; stored in every checkpoint."""
         self.loss: float | None = None
         self.earlier_loss: float | None = folder.loss(position.step)
@@ -339,9 +346,9 @@ class TrainingLoop:
             log.warning("step %d: %s (norm %s); the update was skipped", step, out.reason, record.grad_norm)
         if position.nonfinite > self.config.train.max_nonfinite:
             raise RunStopped(
-                f"the loss or gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite (allowed: "
-                f"train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower train.lr, clip "
-                "with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
+                f"the loss or gradients of {position.nonfinite} steps in a row, up to step {step}, are not finite "
+                f"(allowed: train.max_nonfinite, {self.config.train.max_nonfinite}); {self._last_good()}. Lower "
+                "train.lr, clip with train.max_grad_norm, or look at the rows of these steps in metrics.jsonl"
             )
 
     def _without_supervision(self, batch: "StepBatch") -> str:
@@ -622,18 +629,3 @@ def last_good_checkpoint(folder: RunFolder) -> str:
 
     newest = checkpoint.latest_complete(folder.path)
     return f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
-
-
-def _fingerprints(parts: "RunComponents") -> dict[str, Any]:
-    from megatrain.data import fingerprint
-
-    planned = parts.planned
-    sources = {
-        name: [fingerprint.of_source(part.source) for part in dataset.parts] if dataset is not None else []
-        for name, dataset in (("train", planned.train), ("eval", planned.held_out))
-    }
-    return {
-        "data": sources,
-        "tokenizer": fingerprint.of_tokenizer(planned.tokenizer, planned.model_setup.config.data.train),
-        "date": planned.train.date.isoformat(),
-    }

@@ -224,6 +224,8 @@ def test_refusals_say_what_to_write() -> None:
         constraints.refuse_float8((8, 6), "RTX 3090", "train.")
     constraints.refuse_float8((8, 9), "RTX 4090")
     decoder = Decoder.from_config(config("llama"), precision="bf16")
+    with pytest.raises(ConfigError, match="precision belongs to the Decoder"):
+        Engine(Decoder(build(), precision="fp32"), device="cpu", precision="bf16")
     with pytest.raises(ConfigError, match="matmul belongs to the Decoder"):
         Engine(decoder, device="cpu", matmul="fp8")
 

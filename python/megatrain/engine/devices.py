@@ -1,13 +1,16 @@
 """The device that an engine computes on, for the core and for torch, and what it can compute with."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain import _core
 from megatrain.config import constraints
 from megatrain.errors import ConfigError
+from megatrain.models.decoder import Decoder
 from megatrain.system import hardware
 
 
@@ -29,6 +32,21 @@ def choose_matmul(matmul: Any, precision: str, device: torch.device) -> str:
     if matmul == "fp8" and device.type == "cuda":
         constraints.refuse_float8(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     return str(matmul)
+
+
+def as_decoder(
+    model: nn.Module | Decoder, freeze: Sequence[str], precision: str, matmul: str, device: torch.device
+) -> Decoder:
+    """The model, cut into units, for a device. Raises ConfigError where a Decoder is given with what it has itself."""
+    if not isinstance(model, Decoder):
+        chosen = choose_precision(precision, device)
+        return Decoder(model, freeze=freeze, precision=chosen, matmul=choose_matmul(matmul, chosen, device))
+    given = {"freeze": freeze, "matmul": matmul != "bf16", "precision": precision not in ("auto", model.precision)}
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"{name} belongs to the Decoder when one is given")
+    choose_matmul(model.matmul, model.precision, device)  # which this device may not have
+    return model
 
 
 def open_device(device: "str | torch.device | _core.Device") -> "tuple[_core.Device, torch.device]":

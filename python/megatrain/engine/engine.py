@@ -7,7 +7,6 @@ Where things are and in which order they move is the core's plan; what is comput
 """
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from megatrain.engine import options as arguments
 from megatrain.engine import state_dict as state
 from megatrain.engine.checkpoints import Checkpoints
 from megatrain.engine.default_device import on_cpu
-from megatrain.engine.devices import choose_matmul, choose_precision, open_device
+from megatrain.engine.devices import as_decoder, choose_matmul, choose_precision, open_device
 from megatrain.engine.embed_head import LossFn
 from megatrain.engine.evaluation import Evaluation
 from megatrain.engine.inputs import Batch, InputPreprocessor, MicroBatch, StepInputs
@@ -134,17 +133,7 @@ class Engine:
         self.update = update
         check_model_files(tokenizer_dir if model_dir is None else model_dir)
         core_device, torch_device = open_device(device)
-        if isinstance(model, Decoder):
-            if freeze or matmul != "bf16":
-                which = "freeze" if freeze else "matmul"
-                raise ConfigError(f"{which} belongs to the Decoder when one is given")
-            decoder = model
-            choose_matmul(model.matmul, model.precision, torch_device)  # which this device may not have
-        else:
-            chosen = choose_precision(precision, torch_device)
-            decoder = Decoder(
-                model, freeze=freeze, precision=chosen, matmul=choose_matmul(matmul, chosen, torch_device)
-            )
+        decoder = as_decoder(model, freeze, precision, matmul, torch_device)
         self.deterministic = deterministic
         self._tokenizer, self._tokenizer_dir, self._model_dir = tokenizer, tokenizer_dir, model_dir
         self._preparer = InputPreprocessor(decoder, torch_device)
@@ -335,28 +324,15 @@ class Engine:
         `plan={"accumulate": True}` if the engine was created with `micro_batch` and `micro_batches`; otherwise the call
         raises ConfigError and the earlier gradients are kept."""
         self._usable()
-        if self._passes.num_waiting and self.update == "immediate":
-            raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")
-        if self._passes.num_waiting and not self._runtime.settings.get("accumulate"):
-            raise ConfigError(
-                "forward_backward was called again before optimizer_step, but no store for such sums was planned; "
-                "create the engine with plan={'accumulate': True}"
-            )
-        prepared = self._prepared(micro_batches, loss_fn)
-        if self._passes.num_waiting and self.decoder.router is not None:
-            raise ConfigError(
-                "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
-                "forward_backward; give it all micro-batches, or set output_router_logits to false"
-            )
-        loss = self._passes.train(prepared, loss_fn, normalizer, apply=False)
+        self._passes.refuse_more()
+        loss = self._passes.train(self._prepared(micro_batches, loss_fn), loss_fn, normalizer, apply=False)
         assert isinstance(loss, float)
         return loss
 
     def optimizer_step(self) -> StepOutput:
         """The second half of `step`. Raises ConfigError unless `forward_backward` was called."""
         self._usable()
-        if self._passes.waiting is None:
-            raise ConfigError("optimizer_step was called without forward_backward; call that first")
+        self._passes.require("optimizer_step")
         return self._passes.apply()
 
     def _prepared(self, micro_batches: "Sequence[Batch] | StepInputs", loss_fn: LossFn | None) -> StepInputs:
@@ -376,8 +352,7 @@ class Engine:
         """Norm, before clipping, of the gradients that `forward_backward` has formed and `optimizer_step` has not
         applied yet; waits for them. Raises ConfigError where there are none."""
         self._usable()
-        if self._passes.waiting is None:
-            raise ConfigError("grad_norm was called without forward_backward; call that first")
+        self._passes.require("grad_norm")
         return self._runtime.core.gradient_norm() if self._passes.num_waiting else 0.0
 
     def zero_grad(self) -> None:
@@ -527,8 +502,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Where the last step's time went."""
-        raw = json.loads(self.core.stats())
-        return Stats(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
+        return Stats.parsed(self.core.stats())
 
     def lanes(self) -> dict[str, Any]:
         """Where the engine's lanes stand: `completed` operations so far, and for each of `lanes` what it runs, what is

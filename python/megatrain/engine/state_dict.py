@@ -1,6 +1,7 @@
 """An engine's weights, moments and gradients, read as tensors, and the statistics of its last step."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,12 @@ class Stats:
     """The lane that was busy longest; `launching` where the card mostly waited for kernels to be launched."""
     raw: dict[str, Any]
     """Everything the core reports."""
+
+    @classmethod
+    def parsed(cls, text: str) -> "Stats":
+        """Of the core's JSON."""
+        raw = json.loads(text)
+        return cls(lanes=raw.get("lanes", {}), bound=raw.get("bound", ""), raw=raw)
 
 
 class StateDict(Mapping[str, Tensor]):

@@ -260,6 +260,28 @@ class Passes:
             "earlier calls still wait; call optimizer_step, or go on with their normalizer if they had one"
         )
 
+    def refuse_more(self) -> None:
+        """Raises ConfigError where gradients wait to which no others can be added; they are kept."""
+        if not self.num_waiting:
+            return
+        if self.immediate:
+            raise ConfigError("update: immediate has updated the weights already, so gradients cannot be added up")
+        if not self._runtime.settings.get("accumulate"):
+            raise ConfigError(
+                "forward_backward was called again before optimizer_step, but no store for such sums was planned; "
+                "create the engine with plan={'accumulate': True}"
+            )
+        if self._router is not None:
+            raise ConfigError(
+                "the router's auxiliary loss is taken over all tokens of a step, so a step is one call of "
+                "forward_backward; give it all micro-batches, or set output_router_logits to false"
+            )
+
+    def require(self, call: str) -> None:
+        """Raises ConfigError, which names the `call`, where no gradients wait for it."""
+        if self.waiting is None:
+            raise ConfigError(f"{call} was called without forward_backward; call that first")
+
     def apply(self) -> StepOutput:
         """Clips and applies the gradients that wait, or skips the step when one or the loss is not finite."""
         return self._run(self._apply, finish=self.immediate)

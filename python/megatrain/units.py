@@ -13,12 +13,16 @@ _SIZE_UNITS: dict[str, int] = {"B": 1} | {
 _DURATION_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
+_MOST_BYTES = 1 << 56
+"""As the core's planner has it."""
+
+
 def parse_size(text: str | int) -> int:
     """Bytes in `12GiB` (1024³ each), `80GB` (1000³ each), or a plain number of bytes. Raises ValueError."""
     if isinstance(text, int):
         if text < 0:
             raise ValueError(f"a size cannot be negative: {text}")
-        return text
+        return _size(text, text)
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 12GiB")
@@ -26,7 +30,13 @@ def parse_size(text: str | int) -> int:
     scale = {name.lower(): scale for name, scale in _SIZE_UNITS.items()}.get(unit.lower() or "b")
     if scale is None:
         raise ValueError(f"{text!r}: unknown unit {unit!r}; write one of {', '.join(_SIZE_UNITS)}")
-    return int(float(number) * scale + 0.5)
+    return _size(float(number) * scale + 0.5, text)
+
+
+def _size(size: float, text: str | int) -> int:
+    if size > _MOST_BYTES:
+        raise ValueError(f"{text!r} is more than any machine has; write at most {_MOST_BYTES >> 40}TiB")
+    return int(size)
 
 
 def format_size(size: int) -> str | int:

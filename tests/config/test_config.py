@@ -84,7 +84,7 @@ def test_sizes_and_durations():
     assert [str(Duration.parse(text)) for text in ("30min", "1.5h", "90s", "86400s", "0.5s")] == [
         "30min", "90min", "90s", "1d", "0.5s",
     ]  # fmt: skip
-    for text in ("12G", "GiB", "-1GiB", "1e3GiB"):
+    for text in ("12G", "GiB", "-1GiB", "1e3GiB", "65537TiB", "9" * 400 + "GiB"):
         with pytest.raises(ValueError, match=text):
             parse_size(text)
 
@@ -325,6 +325,12 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
     [
         ({"train": {"lr": -1}}, r"train\.lr is -1\.0; it must be at least 0"),
         ({"train": {"lr": float("nan")}}, r"train\.lr is nan; it must be a finite number"),
+        ({"train": {"lr": 10**400}}, r"train\.lr: a whole number of 1329 bits; it must have at most 128"),
+        ({"train": {"steps": 10**400}}, r"train\.steps: a whole number of 1329 bits"),
+        ({"train": {"lr": 1e300}}, r"train\.lr is 1e\+300; updates are computed in fp32"),
+        ({"train": {"groups": [{"params": ["a"], "weight_decay": 1e39}]}}, r"train\.groups\.weight_decay is 1e\+39"),
+        ({"train": {"batch_size": 2**70}}, r"train\.batch_size is \d+; it must be at most 2147483647"),
+        ({"memory": {"host": 10**30}}, r"memory\.host: 10+ is more than any machine has; write at most 65536TiB"),
         ({"train": {"betas": [0.9, 1]}}, r"train\.betas holds 1\.0; each must be at least 0 and below 1"),
         ({"train": {"epochs": 0}}, r"train\.epochs is 0\.0; it must be above 0"),
         ({"train": {"max_grad_norm": 0}}, r"train\.max_grad_norm is 0\.0; .*For no clipping write null"),

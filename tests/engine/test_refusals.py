@@ -25,6 +25,29 @@ def test_immediate_updates_cannot_be_clipped_added_up_or_read_as_gradients() -> 
         ours.gradient("model.norm.weight")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": 1e300}, r"optimizer: lr is 1e\+300; updates are computed in fp32, whose largest number is 3\.4e\+38"),
+        ({"weight_decay": 1e39}, r"optimizer: weight_decay is 1e\+39"),
+        ({"eps": 1e39}, r"optimizer: eps is 1e\+39"),
+        ({"lr": 10**400}, "optimizer: lr must be finite and not negative, not inf"),
+        ({"lr": None}, "optimizer: lr must be a number, not None"),
+        ({"lr": True}, "optimizer: lr must be a number, not True"),
+        ({"eps": (1e-8,)}, "optimizer: eps must be a number, not"),
+        ({"betas": 0.9}, r"optimizer: betas must be two numbers, such as \(0\.9, 0\.999\), not 0\.9"),
+        ({"betas": "0.9"}, "optimizer: betas must be two numbers"),
+        ({"betas": (0.9, "x")}, "optimizer: betas must be a number, not 'x'"),
+        ({"groups": [{"params": "*", "lr": 1e39}]}, r"optimizer\.groups\[0\]: lr is 1e\+39"),
+    ],
+)
+def test_a_setting_of_the_optimizer_that_is_no_number_of_fp32_is_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        megatrain.AdamW(**settings)
+    with pytest.raises(ConfigError, match=r"lr is 1e\+39; updates are computed in fp32"):
+        engine(build()).set_lr(1e39)
+
+
 def test_optimizer_settings_out_of_range_are_refused() -> None:
     for bad in ({"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"betas": (0.9,)}):
         with pytest.raises(ConfigError, match=r"optimizer"):
@@ -296,6 +319,19 @@ def test_an_unknown_key_of_a_micro_batch_is_refused_with_the_nearest_one() -> No
         ({"label_smoothing": "0.1"}, "label_smoothing must be at least 0 and below 1, not '0.1'"),
         ({"z_loss": None}, "z_loss must be finite"),
         ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616; it must be below 2\*\*64"),
+        ({"z_loss": 10**400}, "z_loss must be finite and not negative, not 1000"),
+        ({"max_grad_norm": 10**400}, "max_grad_norm must be positive and finite, or None, not 1000"),
+        ({"micro_batch": (2**40, 1)}, r"micro_batch is \(1099511627776, 1\); it must be at most 2147483647 tokens"),
+        ({"micro_batches": 2**40}, "micro_batches is 1099511627776; it must be at most 2147483647"),
+        ({"memory": {"host": 10**30}}, "memory.host: 10+ is more than any machine has; write at most 65536TiB"),
+        ({"plan": {"loss_workspace": "9" * 400 + "GiB"}}, "loss_workspace: '9+GiB' is more than any machine has"),
+        ({"plan": {"more_workspace": 10**30}}, "more_workspace: 10+ is more than any machine has"),
+        ({"plan": {"activation": "save"}}, "plan.activation must be keep, offload or recompute, not 'save'"),
+        ({"plan": {"inputs": 1}}, "plan.inputs must be device, host or disk, not 1"),
+        ({"plan": {"isa": "avx"}}, "plan.isa must be auto, scalar, avx2 or avx512, not 'avx'"),
+        ({"plan": {"compile": "false"}}, "plan.compile is 'false'; it must be true or false, and no text"),
+        ({"plan": {"accumulate": 1}}, "plan.accumulate is 1; it must be true or false"),
         ({"memory": "1GiB"}, "memory must be a dict, not str"),
         ({"memory": {"gpuu": "1GiB"}}, "unknown key 'gpuu'; did you mean gpu?"),
         ({"memory": {"gpu": "1 potato"}}, "memory.gpu: '1 potato': unknown unit 'potato'"),

@@ -12,6 +12,9 @@ from megatrain.units import is_count
 _LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """How torchrun, Open MPI and MPICH tell a process how many there are."""
 
+MOST_FP32 = (2 - 2.0**-23) * 2.0**127
+"""The largest number of fp32, in which updates are computed."""
+MOST_SEED = 2**64 - 1
 _SMALLEST_NORMAL = 2.0**-126
 _EPS_MARGIN = 256
 
@@ -111,6 +114,12 @@ _LEAST = {
 """What the numbers of a plan must be at least."""
 _MOST = {"threads": 4096}
 """What some may be at most; the others 2³¹ - 1."""
+_SWITCHES = ("accumulate", "compile", "graphs", "huge_pages", "poison", "synchronous", "trace")
+_WORDS = {
+    "activation": ("keep", "offload", "recompute"),
+    "inputs": ("device", "host", "disk"),
+    "isa": ("auto", "scalar", "avx2", "avx512"),
+}
 _MAY_BE_AUTO = ("mlp_tiles", "expert_groups", "state_on_device", "updates_on_device")
 
 
@@ -128,6 +137,12 @@ def check_plan(plan: Mapping[str, Any]) -> None:
             raise ConfigError(f"plan.{name} is {value!r}; it must be {'auto or ' * may_be_auto}{wanted}")
         if value > most:
             raise ConfigError(f"plan.{name} is {value}; it must be at most {most}")
+    for name in _SWITCHES:
+        if not isinstance(plan.get(name), bool | None):
+            raise ConfigError(f"plan.{name} is {plan[name]!r}; it must be true or false, and no text")
+    for name, words in _WORDS.items():
+        if plan.get(name) is not None and plan[name] not in words:
+            raise ConfigError(f"plan.{name} must be {', '.join(words[:-1])} or {words[-1]}, not {plan[name]!r}")
     fragments, tiles = plan.get("fragments") or "auto", plan.get("mlp_tiles")
     if fragments not in FRAGMENTS:
         raise ConfigError(f"plan.fragments must be auto, whole, halves or experts, not {fragments!r}")
@@ -211,6 +226,12 @@ def refuse_processes() -> None:
         count = os.environ.get(name, "")
         if count not in ("", "1"):
             raise ConfigError(f"{name} is {count}: more than one process is not supported yet; start a single one")
+
+
+def refuse_beyond_fp32(value: float, key: str) -> None:
+    """Raises ConfigError for a setting of AdamW that its arithmetic would make infinite."""
+    if value > MOST_FP32:
+        raise ConfigError(f"{key} is {value:g}; updates are computed in fp32, whose largest number is {MOST_FP32:.3g}")
 
 
 def smallest_eps(beta2: float) -> float:

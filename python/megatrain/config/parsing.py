@@ -242,6 +242,10 @@ def _convert_sequence(value: Any, hint: Any, key: str, reader: Reader) -> tuple[
     )
 
 
+_MOST_BITS = 128
+"""Of a whole number: no setting takes so large a one, and sums and floats of those that pass are finite."""
+
+
 def _convert_scalar(value: Any, hint: Any) -> Any:
     """TypeError: another type fits better. ValueError: the right type, a wrong value."""
     origin = typing.get_origin(hint)
@@ -267,6 +271,8 @@ def _convert_scalar(value: Any, hint: Any) -> Any:
         return value
     if isinstance(value, bool):
         raise TypeError
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"a whole number of {value.bit_length()} bits; it must have at most {_MOST_BITS}")
     if hint is float and isinstance(value, (int, float)):
         return float(value)
     if hint is int and (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):

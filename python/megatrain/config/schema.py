@@ -10,7 +10,14 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from megatrain.config.constraints import check_eps, check_matmul, check_memory, check_plan
+from megatrain.config.constraints import (
+    MOST_SEED,
+    check_eps,
+    check_matmul,
+    check_memory,
+    check_plan,
+    refuse_beyond_fp32,
+)
 from megatrain.errors import ConfigError
 from megatrain.units import Duration
 
@@ -20,6 +27,8 @@ Size = Annotated[int, "size"]
 DEFAULT_EPOCHS = 1.0
 DEFAULT_BATCH_TOKENS = 65536
 _MOST_EPOCHS = 1_000_000
+_MOST_ROWS = 2**31 - 1
+"""Of a step."""
 
 
 def _at_least(section: str, owner: Any, **limits: float) -> None:
@@ -242,6 +251,8 @@ class GroupConfig:
 def _optimizer(section: str, owner: Any) -> None:
     _finite(section, owner, "lr", "eps", "weight_decay")
     _at_least(section, owner, lr=0, eps=0, weight_decay=0)
+    for name in ("lr", "eps", "weight_decay"):
+        refuse_beyond_fp32(getattr(owner, name) or 0.0, f"{section}.{name}")
     for beta in owner.betas or ():
         if not 0 <= beta < 1:
             raise ConfigError(f"{section}.betas holds {beta}; each must be at least 0 and below 1")
@@ -324,7 +335,9 @@ class TrainConfig:
         if self.epochs is not None and self.epochs > _MOST_EPOCHS:
             raise ConfigError(f"train.epochs is {self.epochs:g}; it must be at most {_MOST_EPOCHS:,}")
         _at_least("train", self, steps=1, batch_tokens=1, batch_size=1, seed=0, max_nonfinite=0, check_every=1)
-        if self.seed >= 2**64:
+        if (self.batch_size or 0) > _MOST_ROWS:
+            raise ConfigError(f"train.batch_size is {self.batch_size}; it must be at most {_MOST_ROWS}")
+        if self.seed > MOST_SEED:
             raise ConfigError(f"train.seed is {self.seed}; it must be below 2**64")
         _optimizer("train", self)
         _finite("train", self, "max_grad_norm", "label_smoothing", "z_loss")

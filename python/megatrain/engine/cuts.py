@@ -18,6 +18,8 @@ Request = dict[str, Any]
 
 _LEAST_TILE = 1024
 """Tokens of a tile at least, where the number of tiles is not asked for: matmuls of fewer are slower."""
+_EVEN = f"as many experts each, whose weights are multiples of {expert_groups.NORM_BLOCK:,} numbers"
+"""What groups of experts are."""
 _MOST_GROUPS = 1024
 """Units that groups of experts are at most, in all layers together, where their number is not asked for: of more, a
 plan takes minutes."""
@@ -151,12 +153,12 @@ def _expert_groups(halves: Decoder, groups: Any, asked: bool) -> list[Decoder]:
         key = "fragments is experts" if asked else f"expert_groups is {groups}"
         raise ConfigError(
             f"plan.{key}, but no experts of {type(halves.model).__name__} can be spread over several units: "
-            f"{'; '.join(_reasons(found)) or 'they cannot be divided evenly'}. Leave it out"
+            f"{'; '.join(_reasons(found)) or f'there are no groups with {_EVEN}'}. Leave it out"
         )
     if groups != "auto" and groups not in counts:
         raise ConfigError(
             f"plan.expert_groups is {groups}; the experts of {type(halves.model).__name__} can be divided into "
-            f"{', '.join(map(str, counts))} groups"
+            f"{', '.join(map(str, counts))} groups, with {_EVEN}"
         )
     if groups != "auto":
         counts = [groups]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatrain.config.constraints import check_eps
+from megatrain.config.constraints import check_eps, refuse_beyond_fp32
 from megatrain.engine.options import known_keywords
 from megatrain.errors import ConfigError
 from megatrain.names import match, suggest
@@ -75,7 +75,7 @@ class AdamW:
         self._lr = self.checked_lr(lr)
 
     def checked_lr(self, lr: float) -> float:
-        """A learning rate that `set_lr` takes. Raises ConfigError for what is no finite number from 0 on, and, where a
+        """A learning rate that `set_lr` takes. Raises ConfigError for what is no number of fp32 from 0 on, and, where a
         group has a rate of its own and the default one started at 0, for any other than 0."""
         try:
             value = math.nan if isinstance(lr, bool | str) else float(lr)
@@ -83,6 +83,7 @@ class AdamW:
             value = math.nan
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"lr must be a finite number and not negative, not {lr!r}")
+        refuse_beyond_fp32(value, "lr")
         if self._base_lr == 0 and value != 0 and any(g.lr for g in self.groups[1:]):
             raise ConfigError("lr started at 0 while a group has its own: their ratio is not defined")
         return value
@@ -120,19 +121,30 @@ def check_adamw(optimizer: Any) -> None:
 
 
 def _checked(where: str, params: tuple[str, ...], given: Mapping[str, Any]) -> Group:
-    for name in ("lr", "eps", "weight_decay"):
-        if isinstance(given[name], str):
-            raise ConfigError(f"{where}: {name} must be a number, not {given[name]!r}")
-    try:
-        lr, eps, decay = float(given["lr"]), float(given["eps"]), float(given["weight_decay"])
-        beta1, beta2 = (float(b) for b in given["betas"])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    lr, eps, decay = (_number(where, name, given[name]) for name in ("lr", "eps", "weight_decay"))
+    betas = given["betas"]
+    pair = tuple(betas) if isinstance(betas, Iterable) and not isinstance(betas, str) else ()
+    if len(pair) != 2:
+        raise ConfigError(f"{where}: betas must be two numbers, such as (0.9, 0.999), not {betas!r}")
+    beta1, beta2 = (_number(where, "betas", beta) for beta in pair)
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", decay)):
         if not math.isfinite(value) or value < 0:
             raise ConfigError(f"{where}: {name} must be finite and not negative, not {value}")
+        refuse_beyond_fp32(value, f"{where}: {name}")
     for value in (beta1, beta2):
         if not 0.0 <= value < 1.0:
             raise ConfigError(f"{where}: betas must be in [0, 1), not {(beta1, beta2)}")
     check_eps(eps, (beta1, beta2), f"{where}: eps")
     return Group(params=params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+
+
+def _number(where: str, name: str, given: Any) -> float:
+    """A number as a float; one that is too large for that is infinite."""
+    try:
+        if isinstance(given, bool | str):
+            raise TypeError
+        return float(given)
+    except OverflowError:
+        return math.inf if given > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{where}: {name} must be a number, not {given!r}") from None

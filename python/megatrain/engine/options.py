@@ -17,6 +17,8 @@ from megatrain.units import is_count, parse_size
 from megatrain.weights.state_format import StateFormat
 
 UPDATES = ("just_in_time", "immediate")
+_MOST_TOKENS = 2**31 - 1
+"""Of a micro-batch, and micro-batches of a step, as of the numbers of a plan."""
 MEMORY_KEYS = ("gpu", "host")
 """What `memory` of an engine may limit."""
 
@@ -48,11 +50,17 @@ def check(
         raise ConfigError(f"z_loss must be finite and not negative, not {z_loss!r}")
     if not is_count(seed, 0):
         raise ConfigError(f"seed must be a whole number and not negative, not {seed!r}")
+    if seed > constraints.MOST_SEED:
+        raise ConfigError(f"seed is {seed}; it must be below 2**64")
     sizes = micro_batch if micro_batch is not None else (1, 1)
     if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(is_count(size, 1) for size in sizes):
         raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
+    if math.prod(sizes) > _MOST_TOKENS:
+        raise ConfigError(f"micro_batch is {micro_batch!r}; it must be at most {_MOST_TOKENS} tokens")
     if micro_batches is not None and not is_count(micro_batches, 1):
         raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
+    if micro_batches is not None and micro_batches > _MOST_TOKENS:
+        raise ConfigError(f"micro_batches is {micro_batches}; it must be at most {_MOST_TOKENS}")
     for name, given in (("memory", memory), ("plan", plan)):
         mapping(name, given)
     memory_limits(memory)
@@ -69,6 +77,8 @@ def check(
     more = (plan or {}).get("more_workspace")
     if more is not None and not is_count(more, 0):
         raise ConfigError(f"plan.more_workspace must be a whole number of bytes and not negative, not {more!r}")
+    if more is not None:
+        _size("plan.more_workspace", more)
     if update not in UPDATES:
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     constraints.refuse_slabs((plan or {}).get("slabs"), update)
@@ -183,8 +193,8 @@ def folder(given: Any) -> Path:
 def positive(value: Any) -> bool:
     """Whether `value` is a positive finite number; a 0-d tensor is one, a text that looks like one is not."""
     try:
-        return not isinstance(value, str) and math.isfinite(value) and float(value) > 0
-    except (TypeError, ValueError):
+        return not isinstance(value, str | bool) and math.isfinite(value) and float(value) > 0
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
 
 
@@ -224,4 +234,4 @@ def _known_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not value > constraints.MOST_FP32

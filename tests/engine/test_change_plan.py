@@ -59,7 +59,13 @@ def test_a_plan_that_would_move_state_is_refused_and_the_one_before_goes_on() ->
     left, right = engine(), engine()
     assert step(left) == step(right)
     before = left.plan
-    for numbers, words in (({"state_on_device": 2}, "which units have their state"), ({"group": 99}, "group")):
+    for numbers, words in (
+        ({"state_on_device": 2}, "which units have their state"),
+        ({"group": 99}, "group"),
+        ({"slot": 2}, "numbers has 'slot', .*did you mean slots"),
+        ({"fragments": "halves"}, "numbers has 'fragments', which is no number of a plan that may change"),
+        ({"activation": "save"}, "plan.activation must be keep"),
+    ):
         with pytest.raises(ConfigError, match=words):
             left.change_plan(RATES, numbers)
         assert left.plan == before

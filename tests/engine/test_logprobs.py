@@ -1,5 +1,6 @@
 """`head.logprobs` of a loss function: values and gradients of torch's log_softmax, in chunks, within planned memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,6 +182,31 @@ def test_labels_that_do_not_belong_to_the_hidden_states_are_refused(labels: Any,
     with pytest.raises(ConfigError, match=words):
         ours.step(data, loss_fn=lambda hidden, head, _: -head.logprobs(hidden, labels).sum())
     assert ours.step(data) == wanted.step(data)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda hidden: hidden.double(),
+            r"hidden of width 64 in torch\.float64, and the head takes 64 in torch\.float32",
+        ),
+        (lambda hidden: hidden[..., :5], r"hidden of width 5 in torch\.float32, and the head takes 64"),
+    ],
+    ids=["wider numbers", "narrower rows"],
+)
+def test_hidden_states_that_the_head_does_not_take_are_refused(
+    change: Callable[[Tensor], Tensor], words: str, entropy: bool
+) -> None:
+    ours, data = engine(build()), batches(1)
+
+    def loss_fn(hidden: Tensor, head: Any, batch: dict[str, Tensor]) -> Tensor:
+        found = head.logprobs(change(hidden), batch["labels"], entropy=entropy)
+        return -(found[0] if entropy else found).sum()
+
+    with pytest.raises(ConfigError, match=words):
+        ours.step(data, loss_fn=loss_fn)
 
 
 def test_a_gradient_taken_inside_the_loss_function_is_refused_since_it_would_be_counted_twice() -> None:

@@ -38,6 +38,9 @@ def test_immediate_updates_cannot_be_clipped_added_up_or_read_as_gradients() -> 
         ({"betas": 0.9}, r"optimizer: betas must be two numbers, such as \(0\.9, 0\.999\), not 0\.9"),
         ({"betas": "0.9"}, "optimizer: betas must be two numbers"),
         ({"betas": (0.9, "x")}, "optimizer: betas must be a number, not 'x'"),
+        ({"groups": {"params": "*"}}, "optimizer: groups must be a list of dicts, not {'params'"),
+        ({"groups": [5]}, r"optimizer\.groups\[0\] must be a dict, not 5"),
+        ({"groups": [{"params": 5}]}, r"optimizer\.groups\[0\]: params must be a pattern"),
         ({"groups": [{"params": "*", "lr": 1e39}]}, r"optimizer\.groups\[0\]: lr is 1e\+39"),
     ],
 )
@@ -73,6 +76,9 @@ BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": torch.zeros(8, dtype=torch.int64)}, "must be integers of shape"),
     ({"input_ids": torch.zeros(1, 8)}, "must be integers"),
     ({"attention_mask": torch.full((1, 8), 2)}, "attention_mask must hold 0 and 1"),
+    ({"padding_mask": torch.ones(1, 7, dtype=torch.int64)}, "padding_mask has shape \\[1, 7\\], but input_ids"),
+    ({"padding_mask": "none"}, "padding_mask must be integers"),
+    ({"loss_weights": torch.ones(1, 8).to_sparse()}, "loss_weights must be numbers: it is sparse"),
     ({"attention_mask": torch.zeros(1, 8, dtype=torch.int64)}, "hides a whole row"),
     ({"position_ids": torch.full((1, 8), 64)}, "position 64, but the model has positions for 64"),
     (
@@ -195,6 +201,29 @@ def test_a_model_with_a_weight_that_is_not_finite_is_refused_by_name() -> None:
     model.lm_head.weight.data[0, 0] = math.nan
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         megatrain.Engine(model, device="cpu").step(batches(1))
+
+
+def test_a_frozen_weight_that_is_not_finite_is_refused_by_name() -> None:
+    model = build()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.inf
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight is frozen and holds values that are not"):
+        engine(model, freeze=["*up_proj*"]).step(batches(1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (((0, 8), 1), "micro_batch must be"),
+        (("x", 1), "micro_batch must be"),
+        (((1, 8), 0), "micro_batches must be at least 1, not 0"),
+        (((1, 8), "2"), "micro_batches must be at least 1, not '2'"),
+        (((1, 10**9), 1), "positions for 64 tokens"),
+    ],
+)
+def test_sizes_that_no_step_has_are_not_planned(sizes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(build()).request(*sizes)
 
 
 def test_a_save_never_takes_the_place_of_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -332,6 +361,12 @@ def test_an_unknown_key_of_a_micro_batch_is_refused_with_the_nearest_one() -> No
         ({"plan": {"isa": "avx"}}, "plan.isa must be auto, scalar, avx2 or avx512, not 'avx'"),
         ({"plan": {"compile": "false"}}, "plan.compile is 'false'; it must be true or false, and no text"),
         ({"plan": {"accumulate": 1}}, "plan.accumulate is 1; it must be true or false"),
+        ({"deterministic": "false"}, "deterministic must be True or False, not 'false'"),
+        ({"rates": 5}, "rates must be a dict, not int"),
+        ({"rates": {"h2d_gbs": math.nan}}, "rates.h2d_gbs must be a finite number, not nan"),
+        ({"tokenizer": "/a/folder"}, "tokenizer is '/a/folder', which is no tokenizer .* as tokenizer_dir"),
+        ({"tokenizer_dir": "/nowhere/at/all"}, "tokenizer_dir is '/nowhere/at/all', and there is no such folder"),
+        ({"model_dir": 5}, "'5' cannot be a folder"),
         ({"memory": "1GiB"}, "memory must be a dict, not str"),
         ({"memory": {"gpuu": "1GiB"}}, "unknown key 'gpuu'; did you mean gpu?"),
         ({"memory": {"gpu": "1 potato"}}, "memory.gpu: '1 potato': unknown unit 'potato'"),

@@ -124,8 +124,10 @@ class Engine:
             seed=seed,
             moments=moments,
             master=master,
+            deterministic=deterministic,
             precisions=PRECISIONS,
         )
+        arguments.check_saved(tokenizer, tokenizer_dir, model_dir)
         if optimizer is not None:
             check_adamw(optimizer)
         # of its own: another engine may be given the same one, and each moves its rate
@@ -173,11 +175,7 @@ class Engine:
         )
         self._evaluation = Evaluation(self._runtime, self._preparer, self._passes)
         self._checkpoints = Checkpoints(
-            self._runtime,
-            self._passes,
-            tokenizer=tokenizer,
-            tokenizer_dir=tokenizer_dir,
-            model_dir=model_dir,
+            self._runtime, self._passes, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir, model_dir=model_dir
         )
 
     @classmethod
@@ -591,6 +589,7 @@ class Engine:
     def request(self, micro_batch: tuple[int, int], micro_batches: int) -> dict[str, Any]:
         """The planner's input for steps of this size; see `profile.plan_request`."""
         self._usable()
+        arguments.check_sizes(micro_batch, micro_batches, self.decoder.max_positions)
         return self._runtime.request(self._runtime.cut, micro_batch, micro_batches)
 
     def _usable(self) -> None:

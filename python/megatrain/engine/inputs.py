@@ -320,7 +320,7 @@ class InputPreprocessor:
         rows = (targets != IGNORED).nonzero().flatten()
         mask, positions = self._mask_and_positions(where, batch, shape)
         padded = mask is not None  # beside padding positions that begin again are refused, so that they part nothing
-        counted = self._counted(where, batch, mask, shape)
+        counted = self._counted(where, batch, mask, shape, more_keys)
         images = self._images(where, batch, ids)
         # types of tokens may lift causality, so that what goes before sees what follows
         causal = "token_type_ids" not in images
@@ -351,13 +351,18 @@ class InputPreprocessor:
             images=images,
         )
 
-    def _counted(self, where: str, batch: Batch, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    def _counted(
+        self, where: str, batch: Batch, mask: Tensor | None, shape: tuple[int, int], more_keys: bool
+    ) -> Tensor | None:
         """Which tokens a router's auxiliary loss is taken over."""
-        if self.decoder.router is None:
-            return None
         padding = batch.get("padding_mask")
+        if self.decoder.router is None and more_keys:
+            return None  # a loss_fn may have another one
         if padding is not None:
             padding = _matrix(where, "padding_mask", padding, shape) != 0
+        if self.decoder.router is None:
+            return None
+        if padding is not None:
             mask = padding if mask is None else padding & (mask != 0)
         return None if mask is None or bool(mask.all()) else (mask != 0).reshape(-1, 1).float()
 
@@ -522,7 +527,7 @@ def _loss_weights(where: str, batch: Batch, shape: tuple[int, int]) -> Tensor | 
     if given is None:
         return None
     try:
-        weights = torch.as_tensor(given).cpu()
+        weights = _strided(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: loss_weights must be numbers: {error}") from None
     if tuple(weights.shape) not in (shape[:1], shape) or weights.dtype == torch.bool or weights.dtype.is_complex:
@@ -559,9 +564,7 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
     if value is None:
         raise ConfigError(f"{where} has no {name}")
     try:
-        tensor = torch.as_tensor(value).cpu()
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError("it is sparse, nested or packed otherwise; make it an ordinary tensor")
+        tensor = _strided(value)
         tensor = tensor.clone() if tensor.is_inference() else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {name} must be integers of shape (batch, seq): {error}") from None
@@ -574,6 +577,14 @@ def _matrix(where: str, name: str, value: Any, shape: tuple[int, int] | None) ->
     if shape is not None and tuple(tensor.shape) != shape:
         raise ConfigError(f"{where}: {name} has shape {[*tensor.shape]}, but input_ids {[*shape]}")
     return tensor.to(torch.int64, copy=True)  # the caller may fill its tensor again before the step
+
+
+def _strided(value: Any) -> Tensor:
+    """`value` as an ordinary tensor on the CPU. Raises TypeError for a tensor that is none, and what torch raises."""
+    tensor = torch.as_tensor(value).cpu()
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError("it is sparse, nested or packed otherwise; make it an ordinary tensor")
+    return tensor
 
 
 def _in_range(where: str, what: str, values: Tensor, limit: int, owner: str) -> None:

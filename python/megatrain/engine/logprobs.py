@@ -118,6 +118,12 @@ class LossHead:
                 f"head.logprobs was given hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}; they must be "
                 "(batch, seq, width) and (batch, seq), neither of them shifted"
             )
+        weight = self._plain.weight if self._plain is not None else None
+        if weight is not None and (hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[1]):
+            raise ConfigError(
+                f"head.logprobs was given hidden of width {hidden.shape[-1]} in {hidden.dtype}, and the head takes "
+                f"{weight.shape[1]} in {weight.dtype}, as loss_fn is given it"
+            )
         targets = torch.full_like(labels, IGNORED, dtype=torch.int64)
         targets[:, :-1] = labels[:, 1:]
         wrong = (targets != IGNORED) & ((targets < 0) | (targets >= self._vocab))

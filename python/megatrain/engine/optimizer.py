@@ -50,13 +50,18 @@ class AdamW:
     ) -> None:
         default = _checked("optimizer", (), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.groups: list[Group] = [default]
+        if isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
+            raise ConfigError(f"optimizer: groups must be a list of dicts, not {groups!r}")
         for number, given in enumerate(groups):
             where = f"optimizer.groups[{number}]"
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{where} must be a dict, not {given!r}")
             unknown = sorted(set(given) - {"params", *_KEYS})
             if unknown:
                 raise ConfigError(f"{where}: unknown key {unknown[0]!r}; {suggest(unknown[0], ('params', *_KEYS))}")
             params = given.get("params")
-            params = (params,) if isinstance(params, str) else tuple(params or ())
+            params = (params,) if isinstance(params, str) else params
+            params = tuple(params) if isinstance(params, Iterable) else ()
             if not params or not all(isinstance(p, str) for p in params):
                 raise ConfigError(f"{where}: params must be a pattern of parameter names or a list of them")
             settings = {key: given.get(key, getattr(default, key)) for key in _KEYS}

@@ -37,6 +37,7 @@ def check(
     seed: Any,
     moments: Any,
     master: Any,
+    deterministic: Any,
     precisions: Iterable[str],
 ) -> None:
     """Raises ConfigError for the first argument that cannot be used."""
@@ -44,6 +45,8 @@ def check(
     if grad_precision not in tuple(precisions):
         raise ConfigError(f"grad_precision must be {' or '.join(precisions)}, not {grad_precision!r}")
     StateFormat(moments, master)
+    if not isinstance(deterministic, bool):
+        raise ConfigError(f"deterministic must be True or False, not {deterministic!r}")
     if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing!r}")
     if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
@@ -52,15 +55,7 @@ def check(
         raise ConfigError(f"seed must be a whole number and not negative, not {seed!r}")
     if seed > constraints.MOST_SEED:
         raise ConfigError(f"seed is {seed}; it must be below 2**64")
-    sizes = micro_batch if micro_batch is not None else (1, 1)
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(is_count(size, 1) for size in sizes):
-        raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
-    if math.prod(sizes) > _MOST_TOKENS:
-        raise ConfigError(f"micro_batch is {micro_batch!r}; it must be at most {_MOST_TOKENS} tokens")
-    if micro_batches is not None and not is_count(micro_batches, 1):
-        raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
-    if micro_batches is not None and micro_batches > _MOST_TOKENS:
-        raise ConfigError(f"micro_batches is {micro_batches}; it must be at most {_MOST_TOKENS}")
+    check_sizes(micro_batch, micro_batches)
     for name, given in (("memory", memory), ("plan", plan)):
         mapping(name, given)
     memory_limits(memory)
@@ -83,6 +78,54 @@ def check(
         raise ConfigError(f"update must be {' or '.join(UPDATES)}, not {update!r}")
     constraints.refuse_slabs((plan or {}).get("slabs"), update)
     check_max_grad_norm(max_grad_norm, update)
+
+
+def check_sizes(micro_batch: Any, micro_batches: Any, positions: int | None = None) -> None:
+    """Raises ConfigError for sizes of a step that no step can have; None is one that is not known yet. `positions`:
+    those of the model."""
+    sizes = micro_batch if micro_batch is not None else (1, 1)
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not all(is_count(size, 1) for size in sizes):
+        raise ConfigError(f"micro_batch must be (rows, seq), both at least 1, not {micro_batch!r}")
+    if math.prod(sizes) > _MOST_TOKENS:
+        raise ConfigError(f"micro_batch is {micro_batch!r}; it must be at most {_MOST_TOKENS} tokens")
+    if micro_batches is not None and not is_count(micro_batches, 1):
+        raise ConfigError(f"micro_batches must be at least 1, not {micro_batches!r}")
+    if micro_batches is not None and micro_batches > _MOST_TOKENS:
+        raise ConfigError(f"micro_batches is {micro_batches}; it must be at most {_MOST_TOKENS}")
+    check_length(micro_batch, positions)
+
+
+def check_rates(rates: Any, known: Iterable[str]) -> None:
+    """Raises ConfigError for what is no mapping, and for a rate of those `known` that is no finite number."""
+    mapping("rates", rates)
+    for name in known:
+        if name in (rates or {}) and not (_is_number(rates[name]) and math.isfinite(rates[name])):
+            raise ConfigError(f"rates.{name} must be a finite number, not {rates[name]!r}")
+
+
+def check_change(numbers: Any, known: Iterable[str]) -> None:
+    """Raises ConfigError for what a plan cannot be changed by: anything but the numbers `known`."""
+    mapping("numbers", numbers)
+    for name in numbers or {}:
+        if name not in known:
+            raise ConfigError(
+                f"numbers has {name!r}, which is no number of a plan that may change between steps; "
+                f"{suggest(name, sorted(known))}"
+            )
+    constraints.check_plan(numbers or {})
+
+
+def check_saved(tokenizer: Any, tokenizer_dir: Any, model_dir: Any) -> None:
+    """Raises ConfigError for a tokenizer that cannot be saved with a model, and for folders that are not there: found
+    out after training, that would be too late."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise ConfigError(
+            f"tokenizer is {tokenizer!r}, which is no tokenizer of transformers; give "
+            "AutoTokenizer.from_pretrained(...), or name its folder as tokenizer_dir"
+        )
+    for name, given in (("tokenizer_dir", tokenizer_dir), ("model_dir", model_dir)):
+        if given is not None and not folder(given).is_dir():
+            raise ConfigError(f"{name} is {str(given)!r}, and there is no such folder")
 
 
 def check_max_grad_norm(max_grad_norm: Any, update: str) -> None:

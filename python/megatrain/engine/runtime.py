@@ -22,7 +22,7 @@ from megatrain.engine.inputs import StepInputs
 from megatrain.engine.interrupt_guard import under_way
 from megatrain.engine.loss import default_chunk
 from megatrain.engine.optimizer import AdamW, CoreGroup
-from megatrain.engine.profile import REQUESTS, core_groups, plan_request
+from megatrain.engine.profile import RATES, REQUESTS, core_groups, plan_request
 from megatrain.engine.step import StepTemplates
 from megatrain.engine.step_templates import step_templates, torch_bytes
 from megatrain.errors import ConfigError, DoesNotFit, EngineBroken
@@ -89,6 +89,7 @@ class Runtime:
         seed: int,
         state_format: StateFormat,
     ) -> None:
+        arguments.check_rates(rates, RATES)
         unknown = sorted(set(plan or {}) - PLAN_KEYS)
         if unknown:
             meant = suggest(unknown[0], sorted(PLAN_KEYS))
@@ -464,6 +465,8 @@ class Runtime:
         """Plans again for the same sizes, at other rates and with more numbers asked for, by which all state stays
         where it is. What else the core has is freed before it is allocated again. Where that fails, the plan is the
         one before and the error is raised."""
+        arguments.check_rates(rates, RATES)
+        arguments.check_change(numbers, REQUESTS)
         assert self.core is not None  # which makes it
         self._refuse_while_busy()
         with self.busy:
@@ -543,6 +546,8 @@ class Runtime:
             plane: Plane = "master" if ref.role == "trainable" else "weights"
             if ref.role != "trainable":
                 value = value.to(ref.dtype)
+                if not (ref.is_buffer or bool(torch.isfinite(value).all())):  # the core looks at the others
+                    raise ConfigError(f"{name} is frozen and holds values that are not finite; no loss would be finite")
             try:
                 write_plane(core, ref, plane, value.contiguous().flatten())
             except ValueError as error:

@@ -265,7 +265,7 @@ class SpreadCall:
             self._routed = self._route(called)
         self._hidden = hidden
         if self._name:
-            self._wanted = self._routed.wanted((0, self._num_experts))
+            self._wanted = self.routed.wanted((0, self._num_experts))
 
     def after(self) -> Tensor:
         """The half's output, once its experts have computed."""

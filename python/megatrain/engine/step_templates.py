@@ -112,6 +112,6 @@ def captured_units(plan: dict[str, Any], tiled: Mapping[int, int]) -> frozenset[
     )
 
 
-def torch_bytes(plan: dict[str, Any]) -> int:
+def torch_bytes(plan: Mapping[str, Any]) -> int:
     """What a plan allows torch to allocate."""
     return sum(int(item["bytes"]) for item in plan["items"] if item["what"].endswith("(torch)"))

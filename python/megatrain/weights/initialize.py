@@ -144,11 +144,11 @@ def _seeded(seed: int, name: str, device: str) -> Iterator[None]:
         yield
 
 
-class DrawnBy(TorchDispatchMode):
+class DrawnBy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has a device draw the random numbers that tensors on the host are filled with, `most` at a time."""
 
     def __init__(self, device: str, most: int = DRAWN) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._most = device, most
 
     def __torch_dispatch__(

@@ -366,6 +366,30 @@ def test_a_call_that_comes_while_another_thread_plans_is_refused(
     assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
 
 
+def test_gradients_are_not_dropped_while_another_thread_adds_to_them() -> None:
+    ours, wanted = (engine(build(), plan={"accumulate": True}) for _ in range(2))
+    first, second = batches(2)
+    refused = []
+
+    def drops(hidden: Any, head: Any, _: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:  # it has looked whether it may just before this pass began
+            patch.setattr(ours._passes, "check", lambda: None)
+            patch.setattr(ours._passes.guard, "settle", lambda: None)
+            for call in (ours.zero_grad, ours.optimizer_step):
+                with pytest.raises(ConfigError) as error:
+                    call()
+                refused.append(str(error.value))
+        return squares(hidden, head, None)
+
+    for one in (ours, wanted):
+        one.forward_backward([first], normalizer=9.0)
+        one.forward_backward([second], loss_fn=drops if one is ours else squares, normalizer=9.0)
+    assert len(refused) == 2
+    assert all("another pass of this engine is under way" in text for text in refused)
+    assert ours.optimizer_step() == wanted.optimizer_step()
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(wanted), strict=True))
+
+
 @pytest.mark.parametrize("call", ["larger step", "evaluate", "change_plan"])
 def test_nothing_is_planned_while_another_thread_computes(call: str) -> None:
     ours, wanted = (engine(build()) for _ in range(2))

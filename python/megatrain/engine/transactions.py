@@ -284,15 +284,27 @@ class Passes:
 
     def apply(self) -> StepOutput:
         """Clips and applies the gradients that wait, or skips the step when one or the loss is not finite."""
-        return self._run(self._apply, finish=self.immediate)
+        waiting = self.waiting
+
+        def body() -> StepOutput:
+            if self.waiting is not waiting:  # another thread was faster
+                raise under_way()
+            return self._apply()
+
+        return self._run(body, finish=self.immediate)
 
     def discard(self) -> None:
         """Drops the gradients that wait, because the weights they belong to have been replaced."""
         if self.num_waiting and self.immediate:
             self.apply()  # has happened already, but for its report
         elif self.num_waiting:
-            self._runtime.core.abandon()
+            self._run(self._drop, finish=False)
         self.waiting = None
+
+    def _drop(self) -> None:
+        if self.num_waiting:
+            self._runtime.core.abandon()
+            self.waiting = None
 
     def evaluate(
         self,

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,29 @@ def test_a_decoder_is_frozen_and_complete() -> None:
     del fields["units"]
     with pytest.raises(TypeError, match=r"fields \['units'\] are missing or unknown"):
         Decoder.from_fields(**fields)
+
+
+def test_threads_that_record_at_once_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Decoder(build()).recorder
+    long, short = (torch.zeros(1, seq, dtype=torch.int64) for seq in (9, 4))
+    wanted = [recorder.record(ids).kwargs[-1]["position_embeddings"] for ids in (long, short)]
+    call, begun = recorder.call, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.3)
+        return call(*given)
+
+    monkeypatch.setattr(recorder, "call", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(recorder.record, long)
+        assert begun.wait(30)
+        records = [recorder.record(short), first.result()]
+    for record, rotary in zip(reversed(records), wanted, strict=True):
+        assert len(record.args) == recorder.num_layers
+        found = record.kwargs[-1]["position_embeddings"]
+        assert all(torch.equal(one, other) for one, other in zip(found, rotary, strict=True))
 
 
 def test_names_within_a_unit_are_those_of_its_own_modules() -> None:

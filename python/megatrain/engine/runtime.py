@@ -306,8 +306,13 @@ class Runtime:
             raise EngineBroken("the engine is closed")
         if self.undefined:
             raise EngineBroken(self.undefined)
-        if self._core is not None:
-            self._core.check()
+        core = self._core
+        if core is not None:
+            try:
+                core.check()
+            except ValueError:
+                if self._core is core:  # else another thread has replaced it meanwhile
+                    raise
         elif self._emptied and not self._changing:
             raise EngineBroken(
                 "creating the engine was interrupted after the model's weights were moved into it; load the model again"

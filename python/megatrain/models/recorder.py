@@ -8,6 +8,7 @@ arguments later. Nothing here knows a model by name, and nothing touches a devic
 import contextlib
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -210,6 +211,8 @@ class Recorder:
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._hidden: list[Tensor] = []
         self._tail = False
+        self._one_at_a_time = threading.Lock()
+        """A step's micro-batches may be prepared in one thread while another one plans."""
         self.language: dict[str, Any] = {}
         """Keyword arguments of the last call of the module that holds the layers."""
         if self._language is not self.base:
@@ -299,7 +302,17 @@ class Recorder:
         position_ids: Tensor | None = None,  # (batch, seq)
         images: dict[str, Any] | None = None,  # pixels, grids and token types, by the model's names
     ) -> Record:
-        """Records what the layers are called with for this micro-batch."""
+        """Records what the layers are called with for this micro-batch. Safe to call from any thread."""
+        with self._one_at_a_time:
+            return self._record(input_ids, attention_mask, position_ids, images)
+
+    def _record(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        images: dict[str, Any] | None,
+    ) -> Record:
         self.begin()
         looked_up: list[Tensor | None] = []
         side: dict[str, list[Any]] = {name: [] for name in self.side}

@@ -161,6 +161,7 @@ EACH = {
     "large_group": 2,
     "large_keep": 0,
     "keep": 1,
+    "offload": 1,
     "activation": "recompute",
     "inputs": "host",
     "inputs_on_disk": 1,
@@ -207,7 +208,10 @@ def test_whatever_is_asked_for_what_layers_keep_is_decided_without_an_error(
     assert EACH.keys() == set(runtime.REQUESTS)
     ours = _on_a_card(monkeypatch, {key: EACH[key]}, tmp_path if "disk" in key else None)
     cut, _, _ = ours._first_that_fits((1, 8192), 2)
-    placed = key in ("large_keep", "keep", "activation", "inputs", "accumulate", "updates_on_device") or "disk" in key
+    placed = (
+        key in ("large_keep", "keep", "offload", "activation", "inputs", "accumulate", "updates_on_device")
+        or "disk" in key
+    )
     assert cut.keeps == ("least" if placed else "usual")
 
 

@@ -247,11 +247,15 @@ def _has_class(config: Any) -> bool:
 
 
 def _written(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder; empty for whatever is not there, or is no configuration."""
+    """The `config.json` of a folder; empty for whatever is not there, or is no configuration. Raises ConfigError for
+    what cannot be read."""
+    path = folder / "config.json"
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); copy it again") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -10,19 +10,20 @@ pub(super) struct Turn {
     pub(super) load: bool,
 }
 
+/// A layer, and what of its weights is sent ([`ScheduleInputs::sent`]).
+type Sent = (u32, u32);
+
 /// Assigns slots to `turns` (layers in the order in which a pass computes them). The layer whose next turn is farthest
 /// makes room (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: it loads least); among layers without a next turn, the one whose last turn is longest
 /// ago, since its slot is free first. `resident` layers are in their slots already.
-///
-/// A layer's number comes with what of it is sent ([`ScheduleInputs::sent`]).
-pub(super) fn assign(inputs: &ScheduleInputs, turns: &[(u32, u32)], resident: &[Resident]) -> Vec<Option<Turn>> {
+pub(super) fn assign(inputs: &ScheduleInputs, turns: &[Sent], resident: &[Resident]) -> Vec<Option<Turn>> {
     let mut next: Vec<usize> = vec![usize::MAX; turns.len()];
-    let mut seen: HashMap<(u32, u32), usize> = HashMap::new();
+    let mut seen: HashMap<Sent, usize> = HashMap::new();
     for (i, unit) in turns.iter().enumerate().rev() {
         next[i] = seen.insert(*unit, i).unwrap_or(usize::MAX);
     }
     // (unit, its next turn, its last turn)
-    let mut slots: Vec<Option<((u32, u32), usize, usize)>> = vec![None; inputs.slots as usize];
+    let mut slots: Vec<Option<(Sent, usize, usize)>> = vec![None; inputs.slots as usize];
     for held in resident {
         if let Some(slot) = held.slot {
             let unit = (held.unit, 0);

@@ -17,12 +17,13 @@ _MOST_BYTES = 1 << 56
 """As the core's planner has it."""
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes in `12GiB` (1024³ each), `80GB` (1000³ each), or a plain number of bytes. Raises ValueError."""
+def parse_size(text: str | int, most: float = _MOST_BYTES) -> int:
+    """Bytes in `12GiB` (1024³ each), `80GB` (1000³ each), or a plain number of bytes. Raises ValueError, also for more
+    than `most`."""
     if isinstance(text, int):
         if text < 0:
             raise ValueError(f"a size cannot be negative: {text}")
-        return _size(text, text)
+        return _size(text, text, most)
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 12GiB")
@@ -30,12 +31,12 @@ def parse_size(text: str | int) -> int:
     scale = {name.lower(): scale for name, scale in _SIZE_UNITS.items()}.get(unit.lower() or "b")
     if scale is None:
         raise ValueError(f"{text!r}: unknown unit {unit!r}; write one of {', '.join(_SIZE_UNITS)}")
-    return _size(float(number) * scale + 0.5, text)
+    return _size(float(number) * scale + 0.5, text, most)
 
 
-def _size(size: float, text: str | int) -> int:
-    if size > _MOST_BYTES:
-        raise ValueError(f"{text!r} is more than any machine has; write at most {_MOST_BYTES >> 40}TiB")
+def _size(size: float, text: str | int, most: float) -> int:
+    if size > most:
+        raise ValueError(f"{text!r} is more than any machine has; write at most {most / (1 << 40):g}TiB")
     return int(size)
 
 

@@ -1,5 +1,6 @@
 """Which errors say that memory ran out, and the bytes that they name. Needs no torch."""
 
+import math
 import re
 import sys
 
@@ -30,4 +31,4 @@ def wanted_bytes(error: BaseException) -> int | None:
     match = _WANTED.search(str(error))
     if match is None:
         return None
-    return parse_size(match[1].replace("bytes", "B"))
+    return parse_size(match[1].replace("bytes", "B"), most=math.inf)

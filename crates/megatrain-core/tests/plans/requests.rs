@@ -230,7 +230,7 @@ fn some_of_the_layers_that_are_not_kept_are_offloaded() {
     let large: Vec<_> = large.unwrap().units[1..9].iter().map(|u| (u.activation, u.large_activation)).collect();
     assert_eq!(large[1], (offload, None));
     assert_eq!((large[6], large[7]), ((keep, Some(offload)), (keep, Some(again))));
-    assert!(text(of(&|r| r.requests.offload = Some(7)).unwrap_err()).contains("plan.offload is 7"));
+    assert!(text(of(&|r| r.requests.offload = Some(7)).unwrap_err()).contains("plan.offload = 7 exceeds the 6 units"));
     for activation in [keep, offload, again] {
         let error = text(of(&|r| (r.requests.keep, r.requests.activation) = (None, Some(activation))).unwrap_err());
         assert!(error.contains("plan.offload") && error.contains("plan.activation"), "{error}");

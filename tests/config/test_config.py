@@ -352,6 +352,7 @@ def test_a_mapping_from_another_reader_may_hold_numbers_as_strings():
             {"plan": {"sent_experts": "routed", "fragments": "halves"}},
             r"plan\.sent_experts is routed, .* plan\.fragments is halves",
         ),
+        ({"plan": {"sent_experts": "all"}}, r"plan\.sent_experts is all, .*; write plan\.fragments: experts"),
         ({"plan": {"slabs": 2}}, r"plan\.slabs is 2, .*; leave it out, or write train\.update: immediate"),
         ({"plan": {"group": 0}}, r"plan\.group is 0; it must be at least 1"),
         ({"plan": {"large_group": 0}}, r"plan\.large_group is 0; it must be at least 1"),

@@ -152,10 +152,10 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     sent = plan.get("sent_experts") or "auto"
     if sent not in SENT_EXPERTS:
         raise ConfigError(f"plan.sent_experts must be auto, all or routed, not {sent!r}")
-    if fragments in ("whole", "halves") and sent != "auto":
+    if sent != "auto" and fragments != "experts" and plan.get("expert_groups") in (None, "auto"):
         raise ConfigError(
-            f"plan.sent_experts is {sent}, which is about experts in groups, and plan.fragments is {fragments}; leave "
-            "one of them out"
+            f"plan.sent_experts is {sent}, which is about experts in groups, and plan.fragments is {fragments}; write "
+            "plan.fragments: experts, or leave it out"
         )
     if fragments in ("whole", "experts") and tiles not in (None, "auto", 1):
         raise ConfigError(

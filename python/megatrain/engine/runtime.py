@@ -112,6 +112,7 @@ class Runtime:
             chunk = default_chunk(decoder.vocab_size, "cuda", core_device.total_bytes)
             self.settings.setdefault("loss_chunk", chunk)
         self._holds_torch = device.type == "cuda" and bool(self.settings.get("hold_torch"))
+        self._torch_beside = torch.cuda.memory_allocated(device) if self._holds_torch else 0
         self._rates = dict(rates or {})
         declared = self.settings.get("loss_workspace")
         self._loss_fn: bool | int = False if declared is None else parse_size(declared)
@@ -323,8 +324,12 @@ class Runtime:
         core, self._core, self._templates, self._closed = self._core, None, None, True
         if core is not None:
             core.close()
-            if self._holds_torch:
-                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._release_torch()
+
+    def _release_torch(self) -> None:
+        """Takes back what `hold_torch` has refused it."""
+        if self._holds_torch:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     @torch.inference_mode(False)  # what is made here is trained with, whatever the mode of the first call
     def _start(
@@ -377,7 +382,7 @@ class Runtime:
         before, self.cut = self.cut, cut
         try:
             if self._holds_torch:
-                hold_torch(asked["budget"]["device"], json.loads(planned))
+                hold_torch(asked["budget"]["device"] + self._torch_beside, json.loads(planned))
             fill(core)
             templates = step_templates(
                 core, asked, json.loads(planned), cut, self.device, PRECISIONS[self.grad_precision], self.compiled
@@ -387,6 +392,7 @@ class Runtime:
         except BaseException:
             self.cut = before
             core.close()
+            self._release_torch()
             raise
         self._core, self._templates, self._plan, self._made = core, templates, json.loads(planned), made
         return core
@@ -560,8 +566,8 @@ class Runtime:
 
 
 def hold_torch(budget: int, plan: Mapping[str, Any]) -> None:
-    """Refuses torch, all of it in this process, what a plan leaves it of `budget` bytes of the current card: it gives
-    back what it has cached first, as on a card that has no more."""
+    """Refuses torch, all of it in this process, more than a plan leaves it of `budget` bytes of the current card: it
+    gives back what it has cached first, as on a card that has no more."""
     context = sum(int(item["bytes"]) for item in plan["items"] if item["what"].startswith("context"))
     left = budget - int(plan["totals"]["device"]) + torch_bytes(plan) - context
     total = torch.cuda.mem_get_info()[1]

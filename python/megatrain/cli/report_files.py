@@ -10,7 +10,7 @@ from megatrain.errors import ConfigError
 from megatrain.training import run_dir
 
 NUMBER = "a number"
-MAYBE = "a number or null"
+NUMBER_OR_NULL = "a number or null"
 WHOLE = "a whole number from 0 on"
 TEXT = "text"
 
@@ -18,11 +18,11 @@ Kind = str | list[Any] | tuple[Any, ...] | dict[str, Any]
 """What a value must be: one of the words above; a list of one kind, for any number of it; a tuple, for as many as it
 has; a mapping, of kinds by key, for those of its keys that are there (`*`: any other key)."""
 
-_SCORES: Kind = {"*": {"loss": MAYBE}}
+_SCORES: Kind = {"*": {"loss": NUMBER_OR_NULL}}
 _RECORD: Kind = {
     "step": WHOLE,
-    **dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s"), MAYBE),
-    **dict.fromkeys(("eval_loss", "eval_loss_before", "host_peak_bytes", "gpu_peak_bytes"), MAYBE),
+    **dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s"), NUMBER_OR_NULL),
+    **dict.fromkeys(("eval_loss", "eval_loss_before", "host_peak_bytes", "gpu_peak_bytes"), NUMBER_OR_NULL),
     "eval_sets": _SCORES,
     "eval_sets_before": _SCORES,
     "lanes": {"*": NUMBER},
@@ -134,5 +134,5 @@ def _is(value: Any, kind: str) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value is None and kind == MAYBE
+        return value is None and kind == NUMBER_OR_NULL
     return -_LARGEST < value < _LARGEST and (kind != WHOLE or (isinstance(value, int) and value >= 0))
